@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -147,6 +148,17 @@ MORE: dict[str, Family] = {
     "deepseek_vl": Family(
         of("DeepseekVLConfig", text_config=LLAMA, vision_config=SIGLIP, image_token_id=IMAGE),
         "DeepseekVLForConditionalGeneration", IMAGES,
+    ),
+    "deepseek_vl_hybrid": Family(
+        of(
+            "DeepseekVLHybridConfig", text_config=LLAMA, vision_config=SIGLIP, image_token_id=IMAGE,
+            high_res_vision_config={
+                "model_type": "sam_vision_model", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 24, "patch_size": 4, "window_size": 4, "output_channels": 16, "global_attn_indexes": [1],
+            },
+        ),
+        "DeepseekVLHybridForConditionalGeneration",
+        {"image": image_of(16, 16, high_res_pixel_values=partial(torch.ones, 1, 3, 24, 24, dtype=torch.float64))},
     ),
     "janus": Family(
         of(

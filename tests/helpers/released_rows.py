@@ -358,6 +358,27 @@ def _ocr2(config: Config) -> Config:
     }  # fmt: skip
 
 
+def _hybrid(config: Config) -> Config:
+    """In the keys of transformers' class, as deepseek-community's folder has them; the towers are those of the script
+    that made it."""
+    return {
+        "architectures": ["DeepseekVLHybridForConditionalGeneration"],
+        "model_type": "deepseek_vl_hybrid",
+        "text_config": config["language_config"],
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1024, "intermediate_size": 4096,
+            "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 384, "patch_size": 16,
+            "vision_use_head": False,
+        },
+        "high_res_vision_config": {
+            "model_type": "sam_vision_model", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "image_size": 1024, "patch_size": 16, "output_channels": 256, "window_size": 14,
+        },
+        "tie_word_embeddings": False,
+        "image_token_id": 0,
+    }  # fmt: skip
+
+
 def _step3(config: Config) -> Config:
     """The record has the text model at the top; the tower's sizes are the class's own."""
     apart = ("architectures", "model_type", "num_experts", "first_k_dense_replace")
@@ -470,6 +491,11 @@ ROWS: dict[str, Row | WrittenRow] = {
     "idefics3": Row("idefics3-8b", idefics3_processor, _SEES, {"image_token_id": "<image>"}),
     "smolvlm": Row("smolvlm2-256m", idefics3_processor, _SEES, {"image_token_id": "<image>"}, {"scale_factor": 2}),
     "deepseek_vl": Row("deepseek-vl-1.3b", _of("deepseek_vl"), _SEES, {"image_token_id": "<image_placeholder>"}),
+    "deepseek_vl_hybrid": Row(
+        "deepseek-vl-7b", _of("deepseek_vl_hybrid"), _SEES, {"image_token_id": "<image_placeholder>"},
+        {"high_res_vision_config": {"image_size": 48, "patch_size": 4, "window_size": 4, "output_channels": 16}},
+        {"high_res_vision_config": {"global_attn_indexes": [1]}}, base=_hybrid,
+    ),
     "deepseek_ocr2": Row(
         "deepseek-ocr2", _of("deepseek_ocr2"), _SEES, {"image_token_id": "<image>"},
         {"text_config": {"num_key_value_heads": 4},

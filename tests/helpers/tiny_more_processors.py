@@ -31,13 +31,13 @@ def _template(image: str, video: str = "") -> str:
     return _TURNS.replace("IMAGE", image).replace("VIDEO", video)
 
 
-def _square(name: str, image_token: str) -> Callable[[], Any]:
+def _square(name: str, image_token: str, **sizes: Any) -> Callable[[], Any]:
     """DeepSeek-VL and Janus: every picture becomes a padded square of as many tokens."""
 
     def build() -> Any:
         special = _NAMED | {"image_token": image_token, "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
         return getattr(transformers, f"{name}Processor")(
-            getattr(transformers, f"{name}ImageProcessor")(size=dict(_SQUARE), min_size=PATCH_SIZE),
+            getattr(transformers, f"{name}ImageProcessor")(size=dict(_SQUARE), min_size=PATCH_SIZE, **sizes),
             byte_tokenizer(special, _template(image_token)),
             chat_template=_template(image_token),
             num_image_tokens=16,
@@ -129,6 +129,9 @@ def chameleon_processor() -> Any:
 
 MORE: dict[str, Family] = {
     "deepseek_vl": Family(_square("DeepseekVL", "<image_placeholder>"), ("image",)),
+    "deepseek_vl_hybrid": Family(
+        _square("DeepseekVLHybrid", "<image_placeholder>", high_res_size={"height": 48, "width": 48}), ("image",)
+    ),
     "janus": Family(_square("Janus", "<image_placeholder>"), ("image",)),
     "gemma4": Family(_gemma4, ("image", "video")),
     "step3p7": Family(_step3p7, ("image",)),

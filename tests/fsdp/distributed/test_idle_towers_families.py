@@ -26,6 +26,7 @@ MORE_FAMILIES = {
     "llava_next": [[], ["image"]],
     "kimi_k25": [["image", "image2"], []],
     "deepseek_vl": [["image"], []],
+    "deepseek_vl_hybrid": [[], ["image"]],
     "qwen3_asr": [[], ["audio"]],
 }
 LAYOUTS = FAMILIES | MORE_FAMILIES

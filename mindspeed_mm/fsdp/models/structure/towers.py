@@ -116,6 +116,8 @@ def _image_towers(model: nn.Module) -> list[Tower]:
     name = next((name for name in ("vision_tower", "vision_model") if hasattr(inner, name)), None)
     if name is None or config is None or not all(hasattr(inner, x) for x in ("language_model", "get_image_features")):
         return []
+    if hasattr(inner, "high_res_vision_model"):
+        return _two_eyes()
     parameters = inspect.signature(inner.get_image_features).parameters.values()  # type: ignore[union-attr]
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     make = _least_input(needed, {p.name for p in parameters}, config)
@@ -137,6 +139,29 @@ def _image_towers(model: nn.Module) -> list[Tower]:
         videos = Tower("video", f"model.{name}", "pixel_values_videos", "model.language_model", towers[0].run)
         towers.append(videos)
     return towers
+
+
+def _two_eyes() -> list[Tower]:
+    """DeepSeek-VL of 7 B: two towers see each picture, in two sizes, and the aligner joins what they hand on."""
+
+    def run(whole: Any, pixels: str, tower: str) -> Any:
+        model, (height, width) = whole.model, _side(whole)
+        if pixels == "pixel_values":
+            return model.get_low_res_image_features(_zeros(1, 3, height, width, dtype=getattr(model, tower).dtype))
+        side = whole.config.high_res_vision_config.image_size
+        seen = model.get_high_res_image_features(_zeros(1, 3, side, side, dtype=getattr(model, tower).dtype))
+        joined = seen.last_hidden_state
+        beside = _zeros(*joined.shape[:2], whole.config.vision_config.hidden_size, dtype=joined.dtype)
+        return model.aligner(beside, joined)
+
+    kinds = (
+        ("image", "pixel_values", "vision_model"),
+        ("large image", "high_res_pixel_values", "high_res_vision_model"),
+    )
+    return [
+        Tower(kind, f"model.{tower}", key, "model.language_model", partial(run, pixels=key, tower=tower))
+        for kind, key, tower in kinds
+    ]
 
 
 LeastInput = Callable[[nn.Module, torch.dtype], tuple[torch.Tensor, dict[str, torch.Tensor]]]

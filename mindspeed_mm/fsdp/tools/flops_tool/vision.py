@@ -23,7 +23,7 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
         is several with patches of their own, and what each sees is not known.
     """
     config: Any = getattr(model.config, "vision_config", None)  # type: ignore[union-attr]
-    if not hasattr(config, "patch_size"):
+    if not hasattr(config, "patch_size") or hasattr(model.config, "high_res_vision_config"):
         return None
     markers = {int(token) for name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
                if isinstance(token := getattr(model.config, name, None), int)}  # fmt: skip
