@@ -61,9 +61,9 @@ class AnswerEngine:
     def _fits(self, batch: Sequence[LiveAnswer], row: LiveAnswer) -> bool:
         rows = [*batch, row]
         lengths = [len(each.question.input_ids) for each in rows]
-        most_new = max(each.sampling.max_new_tokens for each in rows)
+        new = [each.sampling.max_new_tokens for each in rows]
         return (
             len(rows) <= self._most_rows
-            and len(rows) * (max(lengths) + most_new) <= self._most_tokens
-            and (not self._hears_one_sound or len(set(lengths)) == 1)
+            and len(rows) * (max(lengths) + max(new)) <= self._most_tokens
+            and (not self._hears_one_sound or len(set(lengths)) == len(set(new)) == 1)
         )

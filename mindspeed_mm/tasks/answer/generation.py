@@ -100,16 +100,16 @@ class Generator:
     def answer_live(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         """Make answers together, each with its own settings; what one says does not depend on the others.
 
-        Transcripts are greedy, and told when they are whole.
+        Transcripts are greedy, told when they are whole, and all of one longest length.
         """
         for row in rows:
             row.begin(self._text_of)
         inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
         if is_whisper(self.encoder.processor):
-            most = max(row.sampling.max_new_tokens for row in rows)
+            (most,) = {row.sampling.max_new_tokens for row in rows}
             found = transcripts(self.model, inputs, max_new_tokens=most)
-            for row, (token_ids, _) in zip(rows, found, strict=True):
-                any(row.take(token, self._end_ids) for token in token_ids)
+            for row, (token_ids, finished) in zip(rows, found, strict=True):
+                row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
         else:
             self._generate(inputs, rows)
         return [row.close(self._text_of) for row in rows]
