@@ -41,7 +41,7 @@ from tests.helpers.parity import compare_steps
 from tests.helpers.pipeline_probe import Probed, drawn_time, encoded, in_layout_of, of_the_mode, plain_pipeline
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import losses, mm, tensors, train, watched_steps
-from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily
+from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily, smaller_pictures
 from tests.helpers.tiny_generator_run import generator_config
 
 BY_DEFAULT = ("sd3", "wan2_2", "cogvideox")
@@ -91,9 +91,10 @@ def save_media(pixels_THWC: np.ndarray, path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_equals_its_pipeline(name: str, tmp_path: Path) -> None:
     yaml = make_run(name, tmp_path)
-    check_losses(name, yaml, tmp_path)
-    check_export(name, tmp_path)
-    check_adapters(name, yaml, tmp_path)
+    with smaller_pictures():
+        check_losses(name, yaml, tmp_path)
+        check_export(name, tmp_path)
+        check_adapters(name, yaml, tmp_path)
 
 
 def check_losses(name: str, yaml: Path, folder: Path) -> None:
@@ -348,5 +349,5 @@ def test_two_ranks_equal_one_process(names: Sequence[str], tmp_path: Path) -> No
 def steps_of(yamls: dict[str, str], micro_batch_size: int) -> dict[str, Any]:
     """Name → its recorded steps, on this rank."""
     words = [*FP64, f"training.micro_batch_size={micro_batch_size}"]
-    with keeping_double():
+    with keeping_double(), smaller_pictures():
         return {name: train_steps(yaml, words) for name, yaml in yamls.items()}

@@ -4,10 +4,13 @@ text encoders and tokenizers are those of the real classes, only the sizes are t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
@@ -195,7 +198,50 @@ def _lumina2(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _qwen_image(folder: Path) -> None:
+@contextmanager
+def smaller_pictures() -> Iterator[None]:
+    """Qwen-Image-Edit without its pictures of a million pixels: of a 256th of them, in its pipelines and here."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+
+    from mindspeed_mm.fsdp.models.qwen_image import modeling_qwen_image
+
+    ours, theirs = modeling_qwen_image.fitted_size, pipeline_qwenimage_edit.calculate_dimensions
+    also_theirs = pipeline_qwenimage_edit_plus.calculate_dimensions
+    with (
+        mock.patch.object(modeling_qwen_image, "fitted_size", lambda *size: ours(*size[:2], size[2] // 256)),
+        mock.patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda a, r: theirs(a / 256, r)),
+        mock.patch.object(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda a, r: also_theirs(a / 256, r)),
+    ):
+        yield
+
+
+def _qwen_image_edit(folder: Path, name: str) -> None:
+    import diffusers
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    kind = getattr(diffusers, name)
+    template = kind(*[None] * 6).prompt_template_encode
+    tokenizer = character_tokenizer(template.partition("{}")[0].partition("<|vision_start|>")[0], 64)
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True) for name in _SIGHT.values()])
+    tokens = {name: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in _SIGHT.items()}
+    patches = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    area = {"shortest_edge": 256, "longest_edge": 64 * 64}
+    _qwen_image(folder, tokenizer, **{f"{name}_token_id": number for name, number in tokens.items()})
+    whole = diffusers.QwenImagePipeline.from_pretrained(folder, local_files_only=True)
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=area, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size=area, **patches),
+        chat_template=_CHAT,
+    )
+    shutil.rmtree(folder)
+    kind(**whole.components, processor=processor).save_pretrained(folder)
+
+
+_SIGHT = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+
+
+def _qwen_image(folder: Path, tokenizer: Any = None, **tokens: int) -> None:
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
@@ -208,9 +254,13 @@ def _qwen_image(folder: Path) -> None:
         "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
         "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
     )
-    tokenizer = character_tokenizer(before, 34)
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": WIDTH, "intermediate_size": 16}
-    config = Qwen2_5_VLConfig(text_config={**_QWEN_VL_TEXT, "vocab_size": len(tokenizer)}, vision_config=vision)
+    tokenizer = tokenizer or character_tokenizer(before, 34)
+    vision = {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": WIDTH, "intermediate_size": 16,
+        "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    text = {**_QWEN_VL_TEXT, "vocab_size": len(tokenizer)}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     vae = {
         "base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True],
         "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.1],
@@ -464,6 +514,8 @@ FAMILIES: dict[str, TinyFamily] = {
     "sana": TinyFamily(_sana, side=32, settings={"use_resolution_binning": False}),
     "lumina2": TinyFamily(_lumina2),
     "qwen_image": TinyFamily(_qwen_image),
+    "qwen_image_edit": TinyFamily(lambda folder: _qwen_image_edit(folder, "QwenImageEditPipeline")),
+    "qwen_image_edit_plus": TinyFamily(lambda folder: _qwen_image_edit(folder, "QwenImageEditPlusPipeline")),
     "flux2": TinyFamily(_flux2),
     "z_image": TinyFamily(_z_image, guidance=0.0),
     "wan": TinyFamily(make_tiny_wan, frames=5),

@@ -73,6 +73,13 @@ class DenoisingObjective:
     ) -> None:
         if arguments.caption_dropout > 0 and null_text is None and encode is None:
             raise _no_empty_caption(arguments)
+        if arguments.caption_dropout > 0 and encode is None and adapter.task in adapter.text_reads_media:
+            raise ConfigError(
+                f"{arguments.caption_dropout}, but an empty caption is read together with each sample's picture, and "
+                "the features hold it for none",
+                key="training.diffusion.caption_dropout",
+                way_out="Train on raw media (leave features_dir out), or set it to 0.",
+            )
         check_path_settings(adapter.noise_path, arguments)
         self._adapter, self._arguments, self._seed = adapter, arguments, seed
         self._path = adapter.noise_path

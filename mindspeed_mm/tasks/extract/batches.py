@@ -32,6 +32,7 @@ _DECODED_BYTES = 1 << 30
 """Most memory for decoded media that wait to be encoded."""
 _BATCHES_AHEAD = 2
 _CAPTIONS_AT_ONCE = 16
+_BLACK_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,9 @@ class BatchEncoder:
         batch.records = [
             replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
         ]
-        texts = self.encode_captions([caption for record in batch.records for _, caption in _own_captions(record)])
+        reads_media = self._adapter.task in self._adapter.text_reads_media
+        alone = () if reads_media else batch.records
+        texts = self.encode_captions([caption for record in alone for _, caption in _own_captions(record)])
         tensors: dict[str, torch.Tensor] = {}
         for record, at in zip(batch.records, usable, strict=True):
             stem = record.own_stem
@@ -213,6 +216,10 @@ class BatchEncoder:
                 continue  # the same row twice in a batch
             for name, values in media.items():
                 tensors |= {tensor_name(stem, name, view=view): each for view, each in enumerate(values[at])}
+            if reads_media:
+                texts = self.encode_captions(
+                    record.captions, {name: each[:1] for name, each in batch.pixels[at].items()}
+                )
             for number, caption in _own_captions(record):
                 tensors |= {tensor_name(stem, name, number): v.clone() for name, v in texts[caption].items()}
         return tensors
@@ -223,16 +230,36 @@ class BatchEncoder:
         found = self._encode_media(media)
         return {name: values.unflatten(0, (len(pixels), -1)) for name, values in found.items()}
 
-    def encode_captions(self, captions: Sequence[str]) -> dict[str, TextFeatures]:
-        """Caption → its features, without padding and batch axis."""
+    def encode_captions(
+        self, captions: Sequence[str], media: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, TextFeatures]:
+        """Caption → its features, without padding and batch axis.
+
+        Args:
+            captions: Each is encoded once.
+            media: Of the sample that they are read together with.
+        """
         texts: dict[str, TextFeatures] = {}
         distinct = list(dict.fromkeys(captions))
         with torch.no_grad(), quiet("transformers", "diffusers"):
             for start in range(0, len(distinct), _CAPTIONS_AT_ONCE):
                 some = distinct[start : start + _CAPTIONS_AT_ONCE]
-                for caption, features in zip(some, self._adapter.encode_text(self._pipeline, some), strict=True):
+                if media is None:
+                    encoded = self._adapter.encode_text(self._pipeline, some)
+                else:
+                    encoded = self._adapter.encode_text_beside(self._pipeline, some, media)
+                for caption, features in zip(some, encoded, strict=True):
                     texts[caption] = {name: value.cpu().contiguous() for name, value in features.items()}
         return texts
+
+    def encode_empty(self) -> TextFeatures:
+        """Features of the empty caption, of a black picture where the text encoder reads media too."""
+        adapter, media = self._adapter, None
+        if adapter.task in adapter.text_reads_media:
+            size = adapter.geometry.nearest(MediaSize(1, _BLACK_SIDE, _BLACK_SIDE))
+            black = torch.zeros(1, 3, 1, size.height, size.width, dtype=torch.uint8)
+            media = {role.name: black for role in adapter.media_roles}
+        return self.encode_captions([""], media)[""]
 
     def _encode_media(self, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, …) each."""

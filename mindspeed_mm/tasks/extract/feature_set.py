@@ -243,7 +243,9 @@ class SetExtraction:
         return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)
 
     def _plan_from(self, first: int, batch_size: int | None) -> WorkPlan:
-        return plan_work(self._source, self.folder, first, self._marks, batch_size)
+        adapter = self._encoders.adapter
+        reads_media = adapter.task in adapter.text_reads_media
+        return plan_work(self._source, self.folder, first, self._marks, batch_size, reads_media)
 
     def _check_same(self, before: Description) -> None:
         """Raise `DataError` when other encoders, or another way to use them, have made what is there."""
@@ -324,7 +326,7 @@ class SetExtraction:
         try:
             check_file(self.folder.null_text, "hash")
         except DamagedFile:
-            write_feature_file(self.folder.null_text, self._encoders.encode.encode_captions([""])[""])
+            write_feature_file(self.folder.null_text, self._encoders.encode.encode_empty())
 
     def _look_at_room(self, tensors: dict[str, torch.Tensor], rows: int, to_come: int) -> None:
         """The first batch tells how much a sample takes."""

@@ -1,7 +1,8 @@
 """What an extraction still has to encode: everything at first; later the rows, captions and sizes that are new.
 
 Features are kept by what they were made of, not by the row that they were made for: latents by the digest of the
-medium's file with its size, frames and views; text features by the caption.
+medium's file with its size, frames and views; text features by the caption, and by the media where the text encoder
+reads both.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ class Existing:
         records: Rows as they were, the latest last.
         stems: What the names of stored tensors begin with.
         pixels: `FeatureRecord.pixels` → stem of the latents.
-        captions: Caption → `<stem>/<number>` of its text features.
+        captions: Caption, and `FeatureRecord.pixels` where the text encoder reads the media too, else nothing →
+            `<stem>/<number>` of its text features.
         whole: (key, size) → row of which both were made, for sets that do not note `pixels`.
         digests: Name of a medium → digest of its file.
     """
 
     stems: frozenset[str] = frozenset()
     pixels: Mapping[str, str] = field(default_factory=dict)
-    captions: Mapping[str, str] = field(default_factory=dict)
+    captions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     whole: Mapping[tuple[str, MediaSize], FeatureRecord] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: FeatureFolder, first: int) -> Existing:
+    def read(cls, folder: FeatureFolder, first: int, text_reads_media: bool) -> Existing:
         """Of the batches before `first`."""
         stems: dict[str, set[str]] = {}
         records: list[FeatureRecord] = []
@@ -52,7 +54,7 @@ class Existing:
                 stem, _, rest = name.partition("/")
                 stems.setdefault(stem, set()).add(rest)
         pixels: dict[str, str] = {}
-        captions: dict[str, str] = {}
+        captions: dict[tuple[str, str], str] = {}
         whole: dict[tuple[str, MediaSize], FeatureRecord] = {}
         digests: dict[str, str] = {}
         for record in records:
@@ -60,7 +62,10 @@ class Existing:
             numbers = {name.partition("/")[2] for name in stored if "/" in name}
             if "latents" in stored and record.pixels:
                 pixels[record.pixels] = stem
-            captions |= {caption: f"{stem}/{n}" for n, caption in enumerate(record.captions) if str(n) in numbers}
+            beside = record.pixels if text_reads_media else ""
+            captions |= {
+                (caption, beside): f"{stem}/{n}" for n, caption in enumerate(record.captions) if str(n) in numbers
+            }
             if "latents" in stored and len(numbers) == len(record.captions):
                 whole[record.key, record.size] = record
             if record.medium:
@@ -84,7 +89,12 @@ class WorkPlan:
 
 
 def plan_work(
-    source: RawSource, folder: FeatureFolder, first: int, marks: MediaMarks, batch_size: int | None = None
+    source: RawSource,
+    folder: FeatureFolder,
+    first: int,
+    marks: MediaMarks,
+    batch_size: int | None = None,
+    text_reads_media: bool = False,
 ) -> WorkPlan:
     """The batches that make features of every row, given those before `first`.
 
@@ -94,26 +104,34 @@ def plan_work(
         first: Number of the first batch to be made.
         marks: Of media when earlier work read them: files that are untouched are not read again.
         batch_size: Rows of a batch.
+        text_reads_media: Text features are made of caption and media: they are kept where both are as they were.
     """
     if first == 0:
         return WorkPlan(plan_batches(source.sizes, batch_size, source.views), ())
-    existing = Existing.read(folder, first)
+    existing = Existing.read(folder, first, text_reads_media)
     kept: list[FeatureRecord] = []
     needs: dict[int, RowNeeds] = {}
     for index, row in enumerate(source.rows):
-        found = _found(source, index, row, existing, marks)
+        found = _found(source, index, row, existing, marks, text_reads_media)
         if found is None:
             needs[index] = RowNeeds(stem="")
         elif found.media_stem and all(found.caption_stems):
             kept.append(found)
         else:
+            if text_reads_media:  # what reads them needs the media again
+                found = replace(found, media_stem="")
             stem = f"{found.key}~{first}" if found.key in existing.stems else ""
             needs[index] = RowNeeds(found.media_stem, tuple(found.caption_stems), stem)
     return WorkPlan(_batches(source, needs, first, batch_size), kept)
 
 
 def _found(
-    source: RawSource, index: int, row: GenerationRow, existing: Existing, marks: MediaMarks
+    source: RawSource,
+    index: int,
+    row: GenerationRow,
+    existing: Existing,
+    marks: MediaMarks,
+    text_reads_media: bool,
 ) -> FeatureRecord | None:
     """A row with where earlier work has its parts; None: it cannot be read, which encoding it will say."""
     known = existing.digests.get(row.name)
@@ -132,7 +150,8 @@ def _found(
     if whole is not None and not whole.pixels:  # of a version that kept whole rows
         stems = tuple(f"{whole.own_stem}/{number}" for number in range(len(row.captions)))
         return replace(record, media_stem=whole.own_stem, caption_stems=stems)
-    captions = tuple(existing.captions.get(caption, "") for caption in row.captions)
+    beside = pixels if text_reads_media else ""
+    captions = tuple(existing.captions.get((caption, beside), "") for caption in row.captions)
     return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=captions)
 
 

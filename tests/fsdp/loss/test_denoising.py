@@ -34,6 +34,7 @@ class Denoiser(nn.Module):
 
 
 class Adapter:
+    task, text_reads_media = "t2i", frozenset[str]()
     geometry = MediaGeometry(1, 1, (1, 2, 2), 2, is_video=False)
     noise_path: NoisePath = FlowPath()
 
@@ -308,6 +309,15 @@ class Given(Adapter):
         mask = torch.zeros(1, 1, SHAPE[1], 1, dtype=torch.bool)
         mask[:, :, 0] = True
         return mask
+
+
+def test_features_that_were_made_of_caption_and_picture_have_no_empty_caption() -> None:
+    class Reading(Adapter):
+        text_reads_media = frozenset({"t2i"})
+
+    arguments = DiffusionArguments(caption_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"caption_dropout.*together with each sample's picture.*Train on raw media"):
+        DenoisingObjective(Reading(), arguments, seed=1, null_text={"text": torch.zeros(1, 3)})  # type: ignore[arg-type]
 
 
 def test_given_latents_have_no_noise_and_no_loss() -> None:

@@ -61,6 +61,8 @@ class DiffusionAdapter(ABC):
     """Pipeline class of `model_index.json` → tasks that its weights do too, by other pipelines."""
     roles: ClassVar[Mapping[str, tuple[MediaRole, ...]]] = {}
     """Task → media that its samples have beside the one that is learned, in the order of the pipeline's arguments."""
+    text_reads_media: ClassVar[frozenset[str]] = frozenset()
+    """Tasks whose text encoder reads the media of the roles together with the caption: `encode_text_beside`."""
     draws: ClassVar[frozenset[str]] = frozenset()
     """Tasks whose pipeline draws numbers of its own: it gets a generator that depends on the sample alone."""
     one_by_one: ClassVar[frozenset[str]] = frozenset()
@@ -268,6 +270,18 @@ class DiffusionAdapter(ABC):
             pipeline: From `components.load_encoders`: the family's pipeline without its transformer.
             captions: As they stand in the data; the empty one is what caption dropout and guidance use.
         """
+
+    def encode_text_beside(
+        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+    ) -> list[TextFeatures]:
+        """Features of captions that are read together with the media of a sample, for tasks of `text_reads_media`.
+
+        Args:
+            pipeline: As above.
+            captions: Of one sample.
+            media: The sample's, as `encode_conditions` is given them: (1, 3, T, H, W) uint8.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class LiveEncoder:
             batch: `pixels` (B, 3, T, H, W) uint8, those of the task's roles, and `captions`.
         """
         encoded: dict[str, list[torch.Tensor]] = {}
+        texts: list[TextFeatures] = []
         keys = {TARGET: "pixels", **{role.name: role.batch_key for role in self._adapter.media_roles}}
         for row in range(len(batch["pixels"])):
             media = {name: batch[key][row : row + 1] for name, key in keys.items()}
@@ -48,10 +50,15 @@ class LiveEncoder:
             found |= self._adapter.encode_conditions(self._pipeline, media)
             for key, tensor in found.items():
                 encoded.setdefault(key, []).append(tensor.cpu())
+            texts.append(self._text(batch["captions"][row], media))
         joined = {key: torch.cat(tensors) for key, tensors in encoded.items()}
-        return joined | self._adapter.pad_text([self._text(caption) for caption in batch["captions"]])
+        return joined | self._adapter.pad_text(texts)
 
-    def _text(self, caption: str) -> TextFeatures:
+    def _text(self, caption: str, media: Mapping[str, torch.Tensor]) -> TextFeatures:
+        if self._adapter.task in self._adapter.text_reads_media:
+            self._warn_of_length(caption)
+            (features,) = self._adapter.encode_text_beside(self._pipeline, [caption], media)
+            return {key: value.cpu() for key, value in features.items()}
         if caption not in self._texts:
             self._warn_of_length(caption)
             (features,) = self._adapter.encode_text(self._pipeline, [caption])

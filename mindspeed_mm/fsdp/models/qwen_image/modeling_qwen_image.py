@@ -1,10 +1,12 @@
-"""Qwen-Image (text to image) as diffusers has it: packed latents of a video VAE, captions by Qwen2.5-VL."""
+"""Qwen-Image (text to image, editing) as diffusers has it: packed latents of a video VAE, captions by Qwen2.5-VL, which
+looks at the picture that is edited."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,11 +14,19 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+_LATENT_AREA = 1024 * 1024
+"""Pixels that the pipelines scale a picture to before its latents are taken, whatever size it has; in no setting."""
+_SEEN_AREA = 384 * 384
+"""Pixels that the text encoder of Edit-Plus sees of it."""
+_SIDE_STEP = 32
 
 
 @model_register.register("qwen_image")
@@ -24,7 +34,7 @@ class QwenImageAdapter(DiffusionAdapter):
     """Qwen-Image."""
 
     transformer_class = "QwenImageTransformer2DModel"
-    pipelines = {"t2i": "QwenImagePipeline"}
+    pipelines: ClassVar[Mapping[str, str]] = {"t2i": "QwenImagePipeline"}
     blocks = ("transformer_blocks.{*}",)
     sample_plan = SamplePlan(
         blocks={
@@ -42,7 +52,13 @@ class QwenImageAdapter(DiffusionAdapter):
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
     )
     tokenizer = "tokenizer"
-    encoders = ("vae", "text_encoder", "tokenizer")
+    encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+
+    @classmethod
+    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+        """Models that edit look at a picture."""
+        by_pipeline = {each.pipelines["edit"]: each for each in (QwenImageEditAdapter, QwenImageEditPlusAdapter)}
+        return by_pipeline.get(str(index.get("_class_name")), cls)
 
     @cached_property
     def geometry(self) -> MediaGeometry:
@@ -107,3 +123,83 @@ class QwenImageAdapter(DiffusionAdapter):
             del arguments["negative_prompt"]
             return arguments | {"guidance_scale": scale}
         return arguments | {"true_cfg_scale": scale}
+
+
+class QwenImageEditAdapter(QwenImageAdapter):
+    """Qwen-Image-Edit: the picture that is edited is read with the caption, and its latents stand behind the noise."""
+
+    pipelines: ClassVar[Mapping[str, str]] = {"edit": "QwenImageEditPipeline"}
+    roles = {"edit": (SOURCE_PICTURE,)}
+    text_reads_media = one_by_one = frozenset({"edit"})
+    encoders: ClassVar[tuple[str, ...]] = (*QwenImageAdapter.encoders, "processor")
+    seen_area: ClassVar[int | None] = None
+    """Pixels that the text encoder sees; None: those that latents are taken of."""
+
+    @torch.no_grad()
+    def encode_text_beside(
+        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+    ) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D), those of the picture among them."""
+        (picture,) = as_pil(media["source"][:, :, 0])
+        width, height = fitted_size(*picture.size, self.seen_area or _LATENT_AREA)
+        seen = self._as_seen(pipeline.image_processor.resize(picture, height, width))
+        found = []
+        for caption in captions:
+            embeds, _ = pipeline.encode_prompt(caption, image=seen, max_sequence_length=self.text_tokens)
+            found.append({"prompt_embeds": embeds[0].clone()})
+        return found
+
+    def _as_seen(self, picture: Any) -> Any:
+        return picture
+
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`source_latents` (B, C, H, W) of the picture in the pipeline's own size."""
+        vae, found = pipeline.vae, []
+        for picture in as_pil(media["source"][:, :, 0]):
+            width, height = fitted_size(*picture.size, _LATENT_AREA)
+            pixels = pipeline.image_processor.preprocess(
+                pipeline.image_processor.resize(picture, height, width), height, width
+            )
+            latents = vae.encode(pixels[:, :, None].to(vae.device, vae.dtype)).latent_dist.mode()[:, :, 0]
+            found.append(standardised(latents, vae.config.latents_mean, vae.config.latents_std))
+        return {"source_latents": torch.cat(found)}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        channels, height, width = latent_shape
+        sides = fitted_size(width, height, _LATENT_AREA)
+        return {"source_latents": (channels, *(side // self.geometry.spatial_ratio for side in reversed(sides)))}
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Those of Qwen-Image, with the picture behind."""
+        inputs = super().inputs(noisy, sigma, batch, guidance)
+        source = batch["source_latents"].to(noisy.dtype)
+        grid = (1, source.shape[-2] // PATCH, source.shape[-1] // PATCH)
+        return inputs | {
+            "hidden_states": torch.cat([inputs["hidden_states"], pack(source)], dim=1),
+            "img_shapes": [[*shapes, grid] for shapes in inputs["img_shapes"]],
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """Unpacked; what stands behind the noise is the picture."""
+        tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
+        return unpack(output[0][:, :tokens], latent_shape)
+
+
+class QwenImageEditPlusAdapter(QwenImageEditAdapter):
+    """Qwen-Image-Edit-2509 and later, with one picture: the text encoder sees it smaller."""
+
+    pipelines: ClassVar[Mapping[str, str]] = {"edit": "QwenImageEditPlusPipeline"}
+    seen_area: ClassVar[int | None] = _SEEN_AREA
+
+    def _as_seen(self, picture: Any) -> Any:
+        return [picture]
+
+
+def fitted_size(width: int, height: int, area: int) -> tuple[int, int]:
+    """Width and height of about `area` pixels in the shape of a picture, multiples of 32, as the pipelines compute
+    them."""
+    ratio = width / height
+    exact = math.sqrt(area * ratio)
+    return round(exact / _SIDE_STEP) * _SIDE_STEP, round(exact / ratio / _SIDE_STEP) * _SIDE_STEP
