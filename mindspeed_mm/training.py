@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.train.trainer import TrainOptions
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.models.configured import with_sized_folder
+from mindspeed_mm.provider.flag_words import told_in_flags
 from mindspeed_mm.provider.translate import Translated, translate
 
 __all__ = [
@@ -109,15 +110,20 @@ def pretrain(
     set_args(args)
     if init_func is not None:
         init_func()
-    translated = translate(args)
-    config = _with_own_class(translated.config, translated.model_json.get("model_id"))
-    _add_sections(args, translated)
     stock = (forward_step, train_valid_test_datasets_provider)
     callbacks = Callbacks(
         model_provider,
         None if train_valid_test_dataset_provider in stock else train_valid_test_dataset_provider,
         None if forward_step_func in stock else forward_step_func,
     )
+    with told_in_flags():
+        _train(args, callbacks)
+
+
+def _train(args: Namespace, callbacks: Callbacks) -> None:
+    translated = translate(args)
+    config = _with_own_class(translated.config, translated.model_json.get("model_id"))
+    _add_sections(args, translated)
     if (
         callbacks.data_provider is None
         and config.arguments.model.model_name_or_path is None
@@ -130,8 +136,16 @@ def pretrain(
         writes_megatron=args.ckpt_format == "torch",
         eval_interval=args.eval_interval,
     )
-    trainer = ProviderTrainer(config, callbacks, scaling, args=args, options=TrainOptions(plain_lines=True))
+    options = TrainOptions(
+        plain_lines=True,
+        weights_only=args.weights_only,
+        allow_fresh=args.allow_fresh,
+        accept_data_change=args.accept_data_change,
+    )
+    trainer = ProviderTrainer(config, callbacks, scaling, args=args, options=options)
     trainer.notes = translated.notes
+    if callbacks.forward_step is not None and args.calculate_per_sample_loss:
+        trainer.notes += ("--calculate-per-sample-loss has no effect: your own forward step computes the loss.",)
     trainer.train()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm import inference_sora, inference_vlm, pretrain_transformers, training
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
@@ -78,6 +78,27 @@ def test_a_run_by_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert f"saving checkpoint at iteration       3 to {tmp_path} in torch_dcp format" in printed
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum("reported/mean" in line for line in metrics) == 3
+
+
+def test_a_run_of_ones_own_says_what_works_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last lines, notes on what has no effect, and the ways out of an error: flags of this command line."""
+    more = ["--calculate-per-sample-loss", "--init-method-std", "0.01"]
+    model = lambda: seeded_model().double()  # noqa: E731
+    step = partial(forward_step, "loss and dict")
+    pretrain(monkeypatch, tmp_path, *more, model=model, data=partial(as_float, data_provider, 12), step=step)
+    printed = capsys.readouterr().out
+    assert f"next   mm report {tmp_path}" in printed and "mm infer" not in printed
+    assert "--calculate-per-sample-loss has no effect: your own forward step computes the loss." in printed
+    assert "--init-method-std has no effect" in printed
+    assert "model_provider returned parameters in fp64, which are trained in fp32" in printed
+    assert "tokens per sample" not in printed
+    with pytest.raises(CheckpointError) as raised:
+        pretrain(monkeypatch, tmp_path, "--global-batch-size", "8", "--train-iters", "6")
+    told = str(raised.value)
+    assert "--save <new folder> --load <this run> --weights-only" in told and "Choose --global-batch-size" in told
+    assert "training." not in told.replace("training.lr", "")
 
 
 def test_steps_taken_by_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +180,129 @@ def test_a_script_that_imports_megatron(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
+
+
+UPSTREAM = """
+from copy import deepcopy
+from functools import partial
+
+import torch
+from datasets import Dataset
+
+import mindspeed.megatron_adaptor
+from mindspeed.megatron_adaptor import get_mindspeed_args
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.training import get_args, print_rank_0
+from megatron.training.utils import average_losses_across_data_parallel_group
+from mindspeed_mm.configs.config import mm_extra_args_provider
+from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.data.data_utils.utils import build_iterations
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.models.vlm_model import VLMModel
+from mindspeed_mm.patchs import dummy_optimizer_patch
+from mindspeed_mm.training import pretrain
+from mindspeed_mm.utils.hetero_parallel import apply_hetero_parallel_hooks, change_parallel_state, hetero_align_config
+from mindspeed_mm.utils.transformer_model_config import get_model_config
+from mindspeed_mm.utils.utils import EncoderBalanceComm, compute_token_level_loss
+
+assert get_mindspeed_args().ai_framework == "pytorch"
+
+
+def build(pre_process=True, post_process=True, modules=None):
+    config = deepcopy(get_args().mm.model)
+    config.pre_process = pre_process
+    if get_args().hetero_parallel:
+        apply_hetero_parallel_hooks(config)
+    if not hasattr(config, "image_encoder"):
+        return TransformersModel(config)
+    config.text_decoder = get_model_config(config.text_decoder)
+    config.audio_encoder = None
+    model = VLMModel(config)
+    model.freeze(freeze_image_encoder=getattr(config.image_encoder.vision_encoder, "freeze", True))
+    return model
+
+
+def batch_of(data_iterator, towers_end_here):
+    batch, device = next(data_iterator), torch.cuda.current_device()
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            kind = get_args().params_dtype if torch.is_floating_point(value) else None
+            batch[name] = value.to(device=device, dtype=kind)
+    if hasattr(get_args().mm.model, "image_encoder"):
+        balanced = (mpu.is_pipeline_first_stage() or towers_end_here) and get_args().encoder_dp_balance
+        batch["tranfer"] = None
+        if balanced:
+            group = mpu.get_data_parallel_group()
+            batch["pixel_values"], batch["tranfer"] = EncoderBalanceComm.apply(batch["pixel_values"], group)
+    return batch
+
+
+def loss_of(output):
+    if get_args().calculate_per_token_loss:
+        both, tokens, reported = compute_token_level_loss(output)
+        return both[0].clone(), tokens, {"loss": (reported[0], reported[1])}
+    loss = output["loss"].mean()
+    averaged = average_losses_across_data_parallel_group([loss])
+    return loss.unsqueeze(0).clone() / mpu.get_context_parallel_world_size(), {"loss": averaged[0]}
+
+
+def step(data_iterator, model):
+    towers = getattr(model.module.module, "add_image_encoder", False) and model.module.module.image_encoder.post_process
+    return model(**batch_of(data_iterator, towers)), loss_of
+
+
+def rows(numbers):
+    args = get_args()
+    data = args.mm.data
+    found = build_mm_dataset(data.dataset_param)
+    assert not isinstance(found, (Dataset, tuple)) and getattr(data.dataset_param.basic_parameters, "val_rate", 0) == 0
+    loader = partial(
+        build_mm_dataloader,
+        dataloader_param=data.dataloader_param,
+        process_group=mpu.get_data_parallel_group(),
+        dataset_param=data.dataset_param,
+        consumed_samples=args.consumed_train_samples,
+    )
+    return build_iterations(loader(found))
+
+
+if __name__ == "__main__":
+    from mindspeed_mm.patchs import meta_device_patches, ring_attn_patch, torch_dcp_patch, ulysses_patches
+
+    print_rank_0("begins")
+    rows.is_distributed = True
+    pretrain(
+        rows,
+        build,
+        ModelType.encoder_or_decoder,
+        step,
+        extra_args_provider=mm_extra_args_provider,
+        args_defaults={"dataloader_type": "external"},
+    )
+"""
+"""Ours: it imports all that MindSpeed-MM's pretrain_vlm.py and pretrain_transformers.py do, and uses it as they do."""
+
+
+@alone
+@pytest.mark.parametrize("kind", ["vlm", "transformers", "per token"])
+def test_scripts_in_the_manner_of_mindspeed_mm(tmp_path: Path, kind: str) -> None:
+    yaml = make_tiny_run(tmp_path, training={"train_iters": 2})
+    settings = load_with_plugins(yaml).arguments.data.model_dump(mode="json", exclude_unset=True)
+    settings["dataset_param"].setdefault("preprocess_parameters", {})["model_name_or_path"] = str(tmp_path / "model")
+    data, script = tmp_path / "data.json", tmp_path / "mine.py"
+    data.write_text(json.dumps(settings), encoding="utf-8")
+    script.write_text(UPSTREAM)
+    parts: dict[str, Any] = {"text_decoder": {}, "image_encoder": {"vision_encoder": {"freeze": False}}}
+    model = parts if kind == "vlm" else {"init_from_hf_path": str(tmp_path / "model")}
+    words = ["--mm-model", write_model_json(tmp_path, **model), "--mm-data", str(data), "--num-workers", "0"]
+    words += ["--calculate-per-token-loss"] * (kind == "per token")
+    sys.argv = ["-m", str(script), *FLAGS.split(), str(tmp_path / "run"), "--seed", "7", *words]
+    main()
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in found if "loss" in line]
+    reported = [line["reported/loss"] for line in found if "reported/loss" in line]
+    assert len(losses) == 3 and losses[0] != losses[1] and reported == pytest.approx(losses, rel=1e-6)
 
 
 OWN = """

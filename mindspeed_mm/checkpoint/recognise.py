@@ -61,8 +61,8 @@ def recognise(path: Path) -> FolderKind:
 
 def is_megatron_folder(path: Path) -> bool:
     """A step of Megatron's here, or one in it."""
-    steps = [path, path / layout.RELEASE, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
-    return any(is_megatron_step(folder) for folder in steps)
+    steps = [path, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
+    return any(is_megatron_step(each) for folder in steps for each in (folder, folder / layout.RELEASE))
 
 
 def is_megatron_step(path: Path) -> bool:

@@ -7,6 +7,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from mindspeed_mm.fsdp.utils.device import let_cuda_mean_this_device
+
 _HERE = "mindspeed_mm.megatron_names"
 NAMES: dict[str, str] = {
     "mindspeed.megatron_adaptor": f"{_HERE}.adaptor",
@@ -31,6 +33,8 @@ def install() -> list[str]:
     for name, source in NAMES.items():
         if name.partition(".")[0] in missing:
             _put(name, importlib.import_module(source))
+    if "mindspeed" in missing:  # its adaptor lets scripts that speak of CUDA mean the accelerator at hand
+        let_cuda_mean_this_device()
     return missing
 
 

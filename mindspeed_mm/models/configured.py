@@ -6,14 +6,16 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.cards import model_modules
@@ -41,6 +43,15 @@ class ConfiguredModel(ModelFront):
     def __init__(self, config: Any = None, **_kwargs: Any) -> None:
         super().__init__(build_configured(config))
         self.config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module inside returns; where labels are given, with `loss_mask`, (B, L - 1): 1 for each label that
+        the loss is the mean over, by which scripts count tokens."""
+        output = super().forward(*args, **kwargs)
+        labels = kwargs.get("labels")
+        if isinstance(output, MutableMapping) and isinstance(labels, torch.Tensor):
+            output["loss_mask"] = (labels[..., 1:] != IGNORED_LABEL).to(torch.float32)
+        return output
 
 
 def build_configured(config: Any = None) -> nn.Module:

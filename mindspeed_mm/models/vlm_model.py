@@ -1,5 +1,7 @@
-"""Another path of `VLModel`."""
+"""Another path of `VLModel`, and another name."""
 
 from mindspeed_mm.models.vl_model import VLModel
 
-__all__ = ["VLModel"]
+VLMModel = VLModel
+
+__all__ = ["VLMModel", "VLModel"]

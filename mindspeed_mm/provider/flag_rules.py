@@ -106,6 +106,7 @@ def _anneal(reading: Reading) -> None:
     last, place = reading.value("lr_wsd_decay_iters"), reading.place("lr_wsd_decay_iters")
     if last is None:
         draft.problem("is not given, but WSD anneals", place, "Give the number of steps at the end that anneal.")
+        draft.fill("training.lr_decay_ratio", 1 / steps, "what is missing is told once")
     elif not 0 < last < steps:
         draft.problem(f"{last} is not between 1 and {steps - 1}", place, f"They are the last of all {steps} steps.")
     else:

@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 
+_RUNNER = "mindspeed_mm.megatron_names"
 _NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
 _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 """How entries begin that need no learning rate and no number of steps."""
@@ -49,6 +50,10 @@ class Launch(NamedTuple):
     """The script's name; empty where there are flags alone."""
     flags: list[str]
     """Its flags, with torchrun's own that say how many ranks there are."""
+    path: Path = Path()
+    """The script that is started."""
+    has_runner: bool = False
+    """Whether `mindspeed_mm.megatron_names` starts it."""
 
     @property
     def trains(self) -> bool:
@@ -76,7 +81,9 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if words and words[0].endswith(".sh"):
         launch = read_launch(_command_of(Path(words[0]), environment), environment)
         _check_known(launch.flags, words[0])
-        return Launch(launch.entry, [*launch.flags, *words[1:]])
+        beside = Path(words[0]).parent / launch.path.name
+        path = beside if beside.is_file() and not launch.path.is_file() else launch.path
+        return launch._replace(flags=[*launch.flags, *words[1:]], path=path)
     entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if entry is None:
         return Launch("", list(words))
@@ -90,7 +97,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         if word.startswith("--") and flag in _NUMBER_OF_RANKS:
             kept += [word] if sign else list(launcher[at : at + 2])
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
-    return Launch(name, [*own[:file], *kept, *own[file:]])
+    return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
 
 
 def refuse_posttraining(entry: str) -> NoReturn:

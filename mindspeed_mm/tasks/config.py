@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
+from mindspeed_mm.provider.entry_script import notes_on_entry
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.parse import parse
 from mindspeed_mm.provider.translate import Translated, translate
@@ -33,7 +35,8 @@ def run_flags(words: Sequence[str], environment: Mapping[str, str]) -> Translate
         ConfigError: Every problem of flags and files.
     """
     launch = read_launch(words, environment)
-    return translate(parse(launch.flags, environment), for_training=launch.trains)
+    translated = translate(parse(launch.flags, environment), for_training=launch.trains)
+    return replace(translated, notes=(*translated.notes, *notes_on_entry(launch.path, has_runner=launch.has_runner)))
 
 
 def as_text(config: ResolvedConfig, only_given: bool = False) -> str:

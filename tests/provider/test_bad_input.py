@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+import mindspeed_mm
 from mindspeed_mm.cli.main import run
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import ConfigError, MMError, Problem
 from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
+from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.fsdp.train.provider.callbacks import read_loss
 from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
+from mindspeed_mm.provider.flag_words import flag_of_key, in_flags, told_in_flags
+from mindspeed_mm.provider.flags import FLAGS
 from mindspeed_mm.provider.translate import from_flags
+from mindspeed_mm.tasks.config import run_flags
 
 NEEDED = "--lr 1e-5 --train-iters 100 --micro-batch-size 1"
 CONFIG = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 36, "hidden_size": 2048}}
@@ -214,6 +219,79 @@ def test_data_that_end() -> None:
     assert str(raised.value).startswith(
         "train_valid_test_datasets_provider  the data ended after 37 of 100 steps. Return a loader"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "Say training.save=<new folder> training.load=runs/a --weights-only.",
+            "Say --save <new folder> --load runs/a --weights-only.",
+        ),
+        (
+            "Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is 4.",
+            "Choose --global-batch-size so that --micro-batch-size × data ranks × accumulation is 4.",
+        ),
+        ("Or set training.on_nonfinite=skip.", "Or set --mm-set training.on_nonfinite=skip."),
+        ("Lower training.micro_batch_size, or training.lr.", "Lower --micro-batch-size, or --lr."),
+        (
+            "the file runs/training.save/x and data/model.json stay",
+            "the file runs/training.save/x and data/model.json stay",
+        ),
+    ],
+)
+def test_messages_name_flags(text: str, told: str) -> None:
+    assert in_flags(text) == told
+
+
+def test_errors_of_a_run_name_flags() -> None:
+    with pytest.raises(MMError) as raised, told_in_flags():
+        raise ConfigError(
+            "2", problems=[Problem("is 3", key="training.load", way_out="Set training.save_total_limit.")]
+        )
+    assert "--load  is 3. Set training.save_total_limit. (Here: --mm-set training.save_total_limit=….)" in str(
+        raised.value
+    )
+    assert in_flags("training.lr_decay_ratio") == "--lr-decay-iters"
+
+
+def test_every_flag_that_names_a_key_names_one_that_there_is() -> None:
+    known = {key for key, _ in walk_fields()}
+    assert {flag.sets for flag in FLAGS if flag.sets} <= known
+    for flag in FLAGS:
+        if flag.sets:
+            assert flag_of_key()[flag.sets].startswith("--")
+
+
+def test_schedules_that_lack_a_flag() -> None:
+    (line,) = problems(f"{NEEDED} --lr-decay-style WSD")
+    assert line.startswith("--lr-wsd-decay-iters  is not given, but WSD anneals.")
+    assert problems(f"{NEEDED} --lr-warmup-iters -3") == [
+        "--lr-warmup-iters  -3 is below 0. Give the length of the warm-up."
+    ]
+
+
+def test_a_script_with_functions_of_its_own() -> None:
+    Path("mine.py").write_text(
+        "import mindspeed.megatron_adaptor\n"
+        "from mindspeed_mm.training import pretrain, train_valid_test_datasets_provider\n"
+        "def model_provider(): ...\ndef step(it, m): ...\n"
+        "pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step_func=partial(step, 3))\n"
+    )
+    own, others = run_flags(["torchrun", "mine.py", *NEEDED.split()], {}).notes
+    assert own.startswith("mine.py hands functions of its own to pretrain (model_provider, step): they stay behind.")
+    assert others.endswith("start it by -m mindspeed_mm.megatron_names mine.py.")
+    by_runner = run_flags(["torchrun", "-m", "mindspeed_mm.megatron_names", "mine.py", *NEEDED.split()], {}).notes
+    assert by_runner == (own,)
+    entry = Path(mindspeed_mm.__file__).parent / "pretrain_vlm.py"
+    assert run_flags(["torchrun", str(entry), *NEEDED.split()], {}).notes == ()
+
+
+def test_types_that_two_places_say() -> None:
+    Path("fsdp2.yaml").write_text("sharding_size: auto\nparam_dtype: fp32\n")
+    words = f"{NEEDED} --bf16 --use-torch-fsdp2 --fsdp2-config-path fsdp2.yaml"
+    notes = run_flags(words.split(), {"WORLD_SIZE": "2"}).notes
+    assert any("--bf16 has no effect: fsdp2.yaml:2:14 says param_dtype: fp32." in note for note in notes), notes
 
 
 def test_the_command_prints_lines_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,8 @@ def step_files(folder: Path) -> list[Path]:
 
 
 def find_step(folder: Path) -> Path:
-    """The folder that holds `mp_rank_*` or `metadata.json`: the one given, or the step in it that the tracker names.
+    """The folder that holds `mp_rank_*` or `metadata.json`: the one given, or the step in it that the tracker names,
+    which may be a conversion's folder with a step of its own.
 
     Raises:
         CheckpointError: There is none.
@@ -116,9 +117,9 @@ def find_step(folder: Path) -> Path:
     named = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     if is_number(named):
         named = f"iter_{int(named):07d}"
-    steps = [path.name for path in sorted(folder.glob("*/")) if is_megatron_step(path)]
+    steps = [path.name for path in sorted(folder.glob("*/")) if _holds_step(path)]
     if named in steps:
-        return folder / named
+        return find_step(folder / named)
     if named:
         raise CheckpointError(
             f"names '{named[:_SHOWN]}', and there is no such step here",
@@ -126,12 +127,16 @@ def find_step(folder: Path) -> Path:
             way_out=f"Name a step itself: {', '.join(steps)}." if steps else "Copy the whole folder again.",
         )
     if len(steps) == 1:
-        return folder / steps[0]
+        return find_step(folder / steps[0])
     raise CheckpointError(
         f"has {len(steps)} steps and no {TRACKER}" if steps else "holds no mp_rank_* folder and no metadata.json",
         where=str(folder),
         way_out=f"Name one of them: {', '.join(steps)}." if steps else "Name the folder that holds them.",
     )
+
+
+def _holds_step(folder: Path) -> bool:
+    return is_megatron_step(folder) or is_megatron_step(folder / RELEASE)
 
 
 def hub_tensors(folder: Path, family: MegatronFamily, config: Mapping[str, Any]) -> dict[str, LazyTensor]:

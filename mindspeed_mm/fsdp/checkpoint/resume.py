@@ -110,6 +110,8 @@ POSITION_NOTE = (
 )
 """What is said when changed data, or a changed order of them, were accepted."""
 
+PROVIDED = "provided"
+"""How the data of a run are batched that a function of the caller reads."""
 _SPLIT_KEYS = frozenset({"micro_batches_per_step", "micro_batch_size"})
 
 _SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
@@ -135,6 +137,7 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
     Raises:
         CheckpointError: Something changed that would make it another run; every difference is listed.
     """
+    _check_same_kind_of_data(manifest_context, current_context, accept_data_change)
     noted, refused, data = _config_changes(manifest_context, current_context)
     data += _data_changes(manifest_context, current_context, told=[problem.key for problem in data])
     if accept_data_change:
@@ -152,6 +155,23 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
         )
     meaning = [POSITION_NOTE] if data else []
     return [str(problem) for problem in noted] + meaning + _environment_notes(manifest_context, current_context)
+
+
+def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: bool) -> None:
+    """Raise where a function of the user reads the data of one of the two runs alone: nothing else needs to be said."""
+    then, today = (
+        (side.get("batching") or {}).get("loader") == PROVIDED if side.get("batching") else None
+        for side in (before, now)
+    )
+    if accept_data_change or None in (then, today) or then == today:
+        return
+    which = "this run" if today else "the run that saved the checkpoint"
+    raise CheckpointError(
+        f"{which} reads its data by a function of the caller, the other one as the configuration says: no place in the "
+        "one is a place in the other",
+        way_out="Continue as it was started; or start a new run from its weights: training.save=<new folder> "
+        "training.load=<this run> --weights-only.",
+    )
 
 
 def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[Problem], list[Problem]]:

@@ -48,6 +48,13 @@ def current_device() -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
+def let_cuda_mean_this_device() -> None:
+    """Make `torch.cuda.current_device()` the device of this process where there is no CUDA, for scripts that put their
+    batches there."""
+    if get_device_type() != "cuda":
+        torch.get_device_module("cuda").current_device = current_device
+
+
 def set_local_device(local_rank: int) -> torch.device:
     """Bind this process to accelerator `local_rank` of its host, and return it; on a CPU, keep memory at hand."""
     if get_device_type() != "cpu":

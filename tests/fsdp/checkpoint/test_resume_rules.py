@@ -42,6 +42,18 @@ def test_same_run() -> None:
     assert check_resumable(BEFORE, changed()) == []
 
 
+def test_data_of_a_function_and_of_the_configuration() -> None:
+    """One line, whatever else differs."""
+    by_function = changed(batching={"loader": "provided"}, dataset={"class": "mine"})
+    by_yaml = changed(batching={"micro_batches_per_step": 2}, config__training__lr=7.0)
+    for then, today, which in ((by_function, by_yaml, "the run that saved"), (by_yaml, by_function, "this run")):
+        with pytest.raises(CheckpointError) as raised:
+            check_resumable(then, today)
+        assert str(raised.value).startswith(f"{which}") and len(raised.value.problems) == 1
+        assert "reads its data by a function of the caller" in str(raised.value)
+    assert check_resumable(by_function, changed(batching={"loader": "provided"}, dataset={"class": "mine"})) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [

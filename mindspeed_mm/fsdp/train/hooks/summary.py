@@ -16,7 +16,14 @@ from mindspeed_mm.fsdp.utils.work_progress import clock
 
 def summary_hook(parts: RunParts) -> Hook:
     """The hook, which every run has."""
-    return SummaryHook(parts.record.progress.note, parts.arguments.training.save, parts.family.trial_options)
+    folder = parts.arguments.model.model_name_or_path
+    options = parts.family.trial_options if folder and _answers(Path(folder)) else None
+    return SummaryHook(parts.record.progress.note, parts.arguments.training.save, options)
+
+
+def _answers(folder: Path) -> bool:
+    """Whether a model's folder has what a question is read by, or draws: an own module's has neither."""
+    return (folder / "model_index.json").is_file() or any(folder.glob("token*")) or any(folder.glob("*processor*"))
 
 
 class SummaryHook(Hook):
@@ -25,10 +32,10 @@ class SummaryHook(Hook):
     Args:
         note: Tells people.
         save: The run folder.
-        trial_options: Options of `mm infer` that try the trained model.
+        trial_options: Options of `mm infer` that try the trained model; None where it cannot be tried so.
     """
 
-    def __init__(self, note: Callable[[str], None], save: str | None, trial_options: str) -> None:
+    def __init__(self, note: Callable[[str], None], save: str | None, trial_options: str | None) -> None:
         self._note, self._save, self._trial_options = note, save, trial_options
         self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
         self._began = time.monotonic()
@@ -61,7 +68,8 @@ class SummaryHook(Hook):
         self._note(f"run    {self._save}" + (f", newest checkpoint {steps[-1]}" if steps else ", no checkpoint"))
         if steps:
             run = shlex.quote(self._save)
-            self._note(f"next   mm infer {run} {self._trial_options}; mm export {run} FOLDER; mm report {run}")
+            trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
+            self._note(f"next   {trial}mm report {run}")
 
     def on_failure(self, engine: TrainEngine) -> None:
         """Nothing: the error says what to do."""

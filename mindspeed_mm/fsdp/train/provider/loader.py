@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.fsdp.checkpoint.resume import PROVIDED
 from mindspeed_mm.fsdp.data import DataPosition, MMDataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
@@ -65,7 +66,7 @@ class ProvidedLoader:
         self.deal, self._loading, self._group = deal, loading, group
         self.position = DataPosition(0, 0)
         self.counts = DataCounts()
-        self.batching: dict[str, Any] = {"loader": "provided"}
+        self.batching: dict[str, Any] = {"loader": PROVIDED}
         self._source: Any = None
         self._drawn = 0
         self._steps = range(0)
@@ -261,6 +262,8 @@ def as_loader(source: Any, deal: Deal, loading: DataloaderParam) -> Any:
     """
     if isinstance(source, (DataLoader, Iterator)):
         return source
+    if isinstance(source, (str, bytes, Mapping)):
+        raise _no_data(source)
     is_map = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
     if is_map or (hasattr(source, "__getitem__") and hasattr(source, "__len__") and not hasattr(source, "__iter__")):
         batches = ShardedBatches(len(source), deal)
@@ -270,8 +273,13 @@ def as_loader(source: Any, deal: Deal, loading: DataloaderParam) -> Any:
         return DataLoader(source, batch_size=deal.micro_batch_size, num_workers=loading.num_workers)
     if hasattr(source, "__iter__"):
         return source
-    raise ConfigError(
-        f"returned {type(source).__name__}",
+    raise _no_data(source)
+
+
+def _no_data(source: Any) -> ConfigError:
+    shown = repr(source) if isinstance(source, str) else type(source).__name__
+    return ConfigError(
+        f"returned {shown}",
         key=PROVIDER,
         way_out="Return a DataLoader, a data set, an iterator or None for each part.",
     )
@@ -306,8 +314,8 @@ def same_rows() -> ConfigError:
     return ConfigError(
         "every data rank reads the same rows",
         key=PROVIDER,
-        way_out="Use DistributedSampler, with the rank and size of the data group: "
-        "mpu.get_data_parallel_rank() and mpu.get_data_parallel_world_size().",
+        way_out="Use DistributedSampler, with the rank and size of the data group: get_parallel_state().data_rank and "
+        ".data_size (mpu.get_data_parallel_rank() and mpu.get_data_parallel_world_size() of a script that imports it).",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.run import Writing
 from mindspeed_mm.checkpoint.hf_folder import model_config
+from mindspeed_mm.checkpoint.layout import list_iterations, write_tracker
 from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.ptd.conversions import hf_to_megatron
 from mindspeed_mm.core.errors import MMError
@@ -19,8 +20,9 @@ from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 class MegatronSaves:
     """Writes `<save>_megatron/iter_0000123/release/mp_rank_…/model_optim_rng.pt` of the Hugging Face folder that was
-    saved at the same step; what belongs to a checkpoint that was deleted is deleted too. `--load` takes such a folder,
-    weights alone: a run is resumed from its own checkpoints. It lies beside the run folder, in which no conversion may
+    saved at the same step, and the tracker that names the newest; what belongs to a checkpoint that was deleted is
+    deleted too. `--load` takes `<save>_megatron`, or a step of it, weights alone: a run is resumed from its own
+    checkpoints. It lies beside the run folder, in which no conversion may
     write.
 
     Args:
@@ -51,6 +53,7 @@ class MegatronSaves:
         for old in self._home.glob("iter_*"):
             if old != target and not (self._save / old.name).is_dir():
                 remove_written(old)
+        write_tracker(self._home, max(list_iterations(self._home)))
 
 
 def why_not(arguments: Arguments) -> str:

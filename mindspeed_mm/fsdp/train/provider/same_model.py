@@ -21,9 +21,9 @@ def check_same_model(model: nn.Module) -> None:
         names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
         if names:
             me = dist.get_rank()
+            others = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
             raise MachineError(
-                f"ranks {min(rank, me)} and {max(rank, me)} have built different models: '{names[0]}' and "
-                f"{len(names) - 1} more parameters differ",
+                f"ranks {min(rank, me)} and {max(rank, me)} have built different models: '{names[0]}'{others}",
                 key="model_provider",
                 way_out="Draw no numbers that depend on the rank while the model is built: all ranks have the seed of "
                 "training.seed (--seed) there.",

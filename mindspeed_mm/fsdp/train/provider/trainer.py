@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
@@ -86,7 +87,7 @@ class ProviderTrainer(Trainer):
         self.front: ModelFront | None = None
         """What the forward step is called with in place of the planned model."""
         self.engine: TrainEngine | None = None
-        self.notes: Sequence[str] = ()
+        self.notes: tuple[str, ...] = ()
         """Sentences about what was given and has no effect, to be told before the first step."""
         self._provided = Provided()
 
@@ -183,13 +184,16 @@ class ProviderTrainer(Trainer):
         return loader.one_pass(source, self.scaling.eval_iters * loader.deal.gradient_accumulation_steps)
 
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
-        hooks = [ArgumentsHook(self.args), *super()._build_hooks(parts)]
+        hooks: list[Hook] = [ArgumentsHook(self.args)]
         assert self.engine is not None
-        if self.options.plain_lines and self.arguments.training.save:
-            hooks.append(SaveLineHook(Path(self.arguments.training.save), parts.record))
-        if isinstance(objective := self.engine.objective, ProviderObjective):
+        if isinstance(
+            objective := self.engine.objective, ProviderObjective
+        ):  # before a checkpoint says the step is done
             interval = self.arguments.training.log_interval
             hooks.append(ReportHook(objective, parts.record, interval, self.engine.all_ranks))
+        hooks += super()._build_hooks(parts)
+        if self.options.plain_lines and self.arguments.training.save:
+            hooks.append(SaveLineHook(Path(self.arguments.training.save), parts.record))
         test = self._pass_over(self._provided.test)
         return hooks if test is None else [*hooks, TestSetHook(test, parts.record)]
 
@@ -203,7 +207,18 @@ class ProviderTrainer(Trainer):
         self.front = built if isinstance(built, ModelFront) else None
         model = built.model if isinstance(built, ModelFront) else built
         check_same_model(model)
+        self.notes += self._notes_on_types(model)
         return model
+
+    def _notes_on_types(self, model: nn.Module) -> tuple[str, ...]:
+        """What is said of a model in fp64, which is trained in the type of the configuration."""
+        chosen = self.arguments.parallel.fsdp_plan.param_dtype
+        if chosen == "fp64" or all(p.dtype != torch.float64 for p in model.parameters()):
+            return ()
+        return (
+            f"model_provider returned parameters in fp64, which are trained in {chosen or 'fp32'}; "
+            "parallel.fsdp_plan.param_dtype=fp64 (--mm-set) keeps their type",
+        )
 
 
 def as_provided(config: ResolvedConfig, callbacks: Callbacks, scaling: ProviderOptions) -> ResolvedConfig:

@@ -40,12 +40,13 @@ def format_line(metrics: Mapping[str, float]) -> str:
 
 def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
     """A line for people who search logs of older tools: the same words, the same numbers."""
+    per_sample = metrics["tokens"] / max(metrics["samples"], 1)
     return (
         f"iteration {metrics['step']:>8}/{total_steps:>8} | consumed samples: {metrics['consumed_samples']:>12} | "
         f"elapsed time per iteration (ms): {metrics['step_ms']:.1f} | learning rate: {metrics['lr']:.6E} | "
         f"loss: {metrics['loss']:.6E} | grad norm: {metrics['grad_norm']:.3f} | "
-        f"global batch size: {metrics['global_batch']} | "
-        f"tokens per sample: {metrics['tokens'] / max(metrics['samples'], 1):.1f} |"
+        f"global batch size: {metrics['global_batch']} |"
+        + (f" tokens per sample: {per_sample:.1f} |" if per_sample else "")  # of data that have token ids
     )
 
 

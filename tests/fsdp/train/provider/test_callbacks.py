@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.dataloader.order import Deal
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, read_loss
-from mindspeed_mm.fsdp.train.provider.loader import as_batch
+from mindspeed_mm.fsdp.train.provider.loader import as_batch, as_loader
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
 
 
@@ -54,7 +56,7 @@ def test_model_provider_gets_what_it_takes(provider: Any, expected: Any) -> None
 def test_model_provider_that_asks_for_more() -> None:
     with pytest.raises(ConfigError, match="takes 'config', which nobody gives"):
         Callbacks(lambda config: nn.Linear(1, 1)).build_model()
-    with pytest.raises(ConfigError, match="returned str, not a module"):
+    with pytest.raises(ConfigError, match="returned 'a model', not a module"):
         Callbacks(lambda: "a model").build_model()  # type: ignore[arg-type, return-value]
 
 
@@ -97,7 +99,7 @@ def test_forms_of_losses() -> None:
     ("returned", "message"),
     [
         (torch.zeros(8, 16, requires_grad=True), r"returned shape \(8, 16\)"),
-        ("loss", "returned str"),
+        ("loss", "returned 'loss'"),
         ((torch.ones(()), torch.ones(())), "returned 2 values"),
         (torch.ones(()), "depends on no trained parameter"),
         (None, "returned NoneType"),
@@ -106,6 +108,83 @@ def test_forms_of_losses() -> None:
 def test_what_is_no_loss(returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_loss(returned)
+
+
+def loss_of_two(first: Any, second: Any) -> Any:
+    return first + second
+
+
+def no_loss() -> Any:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda it: 1, ["<lambda>  forward_step  takes (it)", "the data iterator and the model"]),
+        (
+            lambda it, m: (next(it), loss_of_two),
+            ["loss_of_two  loss_func  takes (first", "the output that forward_step"],
+        ),
+        (lambda it, m: (next(it), no_loss), ["no_loss  loss_func  takes ()"]),
+        (lambda it, m: next(it), ["forward_step  returned 1.0", "Return two values"]),
+    ],
+)
+def test_functions_of_another_kind_are_named(step: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Callbacks(forward_step=step).run_forward(torch.ones(1), nn.Linear(1, 1))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        (({"a": "hello"},), ["reports 'hello' as 'a'", "one number, or a pair"]),
+        (({"a": torch.ones(3)},), ["reports a tensor of shape (3,) as 'a'"]),
+        (({"a": (1.0, "b")},), ["reports 2 values (float, str) as 'a'"]),
+        ((torch.tensor([1, 2]), {}), ["returned a tensor of shape (2,) as the number of tokens"]),
+        ((-5, {}), ["returned -5 as the number of tokens", "not below 0"]),
+        (("many", {}), ["returned 'many' as the number of tokens"]),
+        ((1, 2, {}), ["returned 4 values"]),
+    ],
+)
+def test_wrong_reports_and_numbers_of_tokens(rest: tuple[Any, ...], words: list[str]) -> None:
+    def mine(output: torch.Tensor) -> Any:
+        return output.sum(), *rest
+
+    def step(batches: Any, model: nn.Module) -> Any:
+        return model(next(batches)), mine
+
+    with pytest.raises(ConfigError) as raised:
+        Callbacks(forward_step=step).run_forward(torch.ones(1), nn.Linear(1, 1))
+    assert all(word in str(raised.value) for word in (*words, "mine  loss_func")), str(raised.value)
+
+
+class Own(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+
+class OwnOfStages(nn.Module):
+    def __init__(self, pre_process: bool = False) -> None:
+        super().__init__()
+        self.first = pre_process
+
+
+class OwnWithoutInit(nn.Module):
+    pass
+
+
+def test_a_class_is_a_model_provider() -> None:
+    assert isinstance(Callbacks(Own).build_model(), Own)
+    assert isinstance(Callbacks(OwnWithoutInit).build_model(), OwnWithoutInit)
+    assert Callbacks(OwnOfStages).build_model().first is True
+
+
+def test_data_that_are_none_of_these() -> None:
+    for given, shown in (("train.json", "'train.json'"), ({"a": 1}, "dict"), (3, "int")):
+        with pytest.raises(ConfigError, match=f"returned {shown}. Return a DataLoader"):
+            as_loader(given, Deal(1, 1, 0, 1), DataloaderParam(num_workers=0))
 
 
 def test_stages_need_token_ids() -> None:

@@ -1,0 +1,1 @@
+"""What scripts of MindSpeed-MM import for their flags."""

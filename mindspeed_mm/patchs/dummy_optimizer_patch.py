@@ -1,0 +1,1 @@
+"""Empty: a step without an optimizer is what `training.lr: 0` gives."""

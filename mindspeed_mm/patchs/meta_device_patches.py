@@ -1,0 +1,1 @@
+"""Empty: models are always built without storage first."""

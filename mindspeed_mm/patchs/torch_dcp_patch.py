@@ -1,0 +1,1 @@
+"""Empty: checkpoints are always distributed ones."""

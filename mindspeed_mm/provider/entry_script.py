@@ -1,0 +1,74 @@
+"""What the script that a launch starts brings of its own, told by reading it: nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FUNCTIONS = {
+    "train_valid_test_dataset_provider": 0,
+    "model_provider": 1,
+    "forward_step_func": 3,
+}
+"""Parameter of `pretrain` that takes a function → its place."""
+_OTHERS = ("megatron", "mindspeed")
+_RUNNER = "-m mindspeed_mm.megatron_names"
+
+
+def notes_on_entry(path: Path, *, has_runner: bool = False) -> list[str]:
+    """What a person should know of a script whose flags are read without it.
+
+    Args:
+        path: Of the script; nothing is said of one that is not here, cannot be read, or is the suite's own.
+        has_runner: It is started by the runner that stands in for libraries.
+    """
+    if path.suffix != ".py" or not path.is_file() or path.resolve().is_relative_to(_PACKAGE):
+        return []
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    notes = []
+    if own := _own_functions(tree):
+        notes.append(
+            f"{path} hands functions of its own to pretrain ({', '.join(own)}): they stay behind. mm train builds the "
+            "model, reads the data and computes the loss as the YAML says."
+        )
+    others = sorted(_imported(tree) & set(_OTHERS))
+    if others and not has_runner:
+        notes.append(
+            f"{path} imports {' and '.join(others)}. Where they are not installed, start it by {_RUNNER} {path}."
+        )
+    return notes
+
+
+def _own_functions(tree: ast.Module) -> list[str]:
+    """Names of the functions that the script defines and hands to `pretrain`."""
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return [name for name in _handed(tree) if name in defined]
+
+
+def _handed(tree: ast.Module) -> Iterator[str]:
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        if (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) != "pretrain":
+            continue
+        by_name = {word.arg: word.value for word in call.keywords}
+        for name, place in _FUNCTIONS.items():
+            given = by_name.get(name) or (call.args[place] if place < len(call.args) else None)
+            if given is not None:
+                yield from (node.id for node in ast.walk(given) if isinstance(node, ast.Name))
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Packages that the script imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found

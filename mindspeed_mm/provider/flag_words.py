@@ -1,0 +1,64 @@
+"""Errors in the words of a command line of flags: keys of the configuration by the flags that set them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from mindspeed_mm.core.errors import MMError, Problem
+from mindspeed_mm.provider.flags import FLAGS
+
+_SECTIONS = "model|data|parallel|training|features|tools"
+_SETTING = re.compile(rf"\b((?:{_SECTIONS})(?:\.\w+)+)=(<[^>]*>|\[[^\]]*\]|[^\s,;:]*[^\s,;:.])")
+"""`training.save=<new folder>`, as messages say what to add to a command."""
+_WORD = re.compile(rf"(?<![\w.=/-])(?:(?:{_SECTIONS})(?:\.\w+)+|[a-z0-9]+(?:_[a-z0-9]+)+)\b(?![.\w]*=)")
+"""A key, whole or its last part where that is no everyday word."""
+_SET = "--mm-set"
+
+
+@contextmanager
+def told_in_flags() -> Iterator[None]:
+    """Errors that pass through here name flags in place of keys, and say what can be added to this command line."""
+    try:
+        yield
+    except MMError as error:
+        error.retell(in_flags(error.headline), [_in_flags(problem) for problem in error.problems])
+        raise
+
+
+def in_flags(text: str) -> str:
+    """A text with flags in place of the keys that they set, and `--mm-set` before settings that no flag has."""
+    text = _SETTING.sub(lambda found: _setting(found[1], found[2]), text)
+    return _WORD.sub(lambda found: flag_of_key().get(found[0], found[0]), text)
+
+
+@cache
+def flag_of_key() -> dict[str, str]:
+    """Key → the flag that sets it; the key's last part too, where it is no everyday word and means one key alone."""
+    found: dict[str, str] = {}
+    for flag in FLAGS:
+        for key in filter(None, (flag.key, flag.sets)):
+            found.setdefault(key, f"--{flag.name}")
+    lasts = [key.rpartition(".")[2] for key in found]
+    short = {key.rpartition(".")[2]: name for key, name in found.items()}
+    return {**{last: name for last, name in short.items() if "_" in last and lasts.count(last) == 1}, **found}
+
+
+def _setting(key: str, value: str) -> str:
+    flag = flag_of_key().get(key)
+    return f"{flag} {value}" if flag else f"{_SET} {key}={value}"
+
+
+def _in_flags(problem: Problem) -> Problem:
+    key = " · ".join(flag_of_key().get(each, each) for each in problem.key.split(" · "))
+    if problem.where.startswith("--") and key.startswith("--"):
+        key = ""  # the flag that was given says it
+    return Problem(in_flags(problem.what), problem.where, key, _with_setting(in_flags(problem.way_out)))
+
+
+def _with_setting(way_out: str) -> str:
+    """A way out that names keys which no flag sets, with how one is set."""
+    keys = re.findall(rf"(?<![\w.])(?:{_SECTIONS})\.\w[\w.]*\w", way_out)
+    return f"{way_out} (Here: {_SET} {keys[0]}=….)" if keys and _SET not in way_out else way_out

@@ -1,0 +1,1 @@
+"""What scripts of MindSpeed-MM import of its utilities."""
