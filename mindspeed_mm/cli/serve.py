@@ -49,6 +49,13 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["own", "vllm"]),
+    default="own",
+    show_default=True,
+    help="Who answers; vllm must be installed.",
+)
 @limit_options
 def command(
     model: Path,
@@ -61,6 +68,7 @@ def command(
     batch_size: int,
     lora: Path | None,
     config: Path | None,
+    engine: str,
     **limits: Any,
 ) -> None:
     """Serve MODEL, a Hugging Face folder, a generator's folder or a run, to clients of OpenAI's interface.
@@ -76,7 +84,7 @@ def command(
 
     remote_hosts = frozenset(host.lower() for host in hosts)
     request = serve.ServeRequest(
-        model, host, port, name, key, media_folder, remote_hosts, Limits(**limits), batch_size, lora, config
+        model, host, port, name, key, media_folder, remote_hosts, Limits(**limits), batch_size, lora, config, engine
     )
     serve.run(request, lambda address: click.echo(f"Serving {model} at {address}"))
 

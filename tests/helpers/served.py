@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.serve.app import Access, build_app
+from mindspeed_mm.tasks.serve.app import Access, Engine, build_app
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.serve import build_server, listen
 
@@ -18,9 +16,7 @@ START_S = 20.0
 
 
 @contextmanager
-def served(
-    engine: AnswerEngine | DrawEngine, limits: Limits | None = None, access: Access | None = None
-) -> Iterator[str]:
+def served(engine: Engine, limits: Limits | None = None, access: Access | None = None) -> Iterator[str]:
     """The address of a server around an engine, without `/v1`. When it ends, so does the engine."""
     limits = limits or Limits()
     listening = listen("127.0.0.1", 0)

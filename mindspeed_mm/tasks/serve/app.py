@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.serve.chat import ChatRoutes
@@ -23,6 +24,8 @@ from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
 from mindspeed_mm.tasks.serve.names import Names
+from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
+from mindspeed_mm.tasks.serve.vllm import Backend
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
@@ -48,11 +51,14 @@ class Access:
     """Requests may name addresses on these."""
 
 
-def build_app(engine: AnswerEngine | DrawEngine, name: str, limits: Limits, access: Access) -> Guard:
+Engine = AnswerEngine | DrawEngine | Backend
+
+
+def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guard:
     """The server as an ASGI application; when it ends, the engine finishes what is there.
 
     Args:
-        engine: Of a model that understands, or of a generator.
+        engine: Of a model that understands, or of a generator; or another server.
         name: That requests call the model by.
         limits: How much a request may have.
         access: Who may ask.
@@ -63,7 +69,8 @@ def build_app(engine: AnswerEngine | DrawEngine, name: str, limits: Limits, acce
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        engine.close(limits.max_seconds)
+        if not isinstance(engine, Backend):
+            engine.close(limits.max_seconds)
 
     handlers = {HTTPException: _no_route}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -82,7 +89,7 @@ def _without_error_pages(app: Starlette) -> ASGIApp:
     return answer
 
 
-def _common_routes(engine: AnswerEngine | DrawEngine, names: Names, metrics: Metrics) -> list[BaseRoute]:
+def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseRoute]:
     page = _PAGE.read_text(encoding="utf-8")
 
     async def show_page(_: Request) -> Response:
@@ -99,6 +106,8 @@ def _common_routes(engine: AnswerEngine | DrawEngine, names: Names, metrics: Met
         return JSONResponse(names.listed()[0])
 
     async def counts(_: Request) -> Response:
+        if isinstance(engine, Backend):
+            return PlainTextResponse(metrics.text({}), media_type=CONTENT_TYPE)
         done = engine.counts
         gauges = {
             "waiting": ("Questions or samples that wait.", float(engine.waiting)),
@@ -118,9 +127,7 @@ def _common_routes(engine: AnswerEngine | DrawEngine, names: Names, metrics: Met
     ]
 
 
-def _model_routes(
-    engine: AnswerEngine | DrawEngine, names: Names, limits: Limits, access: Access, metrics: Metrics
-) -> list[BaseRoute]:
+def _model_routes(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
     post = ["POST"]
     if isinstance(engine, DrawEngine):
         draw = DrawRoutes(engine, limits, names, metrics)
@@ -128,9 +135,13 @@ def _model_routes(
             Route("/v1/images/generations", draw.images, methods=post, name="images"),
             Route("/v1/videos/generations", draw.videos, methods=post, name="videos"),
         ]
-    taken = engine.generator.encoder.media(Path()).limits
+    taken = MediaLimits() if isinstance(engine, Backend) else engine.generator.encoder.media(Path()).limits
     gate = MediaGate(limits, taken, access.media_folder, access.remote_hosts)
-    chat = ChatRoutes(engine, gate, limits, names, metrics)
+    chat: ChatRoutes | PassingRoutes
+    if isinstance(engine, Backend):
+        chat = PassingRoutes(engine, gate, limits, names)
+    else:
+        chat = ChatRoutes(engine, gate, limits, names, metrics)
     return [
         Route("/v1/chat/completions", chat.complete, methods=post, name="chat"),
         Route("/v1/audio/transcriptions", chat.transcribe, methods=post, name="transcriptions"),

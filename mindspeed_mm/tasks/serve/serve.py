@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -20,10 +22,12 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
-from mindspeed_mm.tasks.serve.app import Access, build_app
+from mindspeed_mm.tasks.serve import vllm
+from mindspeed_mm.tasks.serve.app import Access, Engine, build_app
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
 
+OWN = "own"
 _LONGEST_HEADERS_BYTES = 2**16
 _SPARE_CONNECTIONS = 256
 """Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
@@ -47,6 +51,13 @@ class ServeRequest:
     """Questions, or samples of a generator, at a time."""
     lora: Path | None = None
     config: Path | None = None
+    engine: str = OWN
+    """Who answers: this package, or `vllm`."""
+
+    @property
+    def shown_name(self) -> str:
+        """What requests call the model."""
+        return self.name or self.model.resolve().name
 
 
 def run(request: ServeRequest, say: Callable[[str], None]) -> None:
@@ -63,14 +74,15 @@ def run(request: ServeRequest, say: Callable[[str], None]) -> None:
     """
     access = check_access(request)
     listening = listen(request.host, request.port)
+    signal.signal(signal.SIGTERM, _end_loading)
     try:
-        engine = load_engine(request)
-        app = build_app(engine, request.name or request.model.resolve().name, request.limits, access)
-        # uvicorn raises the signal that ended it once more, for whoever was there before.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        say(f"http://{_shown(request.host)}:{listening.getsockname()[1]}/v1")
-        build_server(app, request.limits).run(sockets=[listening])
+        with engine_of(request) as engine:
+            app = build_app(engine, request.shown_name, request.limits, access)
+            # uvicorn raises the signal that ended it once more, for whoever was there before.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
+            say(f"http://{_shown(request.host)}:{listening.getsockname()[1]}/v1")
+            build_server(app, request.limits).run(sockets=[listening])
     finally:
         listening.close()
 
@@ -92,18 +104,30 @@ def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def load_engine(request: ServeRequest) -> AnswerEngine | DrawEngine:
+@contextmanager
+def engine_of(request: ServeRequest) -> Iterator[Engine]:
     """The model, ready to answer.
 
     Raises:
+        UsageError: vLLM answers for no generator.
+        MachineError: vLLM is not installed, or did not start.
         MMError: The folder is not a model.
     """
-    if kind_of_path(request.model) is GENERATOR:
+    is_generator = kind_of_path(request.model) is GENERATOR
+    if is_generator and request.engine != OWN:
+        raise UsageError("pictures and clips are made here alone", key="--engine", way_out="Leave it out.")
+    if is_generator:
         sampler, defaults = load_drawing(request.model, lora=request.lora, config=request.config)
-        return DrawEngine(sampler, defaults, most_samples=request.batch_size)
+        yield DrawEngine(sampler, defaults, most_samples=request.batch_size)
+        return
     source = with_adapters(resolve_model(request.model), request.lora)
-    generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
-    return AnswerEngine(generator, most_rows=request.batch_size)
+    view = rows_view(source, request.config)
+    if request.engine == OWN:
+        yield AnswerEngine(load_generator(source.folder, source.lora, view), most_rows=request.batch_size)
+        return
+    port = vllm.free_port()
+    with vllm.running(vllm.command_of(source.folder, request.shown_name, port, view, source.lora), port) as backend:
+        yield backend
 
 
 def check_access(request: ServeRequest) -> Access:
@@ -149,6 +173,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise MachineError(f"{host}:{port} cannot be listened at: {error.strerror}", way_out=way_out) from error
     listening.set_inheritable(True)
     return listening
+
+
+def _end_loading(number: int, _frame: Any) -> None:
+    """A process that loads in our name ends with us."""
+    raise SystemExit(128 + number)
 
 
 def _shown(host: str) -> str:
