@@ -27,10 +27,15 @@ TOLERANCE = 1e-6
 SIDE = 32
 """Pixels: the families' own sizes have too few tokens for four ranks."""
 RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
-PLANS = {"ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES))}
+TENSOR = "parallel.tensor_parallel_size=2"
+PLANS = {
+    "ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES)), "tensor": (2, (TENSOR,)),
+}  # fmt: skip
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
 SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana"))
-BY_DEFAULT = {"ring": ("qwen_image", "wan2_2_5b_ti2v"), "ulysses": ("hunyuan_video",)}
+SPLIT = tuple(name for name in FAMILIES if name not in ("lumina2", "z_image", "sana_video"))
+"""The tiny Lumina has one head of keys, and the tiny Z-Image an odd number of features."""
+BY_DEFAULT = {"tensor": ("flux2", "sd3"), "ring": ("qwen_image", "wan2_2_5b_ti2v"), "ulysses": ("hunyuan_video",)}
 
 
 def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:
@@ -53,7 +58,8 @@ def steps_of(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
     ("plan", "names"),
     [
         *[(plan, names) for plan, names in BY_DEFAULT.items() if names],
-        *[pytest.param(plan, SPREAD, marks=pytest.mark.slow) for plan in PLANS],
+        *[pytest.param(plan, SPREAD, marks=pytest.mark.slow) for plan in ("ring", "ulysses", "both")],
+        pytest.param("tensor", SPLIT, marks=pytest.mark.slow),
         *[pytest.param(plan, GIVEN_MEDIA, marks=pytest.mark.slow) for plan in ("ring", "ulysses")],
     ],
 )
@@ -99,3 +105,17 @@ def test_convolutions_over_tokens_are_refused(name: str, tmp_path: Path) -> None
     said = mm("check", make_run(name, tmp_path, SIDE), RING, "--nproc", 2)
     assert said.code != 0
     assert "cannot spread a sample over ranks: its feed-forward layers are convolutions" in said.err + said.out
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lumina2", "2 does not divide the 1 heads of noise_refiner.0.attn.to_k"),
+        pytest.param("z_image", "2 does not divide the 85 features", marks=pytest.mark.slow),
+        pytest.param("sana_video", "tensor parallelism knows no plan for this model", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_cannot_be_split_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    said = mm("check", make_run(name, tmp_path, SIDE), TENSOR, "--nproc", 2)
+    assert said.code != 0
+    assert reason in said.err + said.out

@@ -144,8 +144,8 @@ def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: boo
 
 
 def divide_heads(attention: nn.Module, size: int) -> None:
-    """Tell an attention module how many heads it sees."""
-    for name in HEAD_COUNTS:
+    """Tell an attention module how many heads it sees, and how many features they have where it counts by these."""
+    for name in (*HEAD_COUNTS, *(["inner_dim"] if hasattr(attention, "to_q") else [])):
         count: Any = getattr(attention, name, None)
         if isinstance(count, int) and not isinstance(count, bool):
             setattr(attention, name, count // size)

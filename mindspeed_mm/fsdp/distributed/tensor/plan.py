@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
@@ -116,9 +117,18 @@ _PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("attn1.to_q", "attn1.to_k", "attn1.to_v"), "attn1.to_out.0"),
     (("attn2.to_q", "attn2.to_k", "attn2.to_v"), "attn2.to_out.0"),
     (("attn2.add_k_proj", "attn2.add_v_proj"), "attn2.to_out.0"),
-    (("ffn.net.0.proj",), "ffn.net.2"),
+    (("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0"),
+    (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.to_out.0"),
+    *(((f"{mlp}.net.0.proj",), f"{mlp}.net.2") for mlp in ("ffn", "ff", "ff_context")),
+    (("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2"),
+    (("feed_forward.linear_1", "feed_forward.linear_3"), "feed_forward.linear_2"),
 )
 """Layers of a block whose names say what is between them: whole heads, or one number a feature."""
+
+_OF_CAPTIONS = ("add_q_proj", "add_k_proj", "add_v_proj")
+"""Layers of an attention in which captions join: they are cut as its own are."""
+_GATED = ("GEGLU", "SwiGLU")
+"""Classes of diffusers whose `proj` makes what is gated and the gate side by side."""
 
 _FUSED_ATTENTION = re.compile(r"self\.qkv\(\w+\)\s*\.reshape\([^()]*, 3, self\.num_heads, -1\)")
 """What an attention's own code does with its fused `qkv` when queries, keys and values stand one after the other, each
@@ -151,7 +161,11 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
         draft = _Draft(_given(model, tp_plan, linear))
     else:
         draft = _own(model, linear)
-        draft.rules |= {name: rule for name, rule in _recognised(model, linear).items() if name not in draft.rules}
+        whole = _stated_whole(model)
+        draft.whole += whole
+        found = {name: rule for name, rule in _recognised(model, linear).items() if name not in draft.rules}
+        stays = [compile_pattern(pattern, key=KEY) for pattern in whole]
+        draft.rules |= {name: found[name] for name in found if not any(each.fullmatch(name) for each in stays)}
     _check_pairs(draft.rules)
     _add_embeddings(model, draft.rules)
     _add_head_norms(model, draft.rules)
@@ -212,6 +226,9 @@ def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.M
     module = model.get_submodule(name)
     if type(style).__name__ == "PackedRowwiseParallel":  # diffusers marks a style that has settings by an object
         return SplitRule(Style.ROW, _blocks_of(module))
+    if type(style).__name__ == "PackedColwiseParallel":
+        stated = tuple(getattr(style, "blocks", None) or ())
+        return SplitRule(Style.COLUMN, stated or _blocks_of(module, "col"))
     known = _STYLES.get(style) if isinstance(style, str) else None
     takes = {Style.EMBEDDING: isinstance(module, nn.Embedding), Style.OWN_PART: True}
     if known is None or not takes.get(known, name in linear):
@@ -223,6 +240,12 @@ def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.M
     return SplitRule(known, _fused(model, name) if known is Style.COLUMN else ())
 
 
+def _stated_whole(model: nn.Module) -> list[str]:
+    """Patterns of layers that a generator's family keeps whole, though their names are known."""
+    adapter = facts_of(model).adapter
+    return [] if adapter is None else list(adapter.never_split)
+
+
 def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
     """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts."""
     rules: dict[str, SplitRule] = {}
@@ -231,8 +254,15 @@ def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, 
             continue
         for columns, row in _PAIRS:
             pair = [_join(name, inner) for inner in (*columns, row)]
-            if all(each in linear for each in pair):
-                rules |= dict.fromkeys(pair[:-1], SplitRule(Style.COLUMN)) | {pair[-1]: SplitRule(Style.ROW)}
+            # Outside of stacks the two may be far apart: what stands there alone stays whole.
+            if all(each in linear for each in pair) and not _without_partner(pair[:-1], pair[-1:]):
+                cut = SplitRule(Style.COLUMN, _fused(model, pair[0]))
+                rules |= dict.fromkeys(pair[:-1], cut) | {pair[-1]: SplitRule(Style.ROW)}
+        added = [_join(name, each) for each in _OF_CAPTIONS]
+        if _join(name, "to_q") in rules and all(each in linear for each in added):
+            rules |= dict.fromkeys(added, SplitRule(Style.COLUMN))
+            if (row := _join(name, "to_add_out")) in linear:  # a last block goes on without the captions
+                rules[row] = SplitRule(Style.ROW)
         if is_fused_attention(module):
             rules |= {f"{name}.qkv": SplitRule(Style.COLUMN, (1, 1, 1)), f"{name}.proj": SplitRule(Style.ROW)}
     return rules
@@ -251,12 +281,14 @@ def is_fused_attention(module: nn.Module) -> bool:
 
 def _fused(model: nn.Module, name: str) -> tuple[int, ...]:
     parent, _, last = name.rpartition(".")
+    if type(model.get_submodule(parent)).__name__ in _GATED:
+        return (1, 1)
     return (1, 1, 1) if last == "qkv" and is_fused_attention(model.get_submodule(parent)) else ()
 
 
-def _blocks_of(module: nn.Module) -> tuple[int, ...]:
-    """Widths of what diffusers says is concatenated in a layer's input."""
-    return tuple(getattr(getattr(module, "base_layer", module), "_tp_packed_row_blocks", ()))
+def _blocks_of(module: nn.Module, side: str = "row") -> tuple[int, ...]:
+    """Widths of what diffusers says is concatenated in a layer's input, or output (`col`)."""
+    return tuple(getattr(getattr(module, "base_layer", module), f"_tp_packed_{side}_blocks", ()))
 
 
 def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
@@ -322,7 +354,9 @@ def _head_layers(model: nn.Module, rules: Mapping[str, SplitRule]) -> list[tuple
     found = []
     for name, rule in rules.items():
         attention, _, last = name.rpartition(".")
-        if rule.style is Style.COLUMN and not rule.blocks and _QUERIES_AND_KEYS.fullmatch(last):
+        if rule.style is Style.COLUMN and rule.blocks and last.startswith("to_qkv"):
+            found.append((attention, name, rule.blocks[0]))
+        elif rule.style is Style.COLUMN and not rule.blocks and _QUERIES_AND_KEYS.fullmatch(last):
             linear: Any = model.get_submodule(name)
             found.append((attention, name, getattr(linear, "base_layer", linear).weight.shape[0]))
     return found
@@ -336,7 +370,7 @@ def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
             weight = getattr(child, "weight", None)
             if "norm" not in child_name or weight is None or weight.ndim != 1:
                 continue
-            style = _norm_style(child, weight.numel(), getattr(attention, "head_dim", None), width)
+            style = _norm_style(child, weight.numel(), head_width(attention), width)
             if style is None:
                 raise ConfigError(
                     f"{attention_name}.{child_name} norms {weight.numel()} features, which is not one head",
@@ -344,6 +378,14 @@ def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
                     way_out=f"Leave {layer} out of colwise_parallel: this norm needs the features of all ranks.",
                 )
             rules[f"{attention_name}.{child_name}"] = SplitRule(style)
+
+
+def head_width(attention: Any) -> int | None:
+    """Features of a head, as transformers' attentions say, or diffusers'."""
+    if isinstance(width := getattr(attention, "head_dim", None), int):
+        return width
+    heads, features = getattr(attention, "heads", None), getattr(attention, "inner_dim", None)
+    return features // heads if isinstance(heads, int) and isinstance(features, int) else None
 
 
 def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:

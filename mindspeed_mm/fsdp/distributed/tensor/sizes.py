@@ -9,7 +9,7 @@ from math import gcd
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, Style, TensorPlan
+from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, Style, TensorPlan, head_width
 
 KEY = "parallel.tensor_parallel_size"
 
@@ -82,10 +82,10 @@ def _split_counts(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, int
         if rule.style in CUT_DIMS:
             module, parent = model.get_submodule(name), name.rpartition(".")[0]
             width = getattr(module, "base_layer", module).weight.shape[CUT_DIMS[rule.style]]
-            head_width = getattr(model.get_submodule(parent), "head_dim", None)
-            if rule.style is Style.COLUMN and not rule.blocks and isinstance(head_width, int):
-                told.add((parent, width // head_width))
-                yield name, width // head_width, "heads"
+            of_head = head_width(model.get_submodule(parent))
+            if rule.style is Style.COLUMN and not rule.blocks and of_head is not None:
+                told.add((parent, width // of_head))
+                yield name, width // of_head, "heads"
             else:
                 unit = width // (sum(rule.blocks) or 1)
                 yield name, unit * (gcd(*rule.blocks) or 1), "features"

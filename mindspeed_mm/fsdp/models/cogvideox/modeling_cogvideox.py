@@ -49,6 +49,14 @@ class CogVideoXAdapter(DiffusionAdapter):
         attention={"*.attn1": (TEXT, IMAGE)},
     )
     lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
+    streams = {
+        "time_embedding*": "samples",
+        "ofs_embedding*": "samples",
+        "*norm*.linear": "samples",
+        "patch_embed.text_proj": "caption",
+        "transformer_blocks.*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
 

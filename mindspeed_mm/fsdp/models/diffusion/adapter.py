@@ -73,6 +73,8 @@ class DiffusionAdapter(ABC):
     """Where forward is cut when a sample is spread over ranks; None: it cannot be."""
     whole_because: ClassVar[str] = ""
     """Why it cannot be."""
+    never_split: ClassVar[tuple[str, ...]] = ()
+    """Patterns of layers that tensor parallelism keeps whole: what follows them takes the heads of all ranks."""
     cut_points: ClassVar[CutPoints | None] = None
     """Where the transformer is cut into stages; None: it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]

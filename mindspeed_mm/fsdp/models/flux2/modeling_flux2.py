@@ -45,6 +45,16 @@ class Flux2Adapter(DiffusionAdapter):
         "*.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.{*}.attn.to_out",
     )
+    streams = {
+        "time_guidance_embed*": "samples",
+        "*_modulation*": "samples",
+        "norm_out.linear": "samples",
+        "context_embedder": "caption",
+        "transformer_blocks.{*}.attn.*add_*": "caption",
+        "transformer_blocks.{*}.ff_context*": "caption",
+        "single_transformer_blocks.*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
 

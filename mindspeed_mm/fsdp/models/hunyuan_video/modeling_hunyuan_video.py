@@ -46,6 +46,15 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         *(f"transformer_blocks.{{*}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
         *(f"single_transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v")),
     )
+    streams = {
+        "*time_text_embed*": "samples",
+        "*norm*linear": "samples",
+        "context_embedder*": "caption",
+        "transformer_blocks.{*}.attn.*add_*": "caption",
+        "transformer_blocks.{*}.ff_context*": "caption",
+        "single_transformer_blocks.*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     most_text_tokens = 256

@@ -38,7 +38,15 @@ class LTXVideoAdapter(DiffusionAdapter):
         blocks={"transformer_blocks.{*}": {"hidden_states": (IMAGE, 1), "image_rotary_emb": (IMAGE, 1)}},
         attention={"*.attn1": (IMAGE,)},
     )
+    never_split = ("*.attn1.*",)  # positions are turned before heads are told apart
     lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    streams = {
+        "time_embed*": "samples",
+        "caption_projection*": "caption",
+        "transformer_blocks.{*}.attn2.to_q": "latents",
+        "transformer_blocks.{*}.attn2.to_?": "caption",
+    }
+    memory_streams = ("caption", "samples")
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 128

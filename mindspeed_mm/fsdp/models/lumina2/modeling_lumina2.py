@@ -39,6 +39,16 @@ class Lumina2Adapter(DiffusionAdapter):
         gathered=(("norm_out", (BOTH, 1)),),
     )
     lora_targets = tuple(f"layers.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0"))
+    streams = {
+        "time_caption_embed.timestep*": "samples",
+        "time_caption_embed*": "caption",
+        "*.norm1.linear": "samples",
+        "norm_out.linear_1": "samples",
+        "context_refiner.*": "caption",
+        "layers.*": "latents+caption",
+        "norm_out*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 256

@@ -51,6 +51,15 @@ class QwenImageAdapter(DiffusionAdapter):
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
     )
+    streams = {
+        "time_text_embed*": "samples",
+        "transformer_blocks.{*}.*_mod.{*}": "samples",
+        "norm_out.linear": "samples",
+        "txt_in": "caption",
+        "transformer_blocks.{*}.attn.*add_*": "caption",
+        "transformer_blocks.{*}.txt_mlp*": "caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
 

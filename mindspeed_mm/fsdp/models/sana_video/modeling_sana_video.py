@@ -24,6 +24,7 @@ class SanaVideoAdapter(SanaAdapter):
 
     transformer_class = "SanaVideoTransformer3DModel"
     pipelines = {"t2v": "SanaVideoPipeline"}
+    never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 
     @cached_property
     def geometry(self) -> MediaGeometry:

@@ -41,7 +41,10 @@ class WanVACEAdapter(WanAdapter):
         for n in (1, 2)
         for name in ("q", "k", "v", "out.0")
     )
-    streams: ClassVar[Mapping[str, str]] = {}
+    streams: ClassVar[Mapping[str, str]] = {
+        **WanAdapter.streams,
+        **{f"vace_{name}": sequence for name, sequence in WanAdapter.streams.items() if name.startswith("blocks.")},
+    }
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE: twice for what is kept and what is to be made, and the mask's pixels of a position."""

@@ -37,6 +37,15 @@ class ZImageAdapter(DiffusionAdapter):
         gathered=(("all_final_layer.2-1", (BOTH, 1)),),
     )
     lora_targets = tuple(f"layers.{{*}}.attention.to_{name}" for name in ("q", "k", "v", "out.0"))
+    streams = {
+        "t_embedder*": "samples",
+        "*adaLN_modulation*": "samples",
+        "cap_embedder*": "caption",
+        "context_refiner.*": "caption",
+        "layers.*": "latents+caption",
+        "all_final_layer*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
 

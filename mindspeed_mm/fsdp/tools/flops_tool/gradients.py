@@ -20,7 +20,10 @@ _ENTRY = re.compile(
     r"((to|add|in_proj)_)?(w?qkvz?|kv|q|k|v|query|key|value|gate|up|gate_up|in|b|g|f|z|a|ba|w1|w3)(_a)?(_proj.*)?"
 )
 """Layers beside each other that read the input of the module around them."""
-_RAW = re.compile(r"(.*embedder\.linear_1|x_embedder|context_embedder|patch_embedding)")
+_RAW = re.compile(
+    r"(.*embedder\.linear_1|(all_)?x_embedder(\..*)?|context_embedder(\.proj_in)?|(vace_)?patch_embed(ding|\..*)|img_in"
+    r"|proj_in|caption_projection\.linear_1|t_embedder\.mlp\.0)"
+)
 """Layers of generators that read what a batch holds."""
 _MAIN = "main"
 

@@ -199,6 +199,8 @@ class Reader:
         out = next((_last_linear(children[each]) for each in _OUT if each in children), None)
         makers = [n for n, role in roles.items() if "q" in role and not n.startswith("add_")]
         value_width = out.in_features if out is not None else _width(_last_linear(children[makers[-1]]))
+        # diffusers says what a layer takes beside the values.
+        value_width = next(iter(getattr(out, "_tp_packed_row_blocks", ())), value_width)
         width = value_width
         if (head := getattr(module, "qk_head_dim", None)) or hasattr(module, "v_head_dim"):
             width = value_width // module.v_head_dim * (head or module.head_dim)
