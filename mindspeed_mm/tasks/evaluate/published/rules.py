@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Mapping
 
 import jiwer
 
+from mindspeed_mm.tasks.evaluate.published import mmmu_rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 
 _LEADING = re.compile(r"^\W*([A-Z])(?:[.:)\]]|\s*$)")
-_NAMED = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*\**\(?([A-Z])\b", re.IGNORECASE)
+_NAMED = (
+    re.compile(r"(?i:answer)\s*(?i:is|:)?\s*\**\(?([A-Z])\b(?!\s+[a-z])"),
+    re.compile(r"(?i:answer)\s*:\s*\**\(?([a-z])\)?\W*$"),
+    re.compile(r"(?i:option|choice)\s*(?i:is|:)?\s*\**\(?([A-Z])\b"),
+)
+"""A letter that the words in front of it make the answer; a small one only behind a colon at the end, for "a" is also
+an article."""
 _ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 _WORD = re.compile(r"[AI]\s+(?!(?:or|and|is|because|since)\b)[a-z]")
 """A letter that is an article or a pronoun."""
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str | None:
-    """The option that an answer names: by its letter, else by its text; None where it names none, or several.
-
-    The authors of MMMU take a random option there. A guess of ours would not be the model's: it counts as wrong.
-    """
-    for pattern in (_LEADING, _NAMED):
-        if (found := pattern.search(answer.strip())) and found[1].upper() in options:
-            return found[1].upper()
+    """The option that an answer names: by its letter, else by its text; None where it names none, or several."""
+    for pattern in (_LEADING, *_NAMED):
+        letters = [letter.upper() for letter in pattern.findall(answer.strip()) if letter.upper() in options]
+        if letters:
+            return letters[-1]  # "Option A is wrong, option B is right"
     alone = {found[1] for found in _ALONE.finditer(answer) if not _WORD.match(found[1] + answer[found.end() :])}
     alone &= options.keys()
     if len(alone) == 1:
@@ -49,17 +54,17 @@ def exact_or_choice(answer: str, item: Item) -> float:
     return float(_plain(answer) in [_plain(gold) for gold in item.gold])
 
 
-def open_or_choice(answer: str, item: Item) -> float:
-    """The right option, or in an open question a number or phrase of the answer that is a right one (Yue et al. 2024,
-    MMMU, section 4.1 and its `eval_utils.py`)."""
-    if item.options:
-        return choice(answer, item)
-    numbers = {round(number, 2) for number in _numbers(answer)}
-    for gold in item.gold:
-        wanted = _number(gold)
-        if (wanted is not None and round(wanted, 2) in numbers) or (wanted is None and _plain(gold) in _plain(answer)):
-            return 1.0
-    return 0.0
+def mmmu(answer: str, item: Item) -> float:
+    """The option that is named last, or in an open question a result that is the right one.
+
+    Where an answer names no option by their rule, MMMU's authors draw one. A draw of ours would not be the model's: it
+    is read as that of any other set, and counts as wrong if nothing is found.
+    """
+    if not item.options:
+        return float(any(mmmu_rules.says(answer, gold) for gold in item.gold))
+    return float(
+        (mmmu_rules.last_named_letter(answer, item.options) or chosen_letter(answer, item.options)) in item.gold
+    )
 
 
 def relaxed(answer: str, item: Item) -> float:
@@ -75,7 +80,8 @@ def relaxed(answer: str, item: Item) -> float:
 
 
 def anls(answer: str, item: Item) -> float:
-    """Average normalised Levenshtein similarity, nothing below one half (Biten et al. 2019, ICDAR, equation 1)."""
+    """Average normalised Levenshtein similarity, nothing below one half (Biten et al. 2019, ICDAR, equation 1; one half
+    itself counts, as in the organisers' script)."""
     return max(_similarity(_collapsed(answer), _collapsed(gold)) for gold in item.gold)
 
 
@@ -87,7 +93,7 @@ def _similarity(said: str, wanted: str) -> float:
         return 0.0
     found = jiwer.process_characters(wanted, said)
     distance = (found.substitutions + found.deletions + found.insertions) / longer
-    return 1 - distance if distance < 0.5 else 0.0
+    return 1 - distance if distance <= 0.5 else 0.0
 
 
 def vqa(answer: str, item: Item) -> float:
@@ -139,7 +145,7 @@ def _numbers(text: str) -> list[float]:
 
 def _number(text: str) -> float | None:
     """A text that is one number; a percentage is its share."""
-    text = text.strip().rstrip(".").replace(",", "")
+    text = _THOUSANDS.sub("", text.strip().rstrip("."))
     try:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
@@ -157,11 +163,19 @@ def _plain(text: str) -> str:
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _NUMERALS = {"none": "0", **{word: str(number) for number, word in enumerate(_WORDS)}}
 _ARTICLES = {"a", "an", "the"}
-_NO_PUNCTUATION = str.maketrans(dict.fromkeys(set(string.punctuation) - {"'", ".", ","}, " ") | {"'": None})
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`!'
+_CONTRACTED = re.compile(r"(?<=n)'(?=t\b)|'(?=ve\b)")
 
 
 def _vqa_words(text: str) -> str:
-    """As VQA's evaluation makes answers alike: no punctuation but that within numbers, no articles, numerals in digits.
-    Its table of contractions says where apostrophes belong; here they belong nowhere."""
-    text = re.sub(r"(?<!\d)[.,]|[.,](?!\d)|(?<=\d),(?=\d)", "", text.lower()).translate(_NO_PUNCTUATION)
+    """As VQA's and TextVQA's evaluation makes answers alike: without articles, numerals in digits, a mark of
+    punctuation gone where a blank stands beside one of its kind and a blank elsewhere, a point gone unless a digit
+    follows it. Marks that it does not list ($, %, #, &, :) stay.
+
+    Of its table of contractions only those in n't and 've are here, by their form.
+    """
+    text = " ".join(text.lower().replace(",", "").replace("?", "").replace("'s", " 's").split())
+    beside_blank = {mark for mark in _PUNCTUATION if f"{mark} " in text or f" {mark}" in text}
+    text = "".join("" if sign in beside_blank else " " if sign in _PUNCTUATION else sign for sign in text)
+    text = re.sub(r"\.(?!\d)", "", _CONTRACTED.sub("", text))
     return " ".join(_NUMERALS.get(word, word) for word in text.split() if word not in _ARTICLES)

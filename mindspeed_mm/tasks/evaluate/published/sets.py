@@ -59,7 +59,8 @@ class PublishedSet:
         for pattern, items in self.layouts.items():
             files = [data] if data.is_file() and data.match(pattern) else sorted(data.glob(pattern))
             if files:
-                return items(data if data.is_dir() else data.parent, files)
+                folder = data if data.is_dir() else data.parent
+                return items(folder.absolute(), files)  # relative media are looked for in the folder of the rows
         raise UsageError(
             f"holds no file of {self.title}",
             where=str(data),
@@ -366,8 +367,8 @@ SETS: dict[str, PublishedSet] = {
             "**/validation-*.parquet": _parquet(_parquet_mmmu),
             "**/dev-*.parquet": _parquet(_parquet_mmmu),
         },
-        rules.open_or_choice,
-        "An answer that names no option counts as wrong; the authors draw an option there.",
+        rules.mmmu,
+        "An answer in which no option is found counts as wrong; the authors draw an option there.",
     ),
     "chartqa_test": PublishedSet(
         "ChartQA", {"test_*.json": _json_charts, "ChartQA_TEST*.tsv": _tsv(_tsv_open)}, rules.relaxed
