@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fsdp.refusals_of_plans import ACCUMULATION, BLOCKS, EXPERT, PIPELINE, RING, TENSOR, TWO_STAGES
+from tests.fsdp.refusals_of_plans import ACCUMULATION, BLOCKS, EXPERT, PIPELINE, RING, TENSOR
 from tests.helpers.refusal import BASIC, ENVIRONMENT, LOADER, LORA, PREPROCESS, Refusal, with_config
 
 RECOMPUTE = ("features.recompute=true",)
@@ -188,14 +188,6 @@ LOSSES = (
         "the heads' layers have no plan for it",
         TENSOR,
         ranks=2,
-    ),
-    Refusal(
-        "a router's loss over stages",
-        (f"{LOSS}.router_aux_loss_coef=0.1", *TWO_STAGES),
-        "is not possible together with 2 stages",
-        f"{LOSS}.router_aux_loss_coef",
-        ranks=2,
-        base="moe",
     ),
 )
 

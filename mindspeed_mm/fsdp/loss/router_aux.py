@@ -1,7 +1,7 @@
 """The load-balancing loss of routers, as a further term of any objective.
 
 For one micro-batch over all data and context ranks, with the choices and probabilities of all layers taken together
-(Switch Transformer, arXiv:2101.03961, equations 4 to 6; transformers' `load_balancing_loss_func`):
+(Switch Transformer, arXiv:2101.03961, equations 4 to 6; transformers' `load_balancing_loss_func`), over all stages too:
 
     aux = E · Σ_e (c_e / R) · (p_e / R)
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,10 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Objective, Terms
 from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.share import holders_of
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
 
 TERM = "router_aux"
 KEY = "features.loss_cfg.router_aux_loss_coef"
@@ -36,17 +39,21 @@ class RouterLogits:
     Nothing is computed where they are kept: a layer that is computed again in the backward pass must do the same twice.
 
     Args:
-        model: Its transformers classes name their routers (`_can_record_outputs["router_logits"]`).
+        model: Its transformers classes name their routers (`_can_record_outputs["router_logits"]`). A rank of a
+            pipeline may have none of them.
 
     Raises:
         ConfigError: None does.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        check_routers(model)
+        if facts_of(model).share is None:
+            check_routers(model)
         self._kept: dict[int, list[torch.Tensor]] | None = None
         self.choices: list[int] = []
         """How many experts a token has, by layer."""
+        self.ran: list[int] = []
+        """Of the layers that ran last, in the order in which their logits were kept."""
         for number, (module, index) in enumerate(find_routers(model)):
             self.choices.append(_choices(module))
             module.register_forward_hook(
@@ -62,9 +69,10 @@ class RouterLogits:
         self._kept = kept
         try:
             yield found
-            found += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept.values()]
-        finally:
+        finally:  # also of a stage, which is left by an exception
             self._kept = None
+            found += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept.values()]
+            self.ran = [self.choices[number] for number in kept]
 
     def _keep(self, number: int, output: Any, index: int) -> None:
         if self._kept is not None:
@@ -129,7 +137,9 @@ class WithRouterAux:
         offload: bool = False,
     ) -> None:
         self._objective, self._coefficient, self._groups = objective, coefficient, groups
-        self._routers, self._real_tokens = RouterLogits(model), RealTokens(model)
+        stages = [stage if stage is model else stage.get_submodule("model") for stage in holders_of(model)]
+        self._routers, self._real_tokens = RouterLogits(model), RealTokens(*stages)
+        self._passing = facts_of(model).noted(RouterPassing)
         self._saving = SavedOnHost() if offload else nullcontext
         self._where = ", its statistics on the host" if offload else ""
 
@@ -146,35 +156,73 @@ class WithRouterAux:
         return self._objective.count(batches) | {TERM: sum(self._objective.tokens(batch).real for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """The objective's, and this rank's share of coefficient × tokens × aux."""
-        with self._routers.kept() as logits:
-            terms = self._objective.terms(model, batch)
-        real_T = self._real_tokens.mask(len(logits[0].reshape(-1, logits[0].shape[-1])))
+        """The objective's, and this rank's share of coefficient × tokens × aux. Of the stages of a pipeline the last
+        one returns it; the others hand on what their routers and those in front of them said."""
+        logits: list[torch.Tensor] = []
+        try:
+            with self._routers.kept() as logits:
+                terms = self._objective.terms(model, batch)
+        except StageExit:
+            if self._passing is not None:
+                self._passing.sent = self._summed(logits).joined(self._passing.dtype)
+            raise
         with self._saving():
-            share = balance_share(logits, self._routers.choices, real_T, self._groups)
+            share = share_of(self._summed(logits), self._groups)
         return terms | {TERM: self._coefficient * share}
+
+    def _summed(self, logits: Sequence[torch.Tensor]) -> RouterSums:
+        """Of all layers so far."""
+        before = None if self._passing is None else self._passing.received
+        found = [] if before is None else [RouterSums.parted(before)]
+        if logits:
+            real_T = self._real_tokens.mask(len(logits[0].reshape(-1, logits[0].shape[-1])))
+            found.append(sum_routers(logits, self._routers.ran, real_T))
+        if not found:
+            assert self._passing is not None
+            found = [RouterSums.parted(torch.zeros(self._passing.numbers, dtype=self._passing.dtype))]
+        return RouterSums(sum(each.counts for each in found), sum(each.probabilities_E for each in found))  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """For the log."""
         return f"{self._objective.describe()}; router balance {self._coefficient:g}{self._where}"
 
 
-def balance_share(
-    logits: Sequence[torch.Tensor],
-    choices: Sequence[int],
-    real_T: torch.Tensor | None,
-    groups: Sequence[dist.ProcessGroup] = (),
-) -> torch.Tensor:
-    """This rank's share of (tokens of the micro-batch) × aux, differentiable; the sum over ranks is the whole.
+class RouterSums(NamedTuple):
+    """What the routers of some layers said of a micro-batch, summed over its real tokens. E experts."""
+
+    counts: torch.Tensor
+    """(E + 2,) fp64: how often each expert was chosen, rows (real tokens × layers), layers."""
+    probabilities_E: torch.Tensor
+    """(E,), differentiable."""
+
+    def joined(self, dtype: torch.dtype) -> torch.Tensor:
+        """(2 E + 2,) as it passes between stages."""
+        return torch.cat([self.counts.to(dtype), self.probabilities_E.to(dtype)])
+
+    @classmethod
+    def parted(cls, numbers: torch.Tensor) -> RouterSums:
+        """The way back."""
+        counted = len(numbers) // 2 + 1
+        return cls(numbers[:counted].detach().double(), numbers[counted:])
+
+
+def router_numbers(model: nn.Module) -> int:
+    """How many numbers pass between stages of a whole model (`RouterSums.joined`)."""
+    router, _ = find_routers(model)[0]
+    weight: torch.Tensor = getattr(router, "base_layer", router).weight  # type: ignore[assignment]
+    return 2 * len(weight) + 2
+
+
+def sum_routers(logits: Sequence[torch.Tensor], choices: Sequence[int], real_T: torch.Tensor | None) -> RouterSums:
+    """The sums over some layers.
 
     Args:
         logits: A (…, E) tensor for each layer.
         choices: Experts that each layer chooses for a token.
         real_T: Which tokens are not padding; all when None.
-        groups: Ranks with other tokens of the same micro-batch.
     """
     experts = logits[0].shape[-1]
-    sums_E, counts = 0.0, torch.zeros(experts + 1, dtype=torch.float64, device=logits[0].device)
+    sums_E, counts = 0.0, torch.zeros(experts + 2, dtype=torch.float64, device=logits[0].device)
     for layer, chosen in zip(logits, choices, strict=True):
         layer_TE = layer.reshape(-1, experts)
         wide = torch.promote_types(layer_TE.dtype, torch.float32)
@@ -183,12 +231,25 @@ def balance_share(
         sums_E = sums_E + (probabilities_TE * real_T1).sum(dim=0)
         best_TK = probabilities_TE.detach().topk(chosen, dim=-1).indices
         picked_TE = torch.zeros_like(probabilities_TE).scatter(1, best_TK, 1.0) * real_T1
-        counts[:-1] += picked_TE.detach().sum(dim=0, dtype=torch.float64)
-        counts[-1] += real_T1.sum(dtype=torch.float64)
+        counts[:-2] += picked_TE.detach().sum(dim=0, dtype=torch.float64)
+        counts[-2] += real_T1.sum(dtype=torch.float64)
+        counts[-1] += 1
+    return RouterSums(counts, sums_E)  # type: ignore[arg-type]
+
+
+def share_of(sums: RouterSums, groups: Sequence[dist.ProcessGroup] = ()) -> torch.Tensor:
+    """This rank's share of (tokens of the micro-batch) × aux, differentiable; the sum over ranks is the whole.
+
+    Args:
+        sums: Over all layers of the model.
+        groups: Ranks with other tokens of the same micro-batch.
+    """
+    counts, layers = sums.counts[:-1].clone(), sums.counts[-1]
     for group in groups:
         dist.all_reduce(counts, group=group)
-    fractions_E = (counts[:-1] / counts[-1].clamp(min=1)).to(sums_E.dtype)  # type: ignore[attr-defined]
-    return experts / len(logits) * (fractions_E * sums_E).sum()
+    experts = len(counts) - 1
+    fractions_E = (counts[:-1] / counts[-1].clamp(min=1)).to(sums.probabilities_E.dtype)
+    return experts / layers.to(fractions_E.dtype) * (fractions_E * sums.probabilities_E).sum()
 
 
 def leave_router_loss_to_us(model: nn.Module) -> None:

@@ -13,19 +13,29 @@ from mindspeed_mm.fsdp.ops.mask_facts import mask_facts_of
 
 
 class RealTokens:
-    """Remembers the mask that the model was last called with. It stays until the next call: layers that are computed
-    again in the backward pass see the same.
+    """Remembers the mask that the model was last called with. It stays until the next call, or until a layer of an
+    earlier call is computed again: several micro-batches may be under way.
 
     Args:
-        model: Called with `attention_mask` (B, L), 1 for tokens and 0 for padding; with a packed row (1, T) and
+        models: Called with `attention_mask` (B, L), 1 for tokens and 0 for padding; with a packed row (1, T) and
             `pad_tokens`, how many at its end are padding; or with rows that have none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         self._mask_T: torch.Tensor | None = None
         self.number: int | None = None
         """How many tokens of `mask` are not padding, where the host knows."""
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
+        for model in models:
+            model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    @property
+    def of_this_call(self) -> tuple[torch.Tensor | None, int | None]:
+        """What is remembered, to be set again when a layer of this call is computed once more."""
+        return self._mask_T, self.number
+
+    @of_this_call.setter
+    def of_this_call(self, remembered: tuple[torch.Tensor | None, int | None]) -> None:
+        self._mask_T, self.number = remembered
 
     def mask(self, tokens: int) -> torch.Tensor | None:
         """(T,) booleans in the order of hidden states (B × L, H); None when no token is padding, or when a module works

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
+from mindspeed_mm.fsdp.loss.router_aux import router_numbers
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
@@ -71,7 +72,8 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         head.vocabulary = split_vocabulary(model)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
-        towers = _build_stages(pipeline, outline)
+        balances = bool(arguments.features.loss_cfg.router_aux_loss_coef)
+        towers = _build_stages(pipeline, outline, router_numbers(pipeline.share.whole) if balances else 0)
     if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
@@ -124,10 +126,11 @@ def without_folder(loaded: LoadReport) -> LoadReport:
     return replace(loaded, folder="")
 
 
-def _build_stages(pipeline: Pipeline, outline: Outline) -> IdleTowers | None:
+def _build_stages(pipeline: Pipeline, outline: Outline, numbers: int) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
     spec = outline.spec
-    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=outline.kind.casts_inputs)
+    media = [tower.key for tower in spec.towers]
+    pipeline.build_stages(media, casts_inputs=outline.kind.casts_inputs, router_numbers=numbers)
     if not spec.towers:
         return None
     first = pipeline.first_model

@@ -334,9 +334,6 @@ def test_balance_needs_ranks_and_a_dispatcher_that_can() -> None:
     gathered = ParallelArguments.model_validate({"expert_parallel_size": 2, "ep_plan": {"dispatcher": "allgather"}})
     with pytest.raises(ConfigError, match="'allgather' cannot do"):
         balance_copies(features(enable_ep_balance=True), gathered)
-    stages = ParallelArguments.model_validate({"pipeline_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"features\.skip_moe_pad_tokens  True, together with pipeline stages"):
-        balance_copies(features(skip_moe_pad_tokens=True), stages)
 
 
 # --- without expert parallelism ---------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from mindspeed_mm.fsdp.loss.router_aux import (
     TERM,
     RouterLogits,
     WithRouterAux,
-    balance_share,
     find_routers,
     leave_router_loss_to_us,
+    share_of,
+    sum_routers,
 )
 from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
@@ -31,6 +32,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402  (the
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: E402
 
 LAYERS, EXPERTS, CHOICES = 3, 5, 2
+
+
+def balance_share(layers: Any, choices: Any, real_T: Any, groups: Any = ()) -> torch.Tensor:
+    return share_of(sum_routers(layers, choices, real_T), groups)
 
 
 def logits(tokens: int, seed: int = 0) -> list[torch.Tensor]:

@@ -16,9 +16,10 @@ from mindspeed_mm.fsdp.distributed import torch_parallelize
 from mindspeed_mm.fsdp.distributed.expert import dispatch as expert_parallel_dispatch
 from mindspeed_mm.fsdp.loss import router_aux
 from mindspeed_mm.fsdp.ops import experts
+from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
-from tests.helpers.plan_matrix import EP, FP64, HYBRID, PP, RING, TP, ULYSSES
+from tests.helpers.plan_matrix import EP, FP64, HYBRID, INTERLEAVED, PP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -28,6 +29,8 @@ RECOMPUTE = "features.recompute=true"
 AUX = "features.loss_cfg.router_aux_loss_coef=0.5"
 SKIP = "features.skip_moe_pad_tokens=true"
 BALANCE = "features.enable_ep_balance=true"
+FOUR_STAGES = "parallel.pp_plan.split_points=[model.layers.0, model.layers.1, model.norm]"
+"""The first stage has the embedding and the last one the head, and neither of them a router."""
 GROUPED = "model.use_grouped_expert_matmul=true"
 
 CASES = {
@@ -41,6 +44,8 @@ CASES = {
     "text aux fsdp2, accumulated": Case("text aux, accumulated", 2, 2, 2, (AUX,)),
     "vlm aux ep2 × ulysses2": Case("vlm aux", 2, 1, 1, (EP, AUX, ULYSSES)),
     "text pp2 × ep2": Case("text", 4, 2, 2, (PP, EP)),
+    "text aux pp2, no padding, recompute": Case("text aux, accumulated", 2, 1, 2, (PP, AUX, SKIP, RECOMPUTE)),
+    "text aux pp2 × ep2, no padding": Case("text aux, accumulated", 4, 2, 2, (PP, EP, AUX, SKIP)),
     "text ep2 × efsdp2": Case("text", 4, 4, 2, (EP,)),
     "text ep2 × edp2, allgather": Case("text", 4, 4, 1, (EP, HYBRID, ALLGATHER)),
 }
@@ -56,6 +61,10 @@ SLOW = {
     "text ep2 × tp2": Case("text", 4, 2, 1, (EP, TP)),
     "text pp2 × ep2, balance, recompute": Case("text", 4, 2, 2, (PP, EP, BALANCE, RECOMPUTE)),
     "text lora pp2 × ep2, allgather": Case("text lora", 4, 2, 2, (PP, EP, ALLGATHER)),
+    "vlm aux pp2 × ep2, recompute": Case("vlm aux, accumulated", 4, 2, 2, (PP, EP, AUX, SKIP, RECOMPUTE)),
+    "text aux pp2 interleaved": Case("text aux, accumulated", 2, 1, 2, (PP, AUX, SKIP, FOUR_STAGES, *INTERLEAVED)),
+    "text aux zbv": Case("text aux, accumulated", 2, 1, 2, (PP, AUX, FOUR_STAGES, "parallel.pp_plan.schedule=zbv")),
+    "text aux pp2 × ring2": Case("text aux, accumulated", 4, 1, 2, (PP, RING, AUX)),
     "vlm pp2 × ep2, recompute": Case("vlm", 4, 2, 2, (PP, EP, RECOMPUTE)),
     "vlm ep2 × efsdp2, allgather": Case("vlm", 4, 4, 2, (EP, ALLGATHER)),
     "vlm aux ep2 × efsdp2, recompute": Case("vlm aux", 4, 4, 1, (EP, AUX, RECOMPUTE)),
@@ -105,6 +114,10 @@ def own_statistics() -> AbstractContextManager[Any]:
     return mock.patch.object(router_aux.dist, "all_reduce", lambda *args, **kwargs: None)
 
 
+def routers_of_the_last_stage() -> AbstractContextManager[Any]:
+    return mock.patch.object(RouterPassing, "leaving", lambda self, like: like.new_zeros(self.numbers))
+
+
 RUNS = ParityRuns(
     __file__,
     CASES,
@@ -115,6 +128,7 @@ RUNS = ParityRuns(
         "token lost in dispatch": Fault("text ep2", with_a_token_lost),
         "token lost in allgather": Fault("text ep2, allgather", with_a_token_lost),
         "doubled expert gradient of stages": Fault("text pp2 × ep2", partial(expert_gradients_times, 2.0)),
+        "routers of the last stage only": Fault("text aux pp2 × ep2, no padding", routers_of_the_last_stage),
         "statistics of own tokens only": Fault("text aux ep2, no padding, recompute", own_statistics),
     },
     kinds={
@@ -123,7 +137,7 @@ RUNS = ParityRuns(
         "lora": ("training.lora.enable=true",),
         "frozen": ("model.freeze=[model.layers.*.mlp.experts]",),
     },
-    accumulated={"text aux, accumulated": 2},
+    accumulated={"text aux, accumulated": 2, "vlm aux, accumulated": 2},
 )
 """One process has transformers' own experts and none of our features."""
 

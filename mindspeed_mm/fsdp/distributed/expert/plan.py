@@ -116,16 +116,8 @@ def balance_copies(features: FeatureArguments, parallel: ParallelArguments) -> i
     """Copies of busy experts that a rank may hold; 0 without `enable_ep_balance`.
 
     Raises:
-        ConfigError: There are no ranks to balance between, or the dispatcher has no way for copies; or a feature of
-            experts is asked for together with pipeline stages.
+        ConfigError: There are no ranks to balance between, or the dispatcher has no way for copies.
     """
-    asked = {
-        "features.skip_moe_pad_tokens": features.skip_moe_pad_tokens,
-        "features.loss_cfg.router_aux_loss_coef": features.loss_cfg.router_aux_loss_coef,
-    }
-    if parallel.pipeline_parallel_size > 1 and (keys := [key for key, value in asked.items() if value]):
-        what = "together with pipeline stages, is not supported yet"
-        raise ConfigError(f"{asked[keys[0]]}, {what}", key=keys[0], way_out="Leave it out, or use no stages.")
     if not features.enable_ep_balance:
         return 0
     key, size, dispatcher = "features.enable_ep_balance", parallel.expert_parallel_size, parallel.ep_plan.dispatcher

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
 from mindspeed_mm.fsdp.models.structure.share import Share, outline
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
@@ -46,17 +47,22 @@ class Pipeline:
         self.group: dist.ProcessGroup = share.group
         self.rank = dist.get_rank(self.group)
         self.dtype = hidden_dtype(share.whole, parallel)
-        self.boundary = Boundary(share.whole, plan)
+        self.boundary = Boundary(share.whole, plan, self.dtype)
         self.stages: list[StageModule] = []
         self._ends: TiedEnds | None = None
 
-    def build_stages(self, media: Sequence[str], *, casts_inputs: bool) -> None:
+    def build_stages(self, media: Sequence[str], *, casts_inputs: bool, router_numbers: int = 0) -> None:
         """Make the stages, when everything but sharding has been applied to the part.
 
         Args:
             media: Batch keys that feed towers.
             casts_inputs: Give the model its floating-point arguments in `param_dtype`.
+            router_numbers: How many numbers a term over the routers of all stages needs of each; 0: there is none.
         """
+        if router_numbers:
+            passing = RouterPassing(router_numbers, torch.promote_types(self.dtype, torch.float32))
+            self.boundary.routers = passing
+            facts_of(self.part).note(passing)
         for index in self.plan.stages_of(self.rank):
             stage = StageModule(self.part, self.plan, index, self.boundary, self.dtype, media)
             stage.cast_inputs(torch_dtype(self._parallel.fsdp_plan.param_dtype) if casts_inputs else None)

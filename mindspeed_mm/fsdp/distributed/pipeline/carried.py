@@ -18,8 +18,11 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.stages import RouterPassing
 
 Shape = tuple[int, ...]
+Passed = tuple[Shape, torch.dtype]
+"""Shape and type of a tensor that passes from one stage to the next."""
 
 
 class Carried:
@@ -149,15 +152,18 @@ def _spread(features: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Boundary:
-    """Shapes of what passes from one stage to the next, from the micro-batch alone.
+    """Shapes and types of what passes from one stage to the next, from the micro-batch alone.
 
     Args:
         model: The whole model.
         plan: Its stages.
+        dtype: Of hidden states.
     """
 
-    def __init__(self, model: nn.Module, plan: StagePlan) -> None:
-        self._plan = plan
+    def __init__(self, model: nn.Module, plan: StagePlan, dtype: torch.dtype) -> None:
+        self._plan, self._dtype = plan, dtype
+        self.routers: RouterPassing | None = None
+        """What routers say across stages, where a term asks for it."""
         self._adapter = facts_of(model).adapter
         self._width = 0
         self._decoder, self._levels = "", 0
@@ -174,10 +180,15 @@ class Boundary:
             return CarriedDeepstack(self._plan, stage, self._decoder, self._levels)
         return Carried(self._plan, stage)
 
-    def shapes(self, batch: Batch, stage: int) -> list[Shape]:
-        """Of what enters a stage, the hidden states first; nothing enters the first."""
+    def tensors(self, batch: Batch, stage: int) -> list[Passed]:
+        """What enters a stage, the hidden states first, what routers say last; nothing enters the first."""
         if stage == 0:
             return []
+        beside = [] if self.routers is None else [((self.routers.numbers,), self.routers.dtype)]
+        return [(shape, self._dtype) for shape in self._shapes(batch, stage)] + beside
+
+    def _shapes(self, batch: Batch, stage: int) -> list[Shape]:
+        """Of the hidden states and what is carried with them."""
         if self._adapter is not None:
             return list(self._adapter.stage_shapes(batch))
         hidden = self._hidden_shape(batch)

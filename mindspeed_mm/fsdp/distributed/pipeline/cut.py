@@ -18,21 +18,10 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY
 from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.ops.stages import StageExit
 
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _TABLES_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-
-
-class StageExit(BaseException):
-    """A stage has done its layers. It is no `Exception`: code around a forward pass that catches those lets it by.
-
-    Args:
-        hidden: What its last layer returned.
-    """
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__("the stage ends here")
-        self.hidden = hidden
 
 
 class PlaceholderExit(PlaceholderModule):

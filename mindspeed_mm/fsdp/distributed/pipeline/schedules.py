@@ -25,10 +25,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Passed
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 
-Shapes = Sequence[tuple[int, ...]]
-"""Shapes of the tensors that pass between two stages."""
 Tensors = tuple[Tensor, ...]
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -46,7 +45,6 @@ class OwnShapes(PipelineStage):
         index: Of the stage.
         plan: Which rank has which stage.
         device: Of the tensors received.
-        dtype: Of what passes between stages.
         group: The ranks of the pipeline.
     """
 
@@ -56,27 +54,25 @@ class OwnShapes(PipelineStage):
         index: int,
         plan: StagePlan,
         device: torch.device,
-        dtype: torch.dtype,
         group: dist.ProcessGroup,
     ) -> None:
         nothing = torch.empty(0, device="meta")
         super().__init__(module, index, plan.stages, device, input_args=(nothing,), output_args=(nothing,), group=group)
         self.stage_index_to_group_rank = {stage: plan.rank_of(stage) for stage in range(plan.stages)}
-        self._dtype = dtype
         self.args_recv_info = {0: ()}  # torch 2.13 looks whether stages skip one
         self._received: list[Tensors] = []
         self._gradients: list[Tensors] = []
 
-    def lay_out(self, inputs: Sequence[Shapes], outputs: Sequence[Shapes]) -> None:
+    def lay_out(self, inputs: Sequence[Sequence[Passed]], outputs: Sequence[Sequence[Passed]]) -> None:
         """State what enters and leaves, for each micro-batch of the step to come."""
         self.chunks = len(inputs)
-        self._received = [self._empty(shapes) for shapes in inputs]
-        self._gradients = [() if self.is_last else self._empty(shapes) for shapes in outputs]
+        self._received = [self._empty(tensors) for tensors in inputs]
+        self._gradients = [self._empty(tensors) for tensors in outputs]
         if hasattr(self, "_stage_meta"):  # torch 2.13 counts the arguments in front of the keywords with it
             self._stage_meta.inputs = self._received[0]
 
-    def _empty(self, shapes: Shapes) -> Tensors:
-        return tuple(torch.empty(shape, dtype=self._dtype, device=self.device) for shape in shapes)
+    def _empty(self, tensors: Sequence[Passed]) -> Tensors:
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in tensors)
 
     # --- what torch would infer and compare, and is stated here ---
 

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map_only
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried
-from mindspeed_mm.fsdp.distributed.pipeline.cut import StageExit, entry_of, stage_of
+from mindspeed_mm.fsdp.distributed.pipeline.cut import entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.stages import StageExit
 
 
 class Loss(Protocol):
@@ -86,6 +87,8 @@ class StageModule(nn.Module):
         assert self.work is not None
         batch = self.work.batches[int(mb)]
         batch = {key: value for key, value in batch.items() if key not in self._media}
+        if routers := self._boundary.routers:
+            *received, routers.received = received or (None,)  # type: ignore[assignment]
         if received:
             self._entering, self._carried.received = received[0], tuple(received[1:])
         try:
@@ -102,12 +105,14 @@ class StageModule(nn.Module):
 
     def _leaving(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         hidden = hidden.to(self._dtype)
-        outputs = (hidden, *(each.to(self._dtype) for each in self._carried.outgoing(hidden)))
-        expected = self._boundary.shapes(batch, self.index + 1)
-        if [tuple(each.shape) for each in outputs] != expected:
+        outputs = [hidden, *(each.to(self._dtype) for each in self._carried.outgoing(hidden))]
+        if routers := self._boundary.routers:
+            outputs.append(routers.leaving(hidden))
+        found = [(tuple(each.shape), each.dtype) for each in outputs]
+        expected = self._boundary.tensors(batch, self.index + 1)
+        if found != expected:
             raise MMError(
-                f"stage {self.index} hands on {[tuple(each.shape) for each in outputs]}, and the next one waits for "
-                f"{expected}",
+                f"stage {self.index} hands on {found}, and the next one waits for {expected}",
                 way_out="This model cannot be cut there: set parallel.pipeline_parallel_size to 1.",
             )
         # The next stage sends a gradient for everything, and splits its backward pass at what it received.

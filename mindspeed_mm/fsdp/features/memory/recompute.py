@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from mindspeed_mm.fsdp.features.memory.kept_results import Contexts
+from mindspeed_mm.fsdp.ops.experts import fused_experts, own_experts_of
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
@@ -54,6 +55,8 @@ class RecomputedForward:
         self._module = module
         self._use_reentrant = use_reentrant
         self._contexts = contexts or noop_context_fn
+        found = (own_experts_of(each).real_tokens for each in fused_experts(module).values())
+        self._real_tokens = [tokens for tokens in dict.fromkeys(found) if tokens is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the module, of the same types as without recomputation."""
@@ -63,22 +66,37 @@ class RecomputedForward:
         # `checkpoint` looks for devices, and the re-entrant one for gradients, in positional tensors only, while
         # diffusers' models call their blocks by keyword: dropout of an accelerator would not be drawn again.
         leaves, structure = tree_flatten((args, kwargs))
+        forward = self._of_this_call()
         if self._use_reentrant:
-            return self._reentrant(leaves, structure)
+            return self._reentrant(forward, leaves, structure)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(leaves, structure)
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
         return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
 
-    def _reentrant(self, leaves: list[Any], structure: Any) -> Any:
+    def _of_this_call(self) -> Callable[..., Any]:
+        """The module's forward with the padding that this call has: by the backward pass the model may have been called
+        with other rows."""
+        remembered = [(tokens, tokens.of_this_call) for tokens in self._real_tokens]
+        if not remembered:
+            return self._forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for tokens, of_this_call in remembered:
+                tokens.of_this_call = of_this_call
+            return self._forward(*args, **kwargs)
+
+        return forward
+
+    def _reentrant(self, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
         """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""
         shape: list[Any] = []
 
         def run(_needs_gradient: torch.Tensor | None, *leaves: Any) -> tuple[Any, ...]:
             args, kwargs = tree_unflatten(leaves, structure)
-            outputs, structure_of_outputs = tree_flatten(self._forward(*args, **kwargs))
+            outputs, structure_of_outputs = tree_flatten(forward(*args, **kwargs))
             shape[:] = [structure_of_outputs]
             return tuple(outputs)
 

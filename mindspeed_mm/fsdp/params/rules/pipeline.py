@@ -87,8 +87,6 @@ def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
         "parallel.fsdp_plan.ignored_modules": bool(parallel.fsdp_plan.ignored_modules),
         "parallel.fsdp_plan.pregather": parallel.fsdp_plan.pregather,
         "parallel.fsdp_plan.output_dtype": parallel.fsdp_plan.output_dtype is not None,
-        "features.loss_cfg.router_aux_loss_coef": features.loss_cfg.router_aux_loss_coef != 0,
-        "features.skip_moe_pad_tokens": features.skip_moe_pad_tokens,
         "training.sampling.interval": bool(training.sampling.interval),
     }
     for key, is_set in refused.items():

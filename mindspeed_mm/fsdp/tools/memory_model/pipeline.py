@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Passed
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import Shapes, work_of_rank
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import work_of_rank
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, StepWork
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 from mindspeed_mm.fsdp.tools.memory_model.ledger import TEMPORARY
@@ -42,8 +42,8 @@ class SimulatedPipeline:
         dtype: torch.dtype,
         media: Sequence[str],
     ) -> None:
-        self._simulation, self._plan, self._rank, self._dtype = simulation, plan, rank, dtype
-        self._boundary = boundary = Boundary(model, plan)
+        self._simulation, self._plan, self._rank = simulation, plan, rank
+        self._boundary = boundary = Boundary(model, plan, dtype)
         own = plan.stages_of(rank)
         self._stages = {stage: StageModule(model, plan, stage, boundary, dtype, media) for stage in own}
         self._received: dict[Place, tuple[Tensor, ...]] = {}
@@ -90,12 +90,12 @@ class SimulatedPipeline:
         last = self._plan.stages - 1
         for number in range(micro_batches):
             if stage:
-                self._received[stage, number] = self._empty(self._boundary.shapes(batch, stage))
+                self._received[stage, number] = self._empty(self._boundary.tensors(batch, stage))
             if stage < last:
-                self._gradients[stage, number] = self._empty(self._boundary.shapes(batch, stage + 1))
+                self._gradients[stage, number] = self._empty(self._boundary.tensors(batch, stage + 1))
 
-    def _empty(self, shapes: Shapes) -> tuple[Tensor, ...]:
-        return tuple(self._simulation.empty(shape, self._dtype) for shape in shapes)
+    def _empty(self, tensors: Sequence[Passed]) -> tuple[Tensor, ...]:
+        return tuple(self._simulation.empty(shape, dtype) for shape, dtype in tensors)
 
     def _forward(self, stage: int, number: int) -> None:
         received = tuple(each.requires_grad_() for each in self._received.get((stage, number), ()))

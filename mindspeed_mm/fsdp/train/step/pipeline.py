@@ -32,8 +32,7 @@ class PipelineForwardBackward:
         self._pipeline, self._objective, self._plan = pipeline, objective, pp_plan
         self._device = device
         self._stages = [
-            OwnShapes(stage, stage.index, pipeline.plan, device, pipeline.dtype, pipeline.group)
-            for stage in pipeline.stages
+            OwnShapes(stage, stage.index, pipeline.plan, device, pipeline.group) for stage in pipeline.stages
         ]
         self._schedules: dict[int, Any] = {}
         self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -66,8 +65,8 @@ class PipelineForwardBackward:
         count, boundary = len(work.batches), self._pipeline.boundary
         for stage, module in zip(self._stages, self._pipeline.stages, strict=True):
             module.work = work
-            before = [boundary.shapes(batch, module.index) for batch in work.batches]
-            after = [[()] if module.is_last else boundary.shapes(batch, module.index + 1) for batch in work.batches]
+            before = [boundary.tensors(batch, module.index) for batch in work.batches]
+            after = [[] if module.is_last else boundary.tensors(batch, module.index + 1) for batch in work.batches]
             stage.lay_out(before, after)
         if count not in self._schedules:
             self._schedules[count] = build_pipeline_schedule(self._plan.schedule, self._stages, count)
@@ -78,8 +77,8 @@ class PipelineForwardBackward:
 
     def _forward(self, stage: StageModule, work: StepWork, number: int) -> None:
         plan, group = self._pipeline.plan, self._pipeline.group
-        shapes = self._pipeline.boundary.shapes(work.batches[number], stage.index)
-        received = [torch.empty(shape, dtype=self._pipeline.dtype, device=self._device) for shape in shapes]
+        entering = self._pipeline.boundary.tensors(work.batches[number], stage.index)
+        received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in entering]
         for tensor in received:
             self._pass_on(tensor, plan.rank_of(stage.index - 1), group, sends=False, key=(number, stage.index))
         stage.work = work
