@@ -36,13 +36,14 @@ def in_flags(text: str) -> str:
 
 @cache
 def flag_of_key() -> dict[str, str]:
-    """Key → the flag that sets it; the key's last part too, where it is no everyday word and means one key alone."""
+    """Key → the flag that sets it; the key's last part too, where it is no everyday word and means one key alone, and
+    is none that data.json says."""
     found: dict[str, str] = {}
     for flag in FLAGS:
         for key in filter(None, (flag.key, flag.sets)):
             found.setdefault(key, f"--{flag.name}")
     lasts = [key.rpartition(".")[2] for key in found]
-    short = {key.rpartition(".")[2]: name for key, name in found.items()}
+    short = {key.rpartition(".")[2]: name for key, name in found.items() if not key.startswith("data.")}
     return {**{last: name for last, name in short.items() if "_" in last and lasts.count(last) == 1}, **found}
 
 

@@ -53,6 +53,27 @@ def test_a_given_dataset_dir_is_the_only_place(vlm_folder: Path, tmp_path: Path)
         data_set(vlm_folder, file, dataset_dir=str(tmp_path))[0]
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_paths_from_the_working_directory(
+    vlm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    """`./data/train/a.png` with `dataset_dir: ./data`: how MindSpeed-MM's own converters write rows."""
+    model = vlm_folder.resolve()
+    data = tmp_path / "disk" if linked else tmp_path / "data"
+    (data / "train").mkdir(parents=True)
+    if linked:
+        (tmp_path / "data").symlink_to(data)
+    picture(64, 32).save(data / "train" / "a.png")
+    picture(32, 32).save(tmp_path / "secret.png")
+    monkeypatch.chdir(tmp_path)
+    file = write_jsonl(tmp_path / "rows.jsonl", [conversation(images=["./data/train/a.png"])])
+    assert grid_width(data_set(model, file, dataset_dir="./data")[0]) == 8
+    for outside in ("secret.png", "./data/train/b.png"):
+        file = write_jsonl(tmp_path / "rows.jsonl", [conversation(images=[outside])])
+        with pytest.raises(DataError, match=r"not found\. Relative paths start at dataset_dir"):
+            data_set(model, file, dataset_dir="./data")[0]
+
+
 def test_media_outside_both_stay_refused(vlm_folder: Path, tmp_path: Path) -> None:
     picture(32, 32).save(tmp_path / "secret.png")
     file = rows_beside(tmp_path / "set", 32, "../secret.png")

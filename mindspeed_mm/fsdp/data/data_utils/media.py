@@ -213,13 +213,13 @@ class MediaLoader:
             return file.read()
 
     def _descriptor(self, name: str, most_bytes: int | None) -> int:
-        path = self._confine(name)
         try:
-            descriptor = os.open(path, _OPEN_FLAGS)  # a FIFO does not block, a link swapped in is not followed
+            descriptor = self._opened(name)
         except OSError as error:
             reason = "not found" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
             raise DataError(
-                f"'{name}' {reason}", way_out=f"Relative paths start at dataset_dir, '{self.dataset_dir}'."
+                f"'{name}' {reason}",
+                way_out=f"Relative paths start at dataset_dir, '{self.dataset_dir}', or else at the working directory.",
             ) from error
         try:
             _check_regular(os.fstat(descriptor), name, most_bytes)
@@ -227,6 +227,18 @@ class MediaLoader:
             os.close(descriptor)
             raise
         return descriptor
+
+    def _opened(self, name: str) -> int:
+        """A descriptor of a medium. Rows that older tools wrote have paths that start at the working directory, and lie
+        inside the roots all the same."""
+        path = self._confine(name)
+        try:
+            return os.open(path, _OPEN_FLAGS)  # a FIFO does not block, a link swapped in is not followed
+        except FileNotFoundError:
+            other = os.path.realpath(name)
+            if path == other or not any(other.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in self.roots):
+                raise
+            return os.open(self._confine(other), _OPEN_FLAGS)
 
     def _confine(self, name: str) -> str:
         """The real path of a media file, inside one of the roots. Folders are resolved once each."""
