@@ -415,6 +415,91 @@ def _hunyuan_video(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _llava_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Cuts the template as Llama's does where the pipeline counts: the picture is the sixth token, the caption's first
+    one the 104th, and four stand before what the assistant says."""
+    text = template.partition("<image>")[2].partition("<|eot_id|>")[0]
+    marks = (
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<image>",
+        "sys",
+        "tem",
+        "user",
+        "assistant",
+        "\n\n",
+    )
+    tokenizer = character_tokenizer()
+    long = text[: 1 - (103 - 6 - 6)]  # one token; the rest of the text has one for each character
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (long, *marks)])
+    assert len(tokenizer(template.partition("{}")[0])["input_ids"]) == 103
+    return tokenizer
+
+
+def _hunyuan_video_i2v(folder: Path, condition: str) -> None:
+    from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    template = inspect.signature(HunyuanVideoImageToVideoPipeline.encode_prompt).parameters["prompt_template"].default
+    tokenizer = _llava_tokenizer(template["template"])
+    _hunyuan_video(folder)
+    parts = HunyuanVideoPipeline.from_pretrained(folder, local_files_only=True).components
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 3}
+    text = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        pad_token_id=0,
+        num_key_value_heads=1,
+        **sizes,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, image_size=24, patch_size=1, projection_dim=8, **sizes
+    )
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    llava = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=image_token, pad_token_id=0, image_seq_length=576
+    )
+    concat = condition == "latent_concat"
+    changes = {"in_channels": 9 if concat else 4, "image_condition_type": condition, "guidance_embeds": not concat}
+    config = {**parts["transformer"].config, **changes}
+    shutil.rmtree(folder)
+    HunyuanVideoImageToVideoPipeline(
+        **{
+            **parts,
+            "text_encoder": seeded(lambda: LlavaForConditionalGeneration(llava), 0),
+            "tokenizer": tokenizer,
+            "transformer": seeded(lambda: HunyuanVideoTransformer3DModel.from_config(config), 1),
+        },
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}),
+    ).save_pretrained(folder)
+
+
+def _hunyuan_video_1_5_i2v(folder: Path) -> None:
+    from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+    from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
+
+    _hunyuan_video_1_5(folder)
+    parts = HunyuanVideo15Pipeline.from_pretrained(folder, local_files_only=True).components
+    parts["transformer"].register_to_config(task_type="i2v")
+    vision = SiglipVisionConfig(
+        hidden_size=12, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    shutil.rmtree(folder)
+    HunyuanVideo15ImageToVideoPipeline(
+        **parts,
+        image_encoder=seeded(lambda: SiglipVisionModel(vision), 5),
+        feature_extractor=SiglipImageProcessor(size={"height": 16, "width": 16}),
+    ).save_pretrained(folder)
+
+
 def _hunyuan_video_1_5(folder: Path) -> None:
     from diffusers import (
         AutoencoderKLHunyuanVideo15,
@@ -545,6 +630,11 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "hunyuan_video": TinyFamily(_hunyuan_video, frames=5, guidance=3.5),
     "hunyuan_video_1_5": TinyFamily(_hunyuan_video_1_5, frames=5),
+    "hunyuan_video_i2v": TinyFamily(lambda folder: _hunyuan_video_i2v(folder, "latent_concat"), frames=9),
+    "hunyuan_video_i2v_replace": TinyFamily(
+        lambda folder: _hunyuan_video_i2v(folder, "token_replace"), frames=5, guidance=3.5, given_frames=1
+    ),
+    "hunyuan_video_1_5_i2v": TinyFamily(_hunyuan_video_1_5_i2v, frames=5),
     "ltx_video": TinyFamily(_ltx_video, side=32, frames=5),
     "sana_video": TinyFamily(_sana_video, side=32, frames=5, settings={"use_resolution_binning": False}),
 }

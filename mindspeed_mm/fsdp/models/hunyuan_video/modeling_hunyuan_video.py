@@ -1,9 +1,9 @@
-"""HunyuanVideo (text to video) as diffusers has it: captions by Llama behind a template and by CLIP, guidance as an
-input."""
+"""HunyuanVideo (text to video, image to video) as diffusers has it: captions by Llama behind a template and by CLIP,
+guidance as an input; for image to video by LLaVA, which sees the picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -21,13 +23,19 @@ from mindspeed_mm.fsdp.utils.register import model_register
 _PIPELINE_STEP = 16
 """The pipeline refuses other heights and widths than its multiples."""
 
+_INTERLEAVED = {"latent_concat": 2, "token_replace": 4}
+"""How the transformer is given the picture → every how many features of it the pipeline keeps."""
+
 
 @model_register.register("hunyuan_video")
 class HunyuanVideoAdapter(DiffusionAdapter):
-    """HunyuanVideo."""
+    """HunyuanVideo and HunyuanVideo-I2V: its first releases have the picture's latents behind the channels of the noise
+    (`latent_concat`), later ones in place of the first latent frame (`token_replace`)."""
 
     transformer_class = "HunyuanVideoTransformer3DModel"
-    pipelines = {"t2v": "HunyuanVideoPipeline"}
+    pipelines = {"t2v": "HunyuanVideoPipeline", "i2v": "HunyuanVideoImageToVideoPipeline"}
+    roles = {"i2v": (FIRST_FRAME,)}
+    text_reads_media = one_by_one = frozenset({"i2v"})
     blocks = (
         "context_embedder.token_refiner.refiner_blocks.{*}",
         "transformer_blocks.{*}",
@@ -73,17 +81,25 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             spatial_ratio=int(vae.get("spatial_compression_ratio", 8)),
             temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
             patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
-            latent_channels=int(transformer.get("in_channels", 16)),
+            latent_channels=int(transformer.get("out_channels") or transformer.get("in_channels", 16)),
             is_video=True,
             spatial_step=_PIPELINE_STEP,
         )
 
+    @property
+    def _condition(self) -> str | None:
+        return str(self.transformer_config.get("image_condition_type")) if self.task == "i2v" else None
+
     def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, widths of the text encoders."""
-        encoders = ("text_encoder", "text_encoder_2")
-        text, pooled = (self.component_config(name).get("hidden_size") for name in encoders)
+        """Channels of the VAE, with condition and mask where they stand behind; widths of the text encoders."""
+        of_text, of_clip = (self.component_config(name) for name in ("text_encoder", "text_encoder_2"))
+        text = (of_text.get("text_config") or of_text).get("hidden_size")
+        pooled = of_clip.get("hidden_size")
+        channels = self.component_config("vae").get("latent_channels")
+        taken = 2 * channels + 1 if channels and self._condition == "latent_concat" else channels
         return [
-            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
+            Requirement("in_channels", taken, f"vae: latent_channels, for {self._condition or self.task}"),
+            Requirement("out_channels", channels, "vae: latent_channels"),
             Requirement("text_embed_dim", text, "text_encoder"),
             Requirement("pooled_projection_dim", pooled, "text_encoder_2"),
         ]
@@ -98,6 +114,24 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             for rows, pooled_each in zip(own_rows(embeds, mask), pooled, strict=True)
         ]
 
+    @torch.no_grad()
+    def encode_text_beside(
+        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+    ) -> list[TextFeatures]:
+        """The same by LLaVA, features of the picture in front."""
+        (picture,) = as_pil(media["first_frame"][:, :, 0])
+        found = []
+        for caption in captions:
+            embeds, pooled, mask = pipeline.encode_prompt(
+                picture,
+                caption,
+                max_sequence_length=self.text_tokens,
+                image_embed_interleave=_INTERLEAVED.get(self._condition or "", 1),
+            )
+            (rows,) = own_rows(embeds, mask)
+            found.append({"prompt_embeds": rows, "pooled_prompt_embeds": pooled[0].clone()})
+        return found
+
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """With a mask."""
         return pad_rows(features) | {
@@ -109,10 +143,40 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         """z · scaling_factor."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
 
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """i2v: `condition_latents` (B, C, 1, H, W) of the first frame alone."""
+        if self.task != "i2v":
+            return {}
+        return {"condition_latents": scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
+
+    def given_latents(self, batch: Batch) -> torch.Tensor | None:
+        """The first latent frame, where the picture takes its place: (1, 1, T, 1, 1)."""
+        if self._condition != "token_replace":
+            return None
+        latents = batch["latents"]
+        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+
+    def _with_picture(self, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if self._condition is None:
+            return noisy
+        picture = batch["condition_latents"].to(noisy.dtype)
+        if self._condition == "token_replace":
+            return torch.cat([picture, noisy[:, :, 1:]], dim=2)
+        behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
+        behind[:, :-1, :1] = picture
+        behind[:, -1, 0] = 1
+        return torch.cat([noisy, behind], dim=1)
+
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ, and guidance, where it is taken, a thousand times the scale."""
+        """Time is 1000 σ, and guidance, where it is taken, a thousand times the scale. A picture stands in place of the
+        first latent frame, or behind the channels with a mask that is one there."""
         inputs = {
-            "hidden_states": noisy,
+            "hidden_states": self._with_picture(noisy, batch),
             "timestep": 1000 * sigma,
             "encoder_hidden_states": batch["prompt_embeds"],
             "encoder_attention_mask": batch["prompt_mask"],

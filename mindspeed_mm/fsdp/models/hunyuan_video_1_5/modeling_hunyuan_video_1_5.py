@@ -1,9 +1,9 @@
-"""HunyuanVideo-1.5 (text to video) as diffusers has it: captions by Qwen2.5-VL, words in quotes by ByT5, and room for a
-picture that text to video leaves empty."""
+"""HunyuanVideo-1.5 (text to video, image to video) as diffusers has it: captions by Qwen2.5-VL, words in quotes by
+ByT5, and room for a picture that text to video leaves empty."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -28,7 +30,8 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     """HunyuanVideo-1.5."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
-    pipelines = {"t2v": "HunyuanVideo15Pipeline"}
+    pipelines = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}
+    roles = {"i2v": (FIRST_FRAME,)}
     blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")
     sample_plan = SamplePlan(
         blocks={
@@ -95,18 +98,44 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         pipeline.vae.enable_slicing()
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
 
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """i2v: `condition_latents` (B, C, 1, H, W) of the first frame, `image_embeds` (B, N, D) of it by SigLIP."""
+        if self.task != "i2v":
+            return {}
+        pipeline.vae.enable_slicing()
+        device, dtype = pipeline.image_encoder.device, pipeline.image_encoder.dtype
+        embeds = [pipeline.encode_image(picture, 1, device, dtype) for picture in as_pil(media["first_frame"][:, :, 0])]
+        latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))
+        return {"condition_latents": latents, "image_embeds": torch.cat(embeds)}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        if self.task != "i2v":
+            return {}
+        vision = self.component_config("image_encoder")
+        tokens = (int(vision.get("image_size", 384)) // int(vision.get("patch_size", 14))) ** 2
+        width = int(self.transformer_config.get("image_embed_dim", 1152))
+        return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:]), "image_embeds": (tokens, width)}
+
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ. Condition, its mask and the picture are zeros."""
-        width = self.transformer_config.get("image_embed_dim", 1152)
-        nothing = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
+        """Time is 1000 σ. Condition and mask stand behind the channels; without a picture they and its features are
+        zeros."""
+        behind = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
+        if "condition_latents" in batch:
+            behind[:, :-1, :1] = batch["condition_latents"].to(noisy.dtype)
+            behind[:, -1, 0] = 1
+            picture = batch["image_embeds"].to(noisy.dtype)
+        else:
+            picture = noisy.new_zeros(len(noisy), _PICTURE_TOKENS, self.transformer_config.get("image_embed_dim", 1152))
         return {
-            "hidden_states": torch.cat([noisy, nothing], dim=1),
+            "hidden_states": torch.cat([noisy, behind], dim=1),
             "timestep": 1000 * sigma,
             "encoder_hidden_states": batch["prompt_embeds"],
             "encoder_attention_mask": batch["prompt_mask"],
             "encoder_hidden_states_2": batch[_GLYPHS],
             "encoder_attention_mask_2": batch[_GLYPHS_MASK],
-            "image_embeds": noisy.new_zeros(len(noisy), _PICTURE_TOKENS, width),
+            "image_embeds": picture,
         }
 
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
@@ -114,8 +143,12 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         return output[0]
 
     def prepare_pipeline(self, pipeline: Any, sampling: SamplingArguments) -> None:
-        """Guidance is a part of this pipeline, and its VAE takes clips one by one."""
+        """Guidance is a part of this pipeline, its VAE takes clips one by one, and for image to video it would choose a
+        size by the picture, which has the sample's here."""
         pipeline.vae.enable_slicing()
+        if self.task == "i2v":
+            size = (sampling.height, sampling.width)
+            pipeline.video_processor.calculate_default_height_width = lambda *_, **__: size
         pipeline.guider = pipeline.guider.new(guidance_scale=sampling.guidance_scale)
 
     def pipeline_arguments(
@@ -124,4 +157,6 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         """Lengths of text are the pipeline's own."""
         arguments = self.guided(sampling, prompts, latents)
         del arguments["guidance_scale"], arguments["max_sequence_length"]
+        if self.task == "i2v":
+            del arguments["height"], arguments["width"]
         return arguments
