@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +55,25 @@ def test_released_weights_become_a_folder(make_folder: ModuleType, tmp_path: Pat
     assert torch.equal(made.eval()(input_ids=ids).logits, model(input_ids=ids).logits)
     for name, value in model.state_dict().items():
         assert torch.equal(made.state_dict()[name], value), name
+
+
+def test_the_way_back_gives_what_was_released(make_folder: ModuleType, tmp_path: Path) -> None:
+    """By the code of the page, on a folder that was exported as it came."""
+    torch.manual_seed(0)
+    model = CosyVoice3LM(CosyVoice3Config(llm_config=LLM | {"tie_word_embeddings": True}, speech_token_size=30))
+    (tmp_path / "CosyVoice-BlankEN").mkdir()
+    (tmp_path / "CosyVoice-BlankEN" / "config.json").write_text(json.dumps(LLM))
+    torch.save(model.state_dict(), tmp_path / "llm.pt")
+    make_folder.make_folder(tmp_path, tmp_path / "folder")
+    (code,) = re.findall(
+        r"```python\n(import torch.*?)```",
+        (EXAMPLES / "cosyvoice3" / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    exec(code.replace("exported/cosyvoice3_0.5B", str(tmp_path / "folder")), {})
+    released, again = (torch.load(path / "llm.pt", weights_only=True) for path in (tmp_path, tmp_path / "folder"))
+    assert released.keys() == again.keys()
+    assert [name for name, value in released.items() if not torch.equal(value, again[name])] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
