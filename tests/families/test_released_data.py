@@ -21,7 +21,13 @@ DEFAULT = ("qwen3omni", "kimi_vl")
 """Of the default run; the others are slow ones."""
 
 
-def by_processor(processor: Any, row: dict[str, Any], folder: Path, processing: dict[str, Any]) -> dict[str, Any]:
+ENDS = {"glm4v": "<|user|>", "glm4v_moe": "<|user|>"}
+"""Of families whose templates write no end behind the model's last turn: what ends it."""
+
+
+def by_processor(
+    name: str, processor: Any, row: dict[str, Any], folder: Path, processing: dict[str, Any]
+) -> dict[str, Any]:
     """By nothing but transformers."""
     images = [Image.open(folder / name).convert("RGB") for name in row.get("images", ())]
     sounds = [soundfile.read(folder / name, dtype="float32") for name in row.get("audios", ())]
@@ -44,6 +50,8 @@ def by_processor(processor: Any, row: dict[str, Any], folder: Path, processing: 
         given |= {"audio": [samples for samples, _ in sounds], "sampling_rate": sounds[0][1]}
     bos = processor.tokenizer.bos_token
     options = {"add_special_tokens": not (bos and rendered.startswith(bos))}
+    if end := ENDS.get(name):
+        rendered = rendered.rstrip() + end
     return dict(processor(text=[rendered], return_tensors="pt", text_kwargs=options, **given, **processing))
 
 
@@ -63,5 +71,5 @@ def test_rows_are_what_the_processor_makes_of_them(name: str, tmp_path: Path) ->
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         encoded = dataset[number]
         shown = {"input_ids": torch.tensor(encoded["input_ids"])[None]} | dataset.plugin.collate(encoded["media"])
-        made = by_processor(dataset.processor, json.loads(line), path.parent, row.processing)
+        made = by_processor(name, dataset.processor, json.loads(line), path.parent, row.processing)
         assert difference(shown, made) == [], number

@@ -19,7 +19,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import Generator, load_generator
 from mindspeed_mm.tasks.answer.live import LiveAnswer, TextPieces
 from mindspeed_mm.tasks.answer.questions import ask
-from mindspeed_mm.tasks.answer.spoken import SpokenPieces, take_apart
+from mindspeed_mm.tasks.answer.spoken import SpokenPieces, take_apart, words_of
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 WAIT_S = 60
@@ -225,3 +225,14 @@ def test_what_was_partly_told_does_not_begin_again() -> None:
     row.take(65, [])
     with pytest.raises(RuntimeError, match="cannot begin again"):
         row.begin(decode_bytes)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (" B ", " B "), ("<think></think>\nfour five", "four five"), ("hm, A?</think>\n\nB", "B"),
+        ("<think>on and on", ""), ("a < b", "a < b"), ("", ""),
+    ],
+)  # fmt: skip
+def test_what_is_compared_has_no_thoughts(said: str, words: str) -> None:
+    assert words_of(said) == words

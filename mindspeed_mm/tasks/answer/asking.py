@@ -127,6 +127,12 @@ class QuestionEncoder:
             split_special=self._preprocess.split_special_tokens,
         )
 
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokenizer's end token, and the one by which training ends the model's turns."""
+        ends = dict.fromkeys((self.tokenizer.eos_token, self._template.turn_end))
+        return [self.tokenizer.convert_tokens_to_ids(end) for end in ends if end is not None]
+
     def media(self, folder: Path, roots: Sequence[str | Path] = ()) -> MediaLoader:
         """What opens media: relative paths start in `folder`, absolute ones may lie there, in `roots` or in those of
         the configuration."""

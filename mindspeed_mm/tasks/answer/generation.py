@@ -61,7 +61,7 @@ class Generator:
     def __init__(self, model: Any, encoder: QuestionEncoder) -> None:
         self.model = model.eval()
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        self._end_ids = _end_ids(model, self.tokenizer)
+        self._end_ids = _end_ids(model, encoder)
 
     def answer(
         self, questions: Sequence[Question], media: MediaLoader, *, max_new_tokens: int, batch_size: int
@@ -226,11 +226,9 @@ def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dic
     return model, report
 
 
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: those of the generation configuration, else the tokenizer's."""
+def _end_ids(model: Any, encoder: QuestionEncoder) -> list[int]:
+    """The tokens that end an answer: those of the generation configuration, else those by which training ends one."""
     configured = model.generation_config.eos_token_id
     if configured is None:
-        configured = tokenizer.eos_token_id
-    if configured is None:
-        return []
+        return encoder.end_ids
     return list(configured) if isinstance(configured, list | tuple) else [configured]

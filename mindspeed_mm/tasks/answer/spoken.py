@@ -40,6 +40,12 @@ def take_apart(text: str, *, thinks: bool = False, calls: bool = False) -> Spoke
     return Spoken(by_kind["words"].strip(), by_kind["thoughts"].strip(), parts.calls)
 
 
+def words_of(text: str) -> str:
+    """An answer without its thoughts, which may have begun in the prompt."""
+    begins = text.lstrip().startswith(BEGIN_THOUGHT)
+    return take_apart(text, thinks=not begins).words if begins or END_THOUGHT in text else text
+
+
 class SpokenPieces:
     """Takes an answer apart while it is made.
 

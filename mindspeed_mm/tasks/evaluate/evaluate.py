@@ -16,6 +16,7 @@ from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question, read_questions
+from mindspeed_mm.tasks.answer.spoken import words_of
 from mindspeed_mm.tasks.evaluate.scoring import Comparison, ErrorRate, Outcome, Score
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
@@ -108,11 +109,11 @@ def run(
 def evaluate_answers(
     answered: list[tuple[Question, Answer]], facts: dict[str, Any], comparison: Comparison = EXACT
 ) -> Evaluation:
-    """Compare each answer with the expected one."""
+    """Compare each answer with the expected one; thoughts are no part of either."""
     by_task: dict[str, list[Outcome]] = defaultdict(list)
     samples = []
     for question, answer in answered:
-        outcome = comparison.outcome(answer.text, question.expected or "")
+        outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
         by_task[question.task].append(outcome)
         samples.append(_sample(question, answer, outcome, comparison))
     tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}

@@ -29,6 +29,10 @@ NO_MARKS = (
     "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+NEXT_TURN_IS_THE_END = (
+    "{% for m in messages %}{{ '<|endoftext|>' if m.role == 'assistant' else '<|im_start|>' }}"
+    "{{ '|' + m.content.strip() }}{% endfor %}{% if add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
+)
 OTHER_LAST_MARK = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '|' + m.content }}"
     "{{ '<|endoftext|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
@@ -60,15 +64,29 @@ def spoken(tokenizer: Any, source: str, chat: list[dict[str, Any]] = CHAT, **opt
         (LLAMA2, {}, [" two <|im_end|>", " four <|im_end|>"]),
         (DROPS_THOUGHTS, {}, [" two <|im_end|>", "<think>\n\n</think>\n\nfour<|im_end|>"]),
         (DROPS_THOUGHTS, {"enable_thinking": False}, [" two <|im_end|>", "four<|im_end|>"]),
-        (NO_MARKS, {}, ["  two \n", " four\n"]),
+        (NO_MARKS, {}, ["  two \n", " four<|im_end|>"]),
+        (NO_MARKS, {"ends_turns": False}, ["  two \n", " four\n"]),
+        (NEXT_TURN_IS_THE_END, {}, ["|two<|im_start|>", "|four<|im_start|>"]),
         (OTHER_LAST_MARK, {}, ["| two <|im_end|>", "|four<|endoftext|>"]),
     ],
-    ids=["chatml", "llama2", "thoughts", "no thoughts", "no end mark", "another last mark"],
+    ids=["chatml", "llama2", "thoughts", "no thoughts", "no end mark", "none wanted", "next turn", "another last mark"],
 )
 def test_spans_hold_what_the_model_says_and_its_end_mark(
     tokenizer: Any, source: str, options: dict[str, Any], expected: list[str]
 ) -> None:
     assert spoken(tokenizer, source, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "end"), [(NO_MARKS, "<|im_end|>"), (NEXT_TURN_IS_THE_END, "<|im_start|>"), (CHAT_TEMPLATE, "<|im_end|>")]
+)
+def test_what_is_measured_is_what_is_trained_and_prompts_stay_open(tokenizer: Any, source: str, end: str) -> None:
+    template = ChatTemplate(tokenizer, source)
+    assert template.turn_end == end
+    assert template.render(CHAT) == template.render_with_spans(CHAT, WANTED)[0]
+    assert template.render(CHAT).rstrip().endswith("four" + end)
+    assert not template.render(CHAT[:4]).endswith(end)
+    assert template.render(CHAT[:4], add_generation_prompt=True) == template._render(CHAT[:4], True)
 
 
 def test_earlier_thoughts_that_the_template_drops_are_not_trained(tokenizer: Any) -> None:
@@ -190,7 +208,7 @@ def test_file_beats_name_beats_own(tokenizer: Any, tmp_path: Path) -> None:
 def test_a_nothink_name_turns_thinking_off(tokenizer: Any) -> None:
     template = build_template(tokenizer, BasicParameters(template="qwen3_vl_nothink"))
     template.source = "{{ enable_thinking }}"
-    assert template.render(CHAT) == "False"
+    assert template.render(CHAT[:2]) == "False"
 
 
 class TestTokenSpans:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,24 @@ class NamedTemplate:
     """Wins over `basic_parameters.enable_thinking`."""
     stand_in: str | None = None
     """Jinja text for a folder without a chat template."""
+    ends_turns: bool = True
+    """Whether the model's last turn is given an end where the template writes none."""
 
 
-def register_template(name: str, source: str | None = None, *, enable_thinking: bool | None = None) -> None:
+def register_template(
+    name: str, source: str | None = None, *, enable_thinking: bool | None = None, ends_turns: bool = True
+) -> None:
     """File a chat template under a name that `basic_parameters.template` can use.
 
     Args:
         name: The name.
         source: Jinja text, run in a sandbox; None for the template of the model's own folder.
         enable_thinking: Fixes the think block on or off for this name.
+        ends_turns: Whether the model's last turn is given an end where the template writes none.
     """
     if source is not None:
         check_chat_template(source, where=f"template '{name}'")
-    TEMPLATES.register(name)(NamedTemplate(source, enable_thinking))
+    TEMPLATES.register(name)(NamedTemplate(source, enable_thinking, ends_turns=ends_turns))
 
 
 class ChatTemplate:
@@ -60,9 +66,12 @@ class ChatTemplate:
         source: Jinja text.
         enable_thinking: Handed to the template. False also takes the thoughts out of the rows, None leaves all as it
             is.
+        ends_turns: Whether the model's last turn is given an end where the template writes none.
     """
 
-    def __init__(self, processor: Any, source: str, *, enable_thinking: bool | None = True) -> None:
+    def __init__(
+        self, processor: Any, source: str, *, enable_thinking: bool | None = True, ends_turns: bool = True
+    ) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template  # after the processor, which is heavy
 
         self.source, self.enable_thinking = source, enable_thinking
@@ -75,6 +84,12 @@ class ChatTemplate:
             self._variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
         marks = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._finder = TurnFinder(self._render, self._for_template, marks)
+        self._ends_turns, self._eos_token = ends_turns, tokenizer.eos_token
+
+    @cached_property
+    def turn_end(self) -> str | None:
+        """The token by which the model tells that its turn is over; None: there is none."""
+        return (self._finder.turn_end or self._eos_token) if self._ends_turns else None
 
     def render(
         self,
@@ -83,18 +98,22 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text, media as the template's placeholder tokens.
+        """The conversation as text, media as the template's placeholder tokens; a last turn of the model's has an end,
+        which some templates (GLM's, LLaVA's) do not write.
 
         Raises:
             DataError: The template refuses the conversation, or cannot write what is in it.
         """
         self._check_tools(messages, tools)
-        return self._render(self._for_template(messages), add_generation_prompt, tools=tools)
+        text = self._render(self._for_template(messages), add_generation_prompt, tools=tools)
+        return text if add_generation_prompt else self._ended(messages, text)
 
     def render_with_spans(
         self, messages: Sequence[Message], wanted: Sequence[bool], tools: list[dict[str, Any]] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text and the span of each wanted turn: from the end of the prompt that opens it to its end mark.
+        """The text and the span of each wanted turn: from the end of the prompt that opens it to its end mark, or where
+        the template writes none, to the token that stands for it: the mark of the next turn, or what is added to the
+        last.
 
         Args:
             messages: The conversation.
@@ -107,7 +126,23 @@ class ChatTemplate:
         self._check_tools(messages, tools)
         prepared = self._for_template(messages)
         text = self._render(prepared, tools=tools)
-        return text, self._finder.find(prepared, [i for i, flag in enumerate(wanted) if flag], text, tools=tools)
+        numbers = [i for i, flag in enumerate(wanted) if flag]
+        spans = self._finder.find(prepared, numbers, text, tools=tools)
+        ended = self._ended(messages, text)
+        for k, (start, end) in enumerate(spans):
+            if messages[numbers[k]]["role"] != "assistant" or self._finder.is_ended(text[start:end]):
+                continue
+            if end == len(text):
+                spans[k] = (start, len(ended))
+            elif self.turn_end and text.startswith(self.turn_end, end):
+                spans[k] = (start, end + len(self.turn_end))
+        return ended, spans
+
+    def _ended(self, messages: Sequence[Message], text: str) -> str:
+        is_over = bool(messages) and messages[-1]["role"] == "assistant"
+        if not is_over or self._finder.is_ended(text) or self.turn_end is None:
+            return text
+        return text.rstrip() + self.turn_end
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
         try:
@@ -182,7 +217,7 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
     if not source:
         raise _no_template(processor, basic.template)
     thinking = basic.enable_thinking if named.enable_thinking is None else named.enable_thinking
-    return ChatTemplate(processor, source, enable_thinking=thinking)
+    return ChatTemplate(processor, source, enable_thinking=thinking, ends_turns=named.ends_turns)
 
 
 def _read_template(path: Path) -> str:
@@ -222,7 +257,7 @@ def _register_builtin() -> None:
     for name, source in FORMATS.items():
         thinking = False if name.endswith("_nothink") else None
         TEMPLATES.register(name)(NamedTemplate(None, thinking, stand_in=source))
-    register_template("empty", EMPTY)
+    register_template("empty", EMPTY, ends_turns=False)
 
 
 _register_builtin()

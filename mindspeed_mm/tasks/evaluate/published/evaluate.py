@@ -19,6 +19,7 @@ from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question
+from mindspeed_mm.tasks.answer.spoken import words_of
 from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
 from mindspeed_mm.tasks.evaluate.published.item import Item
@@ -147,7 +148,7 @@ class Questions(Sequence[Question]):
 
 
 def _sample(name: str, published: PublishedSet, item: Item, given: str) -> dict[str, Any]:
-    share = published.rule(given, item)
+    share = published.rule(words_of(given), item)
     values = (name, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
     return dict(zip(_SAMPLE_KEYS, values, strict=True))
 

@@ -108,6 +108,24 @@ class TurnFinder:
                 twice.add(i)  # the words of another message stand in between
         return {i: where for i, where in borders.items() if i not in twice}
 
+    @cached_property
+    def turn_end(self) -> str | None:
+        """The special token that stands behind the model's words when the user speaks next: an end mark or, in formats
+        without one (GLM's), the mark that opens the user's turn, with which models of such a format end their own.
+        None: the template writes plain words there.
+        """
+        asked, answer = self._for_template([_ASKED, {"role": "assistant", "content": "!"}])
+        try:
+            text = self._render([asked, _with_marks(answer, _mark(0)), asked])
+        except DataError:
+            return None
+        marks = [found.end() for found in _MARK.finditer(text)]
+        return self._mark_at(text, marks[-1]) if marks else None
+
+    def is_ended(self, text: str) -> bool:
+        """Whether a turn's text closes with an end mark, blanks aside."""
+        return text.rstrip().endswith(self._end_marks)
+
     # --- the last turn -----------------------------------------------------------------------------------------------
 
     def _at_end(self, message: Message, text: str) -> Span | None:
