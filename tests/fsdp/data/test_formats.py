@@ -217,6 +217,7 @@ def test_the_same_tools_in_every_format(
         for turn in chat:
             turn["content"] = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
     text = processor.apply_chat_template(chat, tools=TOOLS, tokenize=False, enable_thinking=True)
+    text += "<|user|>" if family == "glm4v" else ""  # its template writes no end of a turn
     tokenizer = getattr(processor, "tokenizer", processor)
     sample = open_folder(write(tmp_path), model)[0]
     assert tokenizer.decode(sample["input_ids"]) == text

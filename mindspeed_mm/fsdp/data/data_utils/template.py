@@ -134,8 +134,8 @@ class ChatTemplate:
                 continue
             if end == len(text):
                 spans[k] = (start, len(ended))
-            elif self.turn_end and text.startswith(self.turn_end, end):
-                spans[k] = (start, end + len(self.turn_end))
+            elif self._ends_turns and self._finder.turn_end:
+                spans[k] = (start, end + len(self._finder.mark_at(text, end) or ""))  # the next turn may be a tool's
         return ended, spans
 
     def _ended(self, messages: Sequence[Message], text: str) -> str:

@@ -120,7 +120,7 @@ class TurnFinder:
         except DataError:
             return None
         marks = [found.end() for found in _MARK.finditer(text)]
-        return self._mark_at(text, marks[-1]) if marks else None
+        return self.mark_at(text, marks[-1]) if marks else None
 
     def is_ended(self, text: str) -> bool:
         """Whether a turn's text closes with an end mark, blanks aside."""
@@ -179,7 +179,7 @@ class TurnFinder:
         """Behind what the template writes after the turn when nothing follows it, or else behind its end mark."""
         if alone is not None and text.startswith(alone[1], where.last, where.after):
             return where.last + len(alone[1])
-        mark = self._mark_at(text, where.last)
+        mark = self.mark_at(text, where.last)
         return where.last + len(mark) if mark else None
 
     def _alone(self, message: Message, context: dict[str, Any]) -> tuple[str, str] | None:
@@ -205,7 +205,7 @@ class TurnFinder:
         if where is None or _has_media(messages[i]):
             start, end = self._by_exchange(messages, i, text, context)
             return start, self._without_blanks_after_mark(text, start, end)
-        return where.first, where.last + len(self._mark_at(text, where.last) or "")
+        return where.first, where.last + len(self.mark_at(text, where.last) or "")
 
     # --- by rendering other conversations ----------------------------------------------------------------------------
 
@@ -246,11 +246,12 @@ class TurnFinder:
 
     def _closing(self, exchanged: list[Message], after: str, context: dict[str, Any]) -> str | None:
         alone = self._render(exchanged, **context).partition(_STAND_IN)[2]
-        return alone if after.startswith(alone) else self._mark_at(after, 0)
+        return alone if after.startswith(alone) else self.mark_at(after, 0)
 
     # --- the template's words ----------------------------------------------------------------------------------------
 
-    def _mark_at(self, text: str, at: int) -> str | None:
+    def mark_at(self, text: str, at: int) -> str | None:
+        """The special token that stands at a place."""
         return next((mark for mark in self._end_marks if text.startswith(mark, at)), None)
 
     def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
