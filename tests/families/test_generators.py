@@ -165,11 +165,11 @@ def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[s
         media = adapter.pipeline_media(shown_media(adapter, raw, row), sampling)
 
         def call(latents: torch.Tensor, caption: str = caption, media: dict[str, Any] = media) -> dict[str, Any]:
-            arguments = adapter.pipeline_arguments(sampling, [caption], latents) | media
+            arguments = media | adapter.pipeline_arguments(sampling, [caption], latents)
             return {**arguments, "prompt": [caption], "output_type": "np", "return_dict": False}
 
         packed = call(x)["latents"]
-        first = Probed(pipeline, call(x), torch.tensor(500), packed)
+        first = Probed(pipeline, call(x), torch.tensor(500), packed, x)
         theirs = encoded(pipeline.vae, raw["pixels"][row : row + 1])
         made = learned_part(first.decoded.reshape(theirs.shape), theirs, family.given_frames)
         torch.testing.assert_close(made, learned_part(theirs, theirs, family.given_frames), rtol=1e-4, atol=1e-5)
@@ -183,12 +183,13 @@ def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[s
         times.append(time)
         noise = noise_of(derive_seed(SEED, raw["epochs"][row], sample), x.shape[1:])[None]
         noisy, target = mixed(pipeline.scheduler, x.double(), noise.double(), time)
+        noisy[:, :, : family.given_frames] = x[:, :, : family.given_frames]
         is_step = hasattr(pipeline.scheduler, "alphas_cumprod") and time > 1
         asked = torch.tensor(int(time)) if is_step else torch.tensor(1000 * time, dtype=torch.float32)
-        second = Probed(pipeline, call(noisy.float()), asked, packed)
+        second = Probed(pipeline, call(noisy.float()), asked, packed, x)
         target, said = (
             learned_part(each, x, family.given_frames)
-            for each in (in_layout_of(call(target)["latents"], second.said), second.said)
+            for each in (in_layout_of(call(target)["latents"], second.said, target), second.said)
         )
         found.append(float((said - target).square().mean()))
     boundary = pipeline.config.get("boundary_ratio")
@@ -270,7 +271,9 @@ def check_export(name: str, folder: Path) -> None:
     for prompt, made in zip(prompts, ours, strict=True):
         order = SampleOrder(prompt, 0)
         noise = sampler.noise(order, sampling.seed, MediaSize(family.frames, family.side, family.side))[None]
-        draw = torch.Generator().manual_seed(derive_seed(order.noise_seed(sampling.seed), "steps") % 2**63)
+        seed = order.noise_seed(sampling.seed)
+        drawn_by_pipeline = adapter.task in adapter.draws
+        draw = torch.Generator().manual_seed(seed if drawn_by_pipeline else derive_seed(seed, "steps") % 2**63)
         shown = {
             role.name: pictures[role.name] if role.frames == "all" else pictures[role.name][0]
             for role in adapter.roles.get(adapter.task, ())
@@ -326,7 +329,7 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
     latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
     files = files_to_show(adapter, family, folder)
     shown = {role.name: frames_of(files[role.prompt])[0] for role in adapter.roles.get(adapter.task, ())}
-    arguments = adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents) | adapter.pipeline_media(shown, sampling)
+    arguments = adapter.pipeline_media(shown, sampling) | adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents)
     for pipeline in (beside, merged, base):
         pipeline.vae.encode = of_the_mode(pipeline.vae.encode)
     for time in (500, 900):
@@ -334,7 +337,7 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
         for pipeline in (beside, merged, base):
             adapter.prepare_pipeline(pipeline, sampling)
             call = {**arguments, "prompt": [CAPTIONS[0]], "return_dict": False}  # a list of its own: some write into it
-            said_by.append(Probed(pipeline, call, torch.tensor(time), arguments["latents"]).said)
+            said_by.append(Probed(pipeline, call, torch.tensor(time), arguments["latents"], latents).said)
         torch.testing.assert_close(said_by[0], said_by[1], rtol=1e-3, atol=1e-4)
         assert (said_by[0] - said_by[2]).abs().max() > 1e-3
 

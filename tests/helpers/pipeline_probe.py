@@ -48,9 +48,12 @@ def of_the_mode(encode: Any) -> Any:
     return encoded
 
 
-def in_layout_of(latents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Latents as a pipeline was given them in the layout that it works in: FLUX.2's packs (B, C, H, W) itself."""
-    return latents if latents.dim() == like.dim() else latents.flatten(2).transpose(1, 2)
+def in_layout_of(latents: torch.Tensor, like: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Latents as a pipeline was given them in the layout that it works in: FLUX.2's packs (B, C, H, W) itself, that of
+    LTX's image to video steps on `plain` ones, (B, C, T, H, W)."""
+    if latents.dim() == like.dim():
+        return latents
+    return plain if plain.dim() == like.dim() else latents.flatten(2).transpose(1, 2)
 
 
 class OneStep:
@@ -60,13 +63,14 @@ class OneStep:
         real: Whose settings a pipeline may ask for.
         time: The time that the model is asked at.
         result: What comes out, whatever the model says.
+        plain: The same before a pipeline's own layout was made of it.
     """
 
     order, init_noise_sigma = 1, 1.0
 
-    def __init__(self, real: Any, time: torch.Tensor, result: torch.Tensor) -> None:
+    def __init__(self, real: Any, time: torch.Tensor, result: torch.Tensor, plain: torch.Tensor) -> None:
         self.config, self.timesteps, self.sigmas = real.config, time.reshape(1), torch.tensor([0.5, 0.0])
-        self._result = result
+        self._result, self._plain = result, plain
         self.mu: float | None = None
         """The shift that the pipeline asks for."""
         self.said = torch.empty(0)
@@ -85,7 +89,7 @@ class OneStep:
 
     def step(self, said: torch.Tensor, time: Any, sample: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
         self.said = said.detach().double()
-        result = in_layout_of(self._result, sample)
+        result = in_layout_of(self._result, sample, self._plain)
         if result.dim() == 5:  # some pipelines leave out the frame that is given
             result = result[:, :, -sample.shape[2] :]
         return (result.to(sample.dtype),)
@@ -99,9 +103,12 @@ class Probed:
         arguments: Of its call, with `latents` in its own layout.
         time: As its scheduler would have it: 1000 σ, or the number of the step.
         result: Latents that are decoded in the end, in its own layout.
+        plain: The same as adapters have them.
     """
 
-    def __init__(self, pipeline: Any, arguments: dict[str, Any], time: torch.Tensor, result: torch.Tensor) -> None:
+    def __init__(
+        self, pipeline: Any, arguments: dict[str, Any], time: torch.Tensor, result: torch.Tensor, plain: torch.Tensor
+    ) -> None:
         self.given: list[Any] = []
         """What the transformer was called with."""
         self.decoded = torch.empty(0)
@@ -109,7 +116,7 @@ class Probed:
         scheduler, decode = pipeline.scheduler, pipeline.vae.decode
         parts = [part for name, part in pipeline.components.items() if part and name.startswith("transformer")]
         handles = [part.register_forward_pre_hook(self._watch, with_kwargs=True) for part in parts]
-        pipeline.scheduler = step = OneStep(scheduler, time, result)
+        pipeline.scheduler = step = OneStep(scheduler, time, result, plain)
 
         def watched(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.decoded = latents

@@ -636,6 +636,7 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "hunyuan_video_1_5_i2v": TinyFamily(_hunyuan_video_1_5_i2v, frames=5),
     "ltx_video": TinyFamily(_ltx_video, side=32, frames=5),
+    "ltx_video_i2v": TinyFamily(_ltx_video, side=32, frames=5, task="i2v", given_frames=1),
     "sana_video": TinyFamily(_sana_video, side=32, frames=5, settings={"use_resolution_binning": False}),
 }
 """Case of `tests/families/test_generators.py` → how to make it."""

@@ -1,9 +1,11 @@
-"""LTX-Video (text to video) as diffusers has it: tokens of a VAE of 8 × 32 × 32, positions in seconds and pixels."""
+"""LTX-Video (text to video, image to video) as diffusers has it: tokens of a VAE of 8 × 32 × 32, positions in seconds
+and pixels; the picture that a video goes on from stands among the tokens without noise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +17,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -28,10 +31,14 @@ _FRAMES_PER_SECOND = 25
 
 @model_register.register("ltx_video")
 class LTXVideoAdapter(DiffusionAdapter):
-    """LTX-Video 0.9 2B and 13B."""
+    """LTX-Video 0.9 2B and 13B. Image to video is given the first frame, in training the clip's own, since the VAE is
+    causal."""
 
     transformer_class = "LTXVideoTransformer3DModel"
-    pipelines = {"t2v": "LTXPipeline"}
+    pipelines = {"t2v": "LTXPipeline", "i2v": "LTXImageToVideoPipeline"}
+    more_tasks = {"LTXPipeline": ("i2v",), "LTXImageToVideoPipeline": ("t2v",)}
+    roles = {"i2v": (replace(FIRST_FRAME, is_trained=False),)}
+    draws = one_by_one = frozenset({"i2v"})
     blocks = ("transformer_blocks.{*}",)
     sample_plan = SamplePlan(
         inputs={"hidden_states": (IMAGE, 1), "timestep": (IMAGE, 1)},
@@ -93,14 +100,27 @@ class LTXVideoAdapter(DiffusionAdapter):
         vae = pipeline.vae
         return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
 
+    def given_latents(self, batch: Batch) -> torch.Tensor | None:
+        """i2v: the first latent frame, (1, 1, T, 1, 1)."""
+        if self.task != "i2v":
+            return None
+        latents = batch["latents"]
+        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens; time is 1000 σ; the size in tokens, and what a token covers: seconds and pixels."""
+        """Tokens; time is 1000 σ, of i2v for each token, (B, N), 0 where the frame is given; the size in tokens, and
+        what a token covers: seconds and pixels."""
         geometry = self.geometry
         frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], geometry.patch, strict=True))
+        time = 1000 * sigma
+        if self.task == "i2v":
+            time = time.view(-1, 1, 1).repeat(1, frames, height * width)
+            time[:, 0] = 0
+            time = time.flatten(1)
         seconds = geometry.temporal_ratio / _FRAMES_PER_SECOND
         return {
             "hidden_states": self._pack(noisy),
-            "timestep": 1000 * sigma,
+            "timestep": time,
             "encoder_hidden_states": batch["prompt_embeds"],
             "encoder_attention_mask": batch["prompt_mask"],
             "num_frames": frames,
@@ -135,3 +155,7 @@ class LTXVideoAdapter(DiffusionAdapter):
             "latents": self._pack(latents),
             "frame_rate": _FRAMES_PER_SECOND,
         }
+
+    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+        """The pipeline encodes the picture only where it draws the noise itself."""
+        return super().pipeline_media(media, sampling) | ({"latents": None} if self.task == "i2v" else {})
