@@ -22,6 +22,7 @@ NAMES = (
     "step_time",
     "diffusion_step",
     "extraction",
+    "growth",
     "data_rate",
     "data_startup",
     "data_memory",

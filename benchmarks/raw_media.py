@@ -1,8 +1,8 @@
 """The workloads of extraction: pictures or clips on disk, a model folder with encoders of some weight, and, for the
 bare loop, the same pixels and token ids in one file.
 
-`python -m benchmarks.raw_media KIND FOLDER [SAMPLES]` makes one; it is a process of its own, so that who measures stays
-small.
+`python -m benchmarks.raw_media KIND FOLDER SAMPLES [media]` makes one, with `media` all but that file; it is a process
+of its own, so that who measures stays small.
 """
 
 from __future__ import annotations
@@ -92,23 +92,25 @@ class Workload:
         return self.folder / "inputs.safetensors"
 
 
-def prepare(kind: Kind, folder: Path, samples: int | None = None) -> Workload:
-    """Make the workload in a folder."""
+def prepare(kind: Kind, folder: Path, samples: int | None = None, *, with_inputs: bool = True) -> Workload:
+    """Make the workload in a folder; what the bare loop reads only `with_inputs`."""
     workload = Workload(kind, folder, samples or kind.samples)
     print(f"  making {workload.samples} {kind.name}", flush=True)
-    words = [kind.name, str(folder), str(workload.samples)]
-    processes.run([sys.executable, "-m", "benchmarks.raw_media", *words], timeout_s=300)
+    words = [kind.name, str(folder), str(workload.samples), *([] if with_inputs else ["media"])]
+    timeout_s = 300 + 0.1 * workload.samples
+    processes.run([sys.executable, "-m", "benchmarks.raw_media", *words], timeout_s=timeout_s)
     return workload
 
 
-def main(kind: Kind, folder: Path, samples: int) -> None:
-    """Write all of it."""
+def main(kind: Kind, folder: Path, samples: int, with_inputs: bool = True) -> None:
+    """Write all of it, or all but what the bare loop reads."""
     workload = Workload(kind, folder, samples)
     write_model(kind, workload.model)
     write_media(workload)
     config = CONFIG.format(folder=folder, sizes=json.dumps(kind.sizes), seed=SEED)
     workload.config.write_text(config, encoding="utf-8")
-    write_inputs(workload)
+    if with_inputs:
+        write_inputs(workload)
 
 
 def write_model(kind: Kind, folder: Path) -> None:
@@ -182,4 +184,4 @@ if __name__ == "__main__":
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()  # transformers imports torchvision, whose compiled part a CPU build of torch may refuse
-    main(KINDS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]))
+    main(KINDS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), with_inputs="media" not in sys.argv[4:])
