@@ -107,7 +107,7 @@ class ToyTower(SimpleNamespace):
         return [model.tower(torch.zeros(1, 4, dtype=torch.float64))]
 
 
-TOWERS = [ToyTower(name=name, module="tower", key=name, decoder="decoder") for name in ("image", "video")]
+TOWERS = [ToyTower(name=name, module="tower", key=name, decoder="decoder", embedding="") for name in ("image", "video")]
 
 
 def make_toy() -> Toy:
@@ -170,7 +170,9 @@ def test_a_tower_that_no_rank_needs_gets_no_gradients():
 
 def call_wrong_decoder() -> str:
     model = make_toy()
-    towers = IdleTowers(model, [ToyTower(name="image", module="tower", key="image", decoder="decoder.layer")])
+    towers = IdleTowers(
+        model, [ToyTower(name="image", module="tower", key="image", decoder="decoder.layer", embedding="")]
+    )
     towers.set_active(["image"])
     try:
         model(input_ids=torch.tensor([1]))

@@ -43,6 +43,7 @@ class ImageTower:
     module = "model.visual"
     key = "pixel_values"
     decoder = "model.language_model"
+    embedding = ""
 
     def run_idle(self, model: nn.Module) -> Sequence[torch.Tensor]:
         pixels = torch.zeros(MERGE_SIZE**2, 3 * 2 * PATCH_SIZE**2)

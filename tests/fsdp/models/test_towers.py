@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from mindspeed_mm.fsdp.models.structure.towers import find_towers, flat_tensors
+from mindspeed_mm.fsdp.models.structure.towers import find_towers, handed_on
 from tests.helpers.llava_next import LLAVA_NEXT
 from tests.helpers.packed_families import FAMILIES
 from tests.helpers.packed_more_families import MORE
@@ -51,7 +51,7 @@ def _features(model: Any, kind: str, tensors: dict[str, torch.Tensor]) -> torch.
     given = [value for key, value in tensors.items() if key != "video_second_per_grid"]
     name = f"get_{kind}_features"  # of the model itself in the omni models of transformers 5.17
     run = getattr(model.model if hasattr(model.model, name) else model, name)
-    return sum(out.sum() for out in flat_tensors(run(*given, return_dict=True)))
+    return sum(out.sum() for out in handed_on(run(*given, return_dict=True)))
 
 
 def test_a_text_model_has_none() -> None:

@@ -39,6 +39,10 @@ class TowerDescription(Protocol):
     def decoder(self) -> str:
         """Name of the module that takes `inputs_embeds`."""
 
+    @property
+    def embedding(self) -> str:
+        """Name of the token embedding, where the decoder makes its `inputs_embeds` itself; else empty."""
+
     def run_idle(self, model: nn.Module) -> Sequence[torch.Tensor]:
         """Run the tower on the smallest legal input of zeros, and return every tensor that it hands to the decoder."""
 
@@ -64,7 +68,7 @@ class IdleTowers:
         if not runs:
             return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
-        for decoder in {tower.decoder for tower in towers}:
+        for decoder in {tower.decoder for tower in towers if not tower.embedding}:
             model.get_submodule(decoder).register_forward_pre_hook(self._add_idle_outputs, with_kwargs=True)
 
     def present(self, batches: Sequence[Batch]) -> Mapping[str, bool]:
@@ -94,6 +98,8 @@ class IdleTowers:
         for name in {tower.module for tower in self._towers}:
             hook = partial(self._run_earlier, name)
             self._model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+        for name in {tower.embedding for tower in self._towers if tower.embedding}:  # and these behind its own
+            self._model.get_submodule(name).register_forward_hook(self._add_behind_embedding)
         self._stands_in_front = True
 
     def _run_earlier(self, name: str, _module: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -126,8 +132,19 @@ class IdleTowers:
                 way_out=f"Its model's description names it as the decoder of {', '.join(idle)}.",
             )
         self._run_idle(waiting)
-        outputs, self._outputs = self._outputs, []
-        if embeds is None or not outputs:
+        if embeds is None or not self._outputs:
             return None
-        nothing = torch.stack([(output * 0).sum() for output in outputs]).sum()
-        return args, {**kwargs, "inputs_embeds": embeds + nothing.to(embeds.dtype)}
+        return args, {**kwargs, "inputs_embeds": embeds + self._take_nothing().to(embeds.dtype)}
+
+    def _add_behind_embedding(self, _module: nn.Module, _args: tuple[Any, ...], embeds: torch.Tensor) -> Any:
+        """The model has embedded its tokens, and would now go on to see."""
+        if self._runs_idle:
+            return None
+        waiting, self._waiting = self._waiting, []
+        self._run_idle(waiting)
+        return embeds + self._take_nothing().to(embeds.dtype) if self._outputs else None
+
+    def _take_nothing(self) -> torch.Tensor:
+        """Zero, with the gradients of what idle towers have returned."""
+        outputs, self._outputs = self._outputs, []
+        return torch.stack([(output * 0).sum() for output in outputs]).sum()

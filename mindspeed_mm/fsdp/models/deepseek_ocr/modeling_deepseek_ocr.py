@@ -137,8 +137,9 @@ class DeepseekOCRForCausalLM(UnlimitedOcrPreTrainedModel, AnswersPictures, Gener
         return self.model.language_model
 
     def get_towers(self) -> list[Tower]:
-        """SAM and CLIP; a page without tiles is the least they see."""
-        return [Tower("image", "model.vision_tower", "pixel_values", "model.language_model", _run_idle)]
+        """SAM and CLIP, which see a page and then its tiles; a page without tiles is the least they see."""
+        keys = {"image": "pixel_values", "tiles": "pixel_values_local"}
+        return [Tower(name, "model.vision_tower", key, "model.language_model", _run_idle) for name, key in keys.items()]
 
     def forward(
         self,

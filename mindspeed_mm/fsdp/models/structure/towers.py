@@ -32,10 +32,12 @@ class Tower:
     """Name of the module that takes `inputs_embeds`."""
     run: Callable[[nn.Module], Any]
     """Runs the tower of a model on the smallest legal input of zeros, returning what it hands to the decoder."""
+    embedding: str = ""
+    """Name of the token embedding, where the decoder makes its `inputs_embeds` itself."""
 
     def run_idle(self, model: nn.Module) -> Sequence[torch.Tensor]:
         """Every tensor that the tower hands to the decoder, for the smallest legal input of zeros."""
-        return flat_tensors(self.run(model))
+        return handed_on(self.run(model))
 
 
 def find_towers(model: nn.Module) -> list[Tower]:
@@ -44,7 +46,15 @@ def find_towers(model: nn.Module) -> list[Tower]:
     own = getattr(model, "get_towers", None)
     if own is not None:
         return list(own())
-    return [*_audio_towers(model), *_patch_towers(model), *_image_towers(model)]
+    return [*_audio_towers(model), *_patch_towers(model), *_image_towers(model), *_code_towers(model)]
+
+
+def handed_on(output: Any) -> list[torch.Tensor]:
+    """Of what a tower returns, the tensors that the decoder reads. Others must get no gradients, not even zeros: LLaVA
+    takes the features in front of the tower's last layer, and trains that layer on no rank."""
+    if isinstance(output, dict) and output.get("pooler_output") is not None:
+        return flat_tensors([output[name] for name in ("pooler_output", "deepstack_features") if name in output])
+    return flat_tensors(output)
 
 
 def flat_tensors(output: Any) -> list[torch.Tensor]:
@@ -113,8 +123,8 @@ def _image_towers(model: nn.Module) -> list[Tower]:
     """Every other model with `get_image_features`: what that method takes beside the pixels says what an image is."""
     inner = getattr(model, "model", None)
     config = getattr(getattr(model, "config", None), "vision_config", None)
-    name = next((name for name in ("vision_tower", "vision_model") if hasattr(inner, name)), None)
-    if name is None or config is None or not all(hasattr(inner, x) for x in ("language_model", "get_image_features")):
+    name, decoder = _first_of(inner, "vision_tower", "vision_model"), _first_of(inner, "language_model", "text_model")
+    if not name or not decoder or config is None or not hasattr(inner, "get_image_features"):
         return []
     if hasattr(inner, "high_res_vision_model"):
         return _two_eyes()
@@ -124,21 +134,39 @@ def _image_towers(model: nn.Module) -> list[Tower]:
     if make is None:
         return []
 
-    def tower(kind: str, key: str) -> Tower:
-        def run(whole: nn.Module) -> Any:
-            dtype = getattr(whole.model, name).dtype  # type: ignore[union-attr]
-            pixels, more = make(whole, dtype)
-            return getattr(whole.model, f"get_{kind}_features")(pixels, **more, return_dict=True)  # type: ignore[union-attr]
+    def run(whole: nn.Module) -> Any:
+        pixels, more = make(whole, getattr(whole.model, name).dtype)  # type: ignore[union-attr]
+        return whole.model.get_image_features(pixels, **more, return_dict=True)  # type: ignore[union-attr]
 
-        return Tower(kind, f"model.{name}", key, "model.language_model", run)
+    def run_frame(whole: nn.Module) -> Any:
+        pixels = _zeros(1, 1, _channels(whole), *_side(whole), dtype=getattr(whole.model, name).dtype)  # type: ignore[union-attr]
+        return whole.model.get_video_features(pixels, return_dict=True)  # type: ignore[union-attr]
 
-    towers = [tower("image", "pixel_values")]
+    runs = {("image", "pixel_values"): run}
     if "pixel_values_local" in {p.name for p in parameters}:  # DeepSeek-OCR: tiles of pictures in a call of their own
-        towers.append(Tower("tiles", f"model.{name}", "pixel_values_local", "model.language_model", towers[0].run))
-    if make is _patches_with_grid and hasattr(inner, "get_video_features"):
-        videos = Tower("video", f"model.{name}", "pixel_values_videos", "model.language_model", towers[0].run)
-        towers.append(videos)
-    return towers
+        runs["tiles", "pixel_values_local"] = run
+    if hasattr(inner, "get_video_features"):  # flat patches are the same of a picture and of a clip
+        runs["video", "pixel_values_videos"] = run if make in (_patches_with_grid, _patches_with_places) else run_frame
+    return [Tower(kind, f"model.{name}", key, f"model.{decoder}", call) for (kind, key), call in runs.items()]
+
+
+def _first_of(module: Any, *names: str) -> str:
+    return next((name for name in names if hasattr(module, name)), "")
+
+
+def _code_towers(model: nn.Module) -> list[Tower]:
+    """Chameleon: a picture becomes tokens, and these go through the embedding of words, once more."""
+    inner, config = getattr(model, "model", None), getattr(getattr(model, "config", None), "vq_config", None)
+    if not all(hasattr(inner, part) for part in ("vqmodel", "vocabulary_mapping", "embed_tokens")) or config is None:
+        return []
+
+    def run(whole: nn.Module) -> Any:
+        vq: Any = whole.config.vq_config
+        side = 2 ** len(vq.channel_multiplier)  # two tokens a side: what is normalised is more than one number
+        pixels = _zeros(1, vq.in_channels, side, side, dtype=whole.model.vqmodel.encoder.conv_in.weight.dtype)  # type: ignore[union-attr]
+        return whole.model.get_image_features(pixels, return_dict=True)  # type: ignore[union-attr]
+
+    return [Tower("image", "model.vqmodel.encoder", "pixel_values", "model", run, "model.embed_tokens")]
 
 
 def _two_eyes() -> list[Tower]:
@@ -176,6 +204,8 @@ def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput |
         return _patches_with_places
     if not needed <= {"pixel_values", "image_sizes"}:
         return None
+    if "pixel_attention_mask" in taken:
+        return _tiles_of_one_row
     if hasattr(config, "patch_size") and config.model_type == "pixtral":  # LLaVA of 5.17 hands sizes on unnamed
         return _image_of_any_size
     if "image_sizes" in needed:
@@ -207,6 +237,11 @@ def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str
     most = 1 + max((rows // height) * (columns // width) for rows, columns in grids)
     pixels = _zeros(1, most, _channels(whole), height, width, dtype=dtype)
     return pixels, {"image_sizes": _numbers([[height, width]])}
+
+
+def _tiles_of_one_row(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Idefics3 and SmolVLM: one tile. Of ones: a tile of zeros is taken for padding and left out."""
+    return _zeros(1, 1, _channels(whole), *_side(whole), dtype=dtype) + 1, {}
 
 
 def _patches_with_grid(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
