@@ -107,10 +107,19 @@ def test_every_card_has_a_task_and_no_class_has_two() -> None:
         ("qwen3-vl-30b-a3b-instruct", "qwen3_vl_moe"),
         ("WhisperForConditionalGeneration", "whisper"),
         ("transformers.Gemma3ForConditionalGeneration", "gemma3"),
+        ("openai/whisper-tiny", "whisper"),
     ],
 )
 def test_a_family_is_found_by_any_of_its_names(name: str, found: str) -> None:
     assert catalogue.find(name) == [BY_NAME[found]]
+
+
+def test_the_beginning_of_a_name_finds_all_that_begin_so() -> None:
+    assert [card.name for card in catalogue.find("Gemma")] == ["gemma3", "gemma4"]
+    with pytest.raises(UsageError, match="no family is called 'ge'"):
+        catalogue.find("ge")
+    with pytest.raises(UsageError, match="trains by its class alone"):
+        catalogue.find("microsoft/phi-4-multimodal")
 
 
 def test_a_family_is_found_by_its_folder(tmp_path: Path) -> None:
@@ -165,6 +174,24 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ("convert Qwen2.5-VL to Megatron", "Convert a checkpoint to another layout", "qwen2_5vl"),
         ("LoRA of Gemma 3", "Train small matrices beside frozen weights", None),
         ("my training is too slow", "Find out where the time goes", None),
+        ("handwriting recognition", routes.TASKS["see"].title, "deepseek_ocr"),
+        ("read tables out of PDFs", routes.TASKS["see"].title, "deepseek_ocr2"),
+        ("a video model that answers questions", routes.TASKS["see"].title, "qwen3vl"),
+        ("video captions", routes.TASKS["see"].title, "qwen2_5vl"),
+        ("animate a photo", routes.TASKS["film"].title, "wan"),
+        ("edit an image", routes.TASKS["draw"].title, "qwen_image"),
+        ("inpaint a hole", routes.TASKS["draw"].title, "flux"),
+        ("audio question answering", routes.TASKS["omni"].title, "qwen2_5omni"),
+        ("emotion recognition from voice", routes.TASKS["omni"].title, "qwen3omni"),
+        ("a speech to speech assistant", routes.TASKS["omni"].title, "qwen2_5omni"),
+        ("talking assistant that sees and hears", routes.TASKS["omni"].title, "qwen2_5omni"),
+        ("clone a voice", routes.TASKS["speak"].title, "qwen3tts"),
+        ("serve with vllm", "Serve a model over HTTP", None),
+        ("fine-tune with one 24 GB card", "Fit into memory", None),
+        ("MMMU", "Score a model on a published set", None),
+        ("evaluate on DocVQA", "Score a model on a published set", None),
+        ("pretrain a tiny model", "Train a model from nothing", None),
+        ("my loss is nan", "Find out why a loss is wrong", None),
     ],
 )
 def test_a_wish_leads_to_its_task(wish: str, title: str, family: str | None) -> None:
@@ -173,11 +200,40 @@ def test_a_wish_leads_to_its_task(wish: str, title: str, family: str | None) -> 
     assert family is None or BY_NAME[family] in route.families
 
 
+def test_only_families_that_do_it_are_told_where_others_cannot() -> None:
+    videos = routes.find("describe clips")
+    assert videos.families and all("video" in card.modalities for card in videos.families)
+    assert videos.stages["ask it"].startswith("mm infer runs/mine --video")
+    assert [card.name for card in routes.find("edit photos").families] == ["flux", "qwen_image"]
+    assert "--image" in routes.find("animate a photo").stages["make samples"]
+    scans = [card.name for card in routes.find("OCR of scans").families]
+    assert scans[:2] == ["deepseek_ocr", "deepseek_ocr2"] and "qwen3vl" in scans
+    assert "and 21 more" in routes.as_text(routes.find("OCR of scans"))
+    assert "writes none" in routes.as_text(routes.find("clone a voice"))
+
+
+def test_what_a_card_does_is_known() -> None:
+    for card in families():
+        assert all(routes.ASPECTS[each].task == card.task for each in card.does), card.name
+    for name in routes.ASPECTS.keys() - {"video"}:
+        assert any(name in card.does for card in families()), name
+
+
 def test_what_else_a_wish_is_about_is_named() -> None:
     assert routes.find("text to video LoRA").also == ["Train small matrices beside frozen weights: docs/adapters.md"]
 
 
-@pytest.mark.parametrize("wish", ["segment images", "embed documents", "train a reward model with DPO"])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        "segment images",
+        "embed documents",
+        "train a reward model with DPO",
+        "music generation",
+        "upscale an image",
+        "image classification",
+    ],
+)
 def test_what_nothing_here_does_is_said(wish: str) -> None:
     with pytest.raises(UsageError, match="here"):
         routes.find(wish)
@@ -189,6 +245,9 @@ def test_a_family_is_found_by_its_title_however_it_is_written(name: str) -> None
 
 
 def test_commands_and_pages_of_routes_exist() -> None:
+    for aspect in routes.ASPECTS.values():
+        assert not aspect.stage or aspect.stage in routes.TASKS[aspect.task].stages
+        parse(aspect.command or "mm models")
     for each in (*routes.TASKS.values(), *routes.ANY_MODEL):
         assert (ROOT / each.page).is_file()
         for command in each.stages.values():

@@ -99,6 +99,8 @@ class ModelCard:
     """Of text, image, video, audio: what it takes and makes."""
     task: str
     """What it is for: a key of `tasks.models.routes.TASKS`."""
+    does: tuple[str, ...]
+    """What it does that others of its task do not: keys of `tasks.models.routes.ASPECTS`."""
     released: Mapping[str, float | None]
     """Name on the hub → billions of parameters, where they are known."""
     proven: Mapping[str, str]
@@ -117,6 +119,7 @@ def families() -> tuple[ModelCard, ...]:
             card["class"],
             tuple(card["modalities"]),
             card["task"],
+            tuple(card.get("does") or ()),
             card["released"],
             card["proven"],
         )

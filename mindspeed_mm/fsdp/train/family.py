@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
@@ -44,11 +45,12 @@ class Family(ABC):
         arguments: The whole configuration.
     """
 
-    trial_options: ClassVar[str]
-    """Options of `mm infer` that try a trained model, for the last line of a run."""
-
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
+
+    @abstractmethod
+    def trial_options(self, model: nn.Module) -> str | None:
+        """Options of `mm infer` that try a trained model, for the last line of a run; None: it cannot be tried so."""
 
     @abstractmethod
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
@@ -98,10 +100,23 @@ class WholeSave:
     """Adds to the folder how training looked at its rows."""
 
 
+_QUESTIONS = {
+    "text": "--prompt 'a question'",
+    "see": "--image a.png --prompt 'a question'",
+    "omni": "--audio a.wav --prompt 'a question'",
+    "hear": "--audio a.wav",
+}
+"""Task of a card → options of `mm infer`. Families that speak tokens are not tried so."""
+
+
 class LanguageFamily(Family):
     """Models of transformers, and of plugins, that are trained on tokens."""
 
-    trial_options = "--prompt 'a question'"
+    def trial_options(self, model: nn.Module) -> str | None:
+        """What such models are asked, by their family's card."""
+        names = {each.__name__ for each in type(model).__mro__}
+        tasks = {card.task for card in families() if card.model_class.rpartition(".")[2] in names}
+        return _QUESTIONS.get(tasks.pop() if tasks else "text")
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Cross-entropy of the next token, with the terms that stand beside it."""
@@ -133,7 +148,9 @@ class GeneratorFamily(Family):
         device: Where its encoders run.
     """
 
-    trial_options = "--prompt 'a prompt' --out samples"
+    def trial_options(self, model: nn.Module) -> str | None:
+        """What they draw from."""
+        return "--prompt 'a prompt' --out samples"
 
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
         super().__init__(arguments)

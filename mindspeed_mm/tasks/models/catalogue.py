@@ -66,8 +66,8 @@ PROOFS = {
 
 
 def find(name: str) -> list[ModelCard]:
-    """The families that a name stands for: a family's own, a `model_id`, a class, a name on the hub, or a folder with a
-    `config.json`.
+    """The families that a name stands for: a family's own or its beginning, a `model_id`, a class, a name on the hub,
+    also of a size that is not listed, or a folder with a `config.json`.
 
     Raises:
         UsageError: Nothing bears the name.
@@ -76,7 +76,7 @@ def find(name: str) -> list[ModelCard]:
     if Path(name).is_dir():
         return _in_folder(Path(name))
     wanted = name.lower()
-    found = [card for card in families() if bare(wanted) in map(bare, _names(card))]
+    found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
         known = sorted({each for card in families() for each in (card.name, *card.ids, card.title)})
         raise UsageError(
@@ -85,6 +85,21 @@ def find(name: str) -> list[ModelCard]:
             "trains by its class alone: try `mm check` with its folder.",
         )
     return found
+
+
+def _akin(name: str) -> list[ModelCard]:
+    """Families whose names begin so, or else, of a name on the hub, that whose name it begins with."""
+    starts = {
+        card.name: [bare(each) for each in (card.name, *card.ids, card.title.split(",")[0])] for card in families()
+    }
+    wanted = bare(name)
+    found = [card for card in families() if len(wanted) > 2 and any(n.startswith(wanted) for n in starts[card.name])]
+    if found or "/" not in name:
+        return found
+    size = bare(name.rpartition("/")[2])
+    lengths = {card: max((len(n) for n in names if size.startswith(n)), default=0) for card, names in starts.items()}
+    longest = max(lengths.values())
+    return [card for card in families() if longest and lengths[card.name] == longest]
 
 
 def _names(card: ModelCard) -> Iterator[str]:

@@ -20,6 +20,20 @@ class Topic(NamedTuple):
     stages: Mapping[str, str]
     """What is done, in order → the command."""
     page: str
+    note: str = ""
+    """What is not to be expected."""
+
+
+class Aspect(NamedTuple):
+    """Something that some families of a task do and others do not."""
+
+    task: str
+    stems: tuple[str, ...]
+    medium: str = ""
+    """What a family has to take; none: its card says that it `does` this."""
+    stage: str = ""
+    """The stage of the task whose command is another for it; none: the others do it as well, though not best."""
+    command: str = ""
 
 
 _TRAIN = {
@@ -47,17 +61,40 @@ _GENERATOR = {
     "write a folder that diffusers loads": "mm export runs/mine exported",
 }
 
+_BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
+
 TASKS: dict[str, Topic] = {
     "see": Topic(
         "Answer questions about pictures and videos",
-        ("vlm", "vl", "vision", "visual", "vqa", "ocr", "caption", "descri", "understand", "chart", "document", "see"),
+        (
+            "vlm",
+            "vl",
+            "vision",
+            "visual",
+            "vqa",
+            "ocr",
+            "caption",
+            "descri",
+            "understand",
+            "chart",
+            "document",
+            "see",
+            "handwrit",
+            "receipt",
+            "table",
+            "pdf",
+            "invoice",
+            "scan",
+            "screenshot",
+        ),
         {**_ROWS, "ask it": 'mm infer runs/mine --image a.png --prompt "What is it?"', **_SCORED},
         "docs/data.md",
+        _BY_CLASS,
     ),
     "omni": Topic(
         "Answer questions about pictures, videos and sound together",
-        ("omni", "multimodal", "everything"),
-        {**_ROWS, "answer rows with sound": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl", **_SCORED},
+        ("omni", "multimodal", "everything", "sound"),
+        {**_ROWS, "ask it": 'mm infer runs/mine --audio a.wav --prompt "What is heard?"', **_SCORED},
         "docs/data.md",
     ),
     "hear": Topic(
@@ -68,30 +105,74 @@ TASKS: dict[str, Topic] = {
     ),
     "speak": Topic(
         "Turn text into speech tokens",
-        ("tts", "speak", "voice", "synthes", "narrat", "cosyvoice"),
-        {**_TRAIN, "write a folder of the trained weights": "mm export runs/mine exported"},
+        ("tts", "speak", "voice", "synthes", "narrat", "cosyvoice", "talker", "clon"),
+        {**_ROWS, "write a folder of the trained weights": "mm export runs/mine exported"},
         "docs/data.md",
+        "sound is made of the tokens by the codec of the release; `mm infer` writes none",
     ),
     "text": Topic(
         "Write and reason in text",
         ("llm", "text", "language", "chat", "reason", "code", "instruct", "write"),
         {**_ROWS, "ask it": 'mm infer runs/mine --prompt "Why is the sky blue?"', **_SCORED},
         "docs/data.md",
+        _BY_CLASS,
     ),
     "draw": Topic(
         "Make pictures from words",
-        ("t2i", "draw", "paint", "image", "picture", "photo", "dreambooth", "style", "genera", "diffusion"),
+        (
+            "t2i",
+            "draw",
+            "paint",
+            "image",
+            "picture",
+            "photo",
+            "dreambooth",
+            "style",
+            "genera",
+            "diffusion",
+            "edit",
+            "inpaint",
+            "outpaint",
+            "retouch",
+            "erase",
+        ),
         _GENERATOR,
         "docs/generation.md",
     ),
     "film": Topic(
         "Make videos from words or from a picture",
-        ("t2v", "i2v", "film", "video", "clip", "movie", "animat", "genera", "diffusion"),
+        ("t2v", "i2v", "film", "video", "clip", "movie", "animat", "genera", "diffusion", "vace"),
         _GENERATOR,
         "docs/generation.md",
     ),
 }
 """Key of `task` in a card → what it means, in the order that lists have."""
+
+_ASK, _SAMPLE = "ask it", "make samples"
+ASPECTS: dict[str, Aspect] = {
+    "video": Aspect(
+        "see", ("video", "clip", "movie", "film", "footage"), "video", _ASK,
+        'mm infer runs/mine --video a.mp4 --prompt "What happens?"',
+    ),
+    "ocr": Aspect("see", ("ocr", "handwrit", "receipt", "table", "pdf", "invoice", "scan", "document")),
+    "edit": Aspect(
+        "draw", ("edit", "retouch", "kontext"), "", _SAMPLE,
+        'mm infer runs/mine --image a.png --prompt "make it winter" --out samples',
+    ),
+    "fill": Aspect(
+        "draw", ("inpaint", "outpaint", "fill", "erase"), "", _SAMPLE,
+        'mm infer runs/mine --image a.png --mask hole.png --prompt "a bench" --out samples',
+    ),
+    "i2v": Aspect(
+        "film", ("i2v", "animat"), "", _SAMPLE,
+        'mm infer runs/mine --image a.png --prompt "the fox runs" --out samples',
+    ),
+    "control": Aspect(
+        "film", ("vace", "control"), "", _SAMPLE,
+        'mm infer runs/mine --control edges.mp4 --prompt "a red fox" --out samples',
+    ),
+}  # fmt: skip
+"""Key of `does` in a card, or of a medium → what it is called."""
 
 
 ANY_MODEL: tuple[Topic, ...] = (
@@ -117,6 +198,29 @@ ANY_MODEL: tuple[Topic, ...] = (
         "docs/adapters.md",
     ),
     Topic(
+        "Score a model on a published set",
+        (
+            "benchmark",
+            "leaderboard",
+            "mmmu",
+            "docvqa",
+            "chartqa",
+            "textvqa",
+            "ai2d",
+            "mmbench",
+            "mathvista",
+            "ocrbench",
+            "realworldqa",
+            "videomme",
+            "video-mme",
+        ),
+        {
+            "score it": "mm evaluate runs/mine --benchmark docvqa_val --data sets/DocVQA",
+            "compare results": "mm evaluate runs/mine --benchmark docvqa_val --data sets/DocVQA --against base",
+        },
+        "docs/evaluation.md",
+    ),
+    Topic(
         "Score a model",
         ("evaluat", "benchmark", "score", "accuracy", "wer", "cer", "error", "metric", "test"),
         {
@@ -124,7 +228,35 @@ ANY_MODEL: tuple[Topic, ...] = (
             "count wrong words of transcripts": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
             "measure the loss of held-out rows": "mm evaluate runs/mine --loss",
         },
-        "README.md",
+        "docs/evaluation.md",
+    ),
+    Topic(
+        "Serve a model over HTTP",
+        ("serv", "api", "endpoint", "deploy", "openai", "vllm", "http", "production"),
+        {"answer as OpenAI's interface does": "mm serve runs/mine", "by vLLM": "mm serve runs/mine --engine vllm"},
+        "docs/inference.md",
+    ),
+    Topic(
+        "Talk to a model in the terminal",
+        ("talk", "conversation", "terminal", "interactive"),
+        {"talk to it": "mm chat runs/mine"},
+        "docs/inference.md",
+    ),
+    Topic(
+        "Train a model from nothing",
+        ("scratch", "pretrain", "pre-train", "initiali", "random"),
+        {"start with random weights": "mm train run.yaml model.train_from_scratch=true"},
+        "docs/data.md",
+    ),
+    Topic(
+        "Find out why a loss is wrong",
+        ("nan", "inf", "diverg", "spike", "explod", "wrong", "loss"),
+        {
+            "look at what is trained": "mm data preview run.yaml",
+            "compare the plan with one process": "mm verify run.yaml",
+            "leave out steps that are not finite": "mm train run.yaml training.on_nonfinite=skip",
+        },
+        "docs/verify.md",
     ),
     Topic(
         "Go on with a run",
@@ -150,8 +282,11 @@ ANY_MODEL: tuple[Topic, ...] = (
     ),
     Topic(
         "Fit into memory",
-        ("memory", "oom", "fit", "offload"),
-        {"see what a rank will hold": "mm check run.yaml --nproc 8"},
+        ("memory", "oom", "fit", "offload", "gb", "vram", "gpu", "card", "laptop", "cpu"),
+        {
+            "see what a rank will hold": "mm check run.yaml",
+            "train small matrices beside weights in 4 bits: training.lora.quantize": "mm train run.yaml",
+        },
         "docs/memory.md",
     ),
     Topic(
@@ -163,7 +298,20 @@ ANY_MODEL: tuple[Topic, ...] = (
 )
 
 
+_SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
+_ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
 _PHRASES = {
+    rf"\b{_ASKED}\b.*\b{_HEARD}\b": "omni",
+    rf"\b{_HEARD}\b.*\b{_ASKED}\b": "omni",
+    r"\b(speech|voice|audio)[ -]?(to|2|into)[ -]?(speech|voice|audio)\b": "omni",
+    r"\bsee\w*\b.*\b(hear|listen)\w*": "omni",
+    r"\b(hear|listen)\w*\b.*\bsee\w*": "omni",
+    rf"\b{_ASKED}\b.*\b(video|clip|film|movie)s?\b": "vqa see video",
+    rf"\b(video|clip|film|movie)s?\b.*\b{_ASKED}\b": "vqa see video",
+    rf"\banimat\w*\b.*\b{_SEEN}\b": "i2v film",
+    rf"\b{_SEEN}\b.*\b{_ASKED}\b": "vqa see",
+    rf"\b{_ASKED}\b.*\b{_SEEN}\b": "vqa see",
+    r"\b(first|last)[ -]frames?\b": "i2v",
     r"\b(text|words?|prompts?)[ -]?(to|2|into)[ -]?(video|clip|film|movie)s?\b": "t2v",
     r"\b(image|picture|photo)s?[ -]?(to|2|into)[ -]?(video|clip|film|movie)s?\b": "i2v",
     r"\b(text|words?|prompts?)[ -]?(to|2|into)[ -]?(image|picture|photo)s?\b": "t2i",
@@ -175,6 +323,10 @@ _PHRASES = {
 _ABSENT = {
     ("segment", "detect", "depth", "pose"): "no family here segments pictures or finds things in them",
     ("embed", "rerank", "retrieval"): "no family here makes embeddings",
+    ("music", "song", "melod"): "no family here makes music",
+    ("classif",): "no family here has a head for classes; one that answers questions about pictures can answer "
+    "with the class",
+    ("upscal", "super-res", "superres", "denois"): "no family here makes pictures larger or cleaner",
     ("dpo", "grpo", "ppo", "rlhf", "reward", "preference"): "post-training with preferences or rewards is not here yet",
 }
 """What people ask for in vain."""
@@ -188,6 +340,7 @@ class Route:
     families: Sequence[ModelCard]
     stages: Mapping[str, str]
     page: str
+    note: str = ""
     also: Sequence[str] = ()
     """What else the wish is about, with its page."""
 
@@ -208,19 +361,19 @@ def find(wish: str) -> Route:
         if _shared(stems, words):
             raise UsageError(answer, way_out="`mm models` lists what there is.")
     named = [card for card in families() if _is_named(card, words)]
-    topics = [(_shared(topic.stems, words), Route(topic.title, named, topic.stages, topic.page)) for topic in ANY_MODEL]
+    topics = [
+        (_shared(topic.stems, words), Route(topic.title, named, topic.stages, topic.page, topic.note))
+        for topic in ANY_MODEL
+    ]
     tasks = [
-        (
-            _shared(task.stems, words) + sum(card.task == key for card in named),
-            Route(task.title, _of_task(key, named), task.stages, task.page),
-        )
+        (_shared(task.stems, words) + sum(card.task == key for card in named), _of_task(key, task, named, words))
         for key, task in TASKS.items()
     ]
     best, route = max([*tasks, *topics], key=lambda scored: scored[0])
     if not best:
         raise UsageError(
             f"no word of '{wish}' is known",
-            way_out="Say what the model is to do, or what you want to do with it: "
+            way_out="Say in English what the model is to do, or what you want to do with it: "
             f"{'; '.join(each.title.lower() for each in (*TASKS.values(), *ANY_MODEL))}.",
         )
     others = [f"{other.title}: {other.page}" for score, other in topics if score and other.title != route.title]
@@ -241,8 +394,20 @@ def bare(name: str) -> str:
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def _of_task(key: str, named: Sequence[ModelCard]) -> list[ModelCard]:
-    return [card for card in named if card.task == key] or [card for card in families() if card.task == key]
+def _of_task(key: str, task: Topic, named: Sequence[ModelCard], words: Sequence[str]) -> Route:
+    """A task's route: what is named, else those that do all that the wish speaks of, most proven first."""
+    aspects = {name: each for name, each in ASPECTS.items() if each.task == key and _shared(each.stems, words)}
+    stages = dict(task.stages) | {each.stage: each.command for each in aspects.values() if each.stage}
+    mine = [card for card in named if card.task == key]
+    if not mine:
+        mine = sorted((card for card in families() if card.task == key), key=lambda card: -len(card.proven))
+        for name, aspect in aspects.items():
+            doing = [card for card in mine if name in card.does or aspect.medium in card.modalities]
+            mine = doing if doing and aspect.stage else [*doing, *(card for card in mine if card not in doing)]
+    return Route(task.title, mine, stages, task.page, task.note)
+
+
+_MOST_FAMILIES = 8
 
 
 def as_text(route: Route) -> str:
@@ -250,10 +415,14 @@ def as_text(route: Route) -> str:
     width = max(len(stage) for stage in route.stages)
     lines = [route.title]
     if route.families:
-        lines += [f"  with {'; '.join(card.title for card in route.families)}"]
+        titles = [card.title for card in route.families]
+        more = len(titles) - _MOST_FAMILIES
+        shown = "; ".join(titles[:_MOST_FAMILIES])
+        lines += [f"  with {shown}" + (f"; and {more} more: mm models" if more > 0 else "")]
     lines += [
         f"  {number}  {stage:{width}}  {command}"
         for number, (stage, command) in enumerate(route.stages.items(), start=1)
     ]
+    lines += [f"  note: {route.note}"] if route.note else []
     lines += [f"  also: {other}" for other in route.also]
     return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.utils.work_progress import clock
 def summary_hook(parts: RunParts) -> Hook:
     """The hook, which every run has."""
     folder = parts.arguments.model.model_name_or_path
-    options = parts.family.trial_options if folder and _answers(Path(folder)) else None
+    options = parts.family.trial_options(parts.assembled.model) if folder and _answers(Path(folder)) else None
     return SummaryHook(parts.record.progress.note, parts.arguments.training.save, options)
 
 
