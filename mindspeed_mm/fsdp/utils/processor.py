@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.params.cards import own_model_types
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 _MAX_TEMPLATE_CHARACTERS = 200_000
+_MOST_BUILT_IN_WORDS = 1
+"""What a tokenizer without any file knows at most beside special tokens: T5's has the mark of a space."""
 _MAX_TEMPLATE_FACTOR = 10_000
 """The largest number that a template may multiply by, count to or raise to."""
 
@@ -37,7 +42,8 @@ def load_processor(
         options: For the tokenizer, as its class takes them; those that are None are left out.
 
     Raises:
-        ModelFolderError: No folder or no tokenizer there, a broken file, no padding token, or an unsafe chat template.
+        ModelFolderError: No folder or no tokenizer there, a broken file, a tokenizer without words or without padding
+            token, or an unsafe chat template.
     """
     folder = Path(folder)
     is_multimodal = _check_files(folder)
@@ -48,8 +54,11 @@ def load_processor(
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
-            raise _broken_file(folder) or _unreadable(folder, error) from error
+            has_vocabulary = any(path for pattern in _VOCABULARY_FILES for path in folder.glob(pattern))
+            raised = _unreadable(folder, error) if has_vocabulary else _no_vocabulary(folder)
+            raise _broken_file(folder) or raised from error
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True, **options)
+    check_words(processor, folder)
     _check_padding(processor, folder)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     for source in template.values() if isinstance(template, dict) else filter(None, [template]):
@@ -73,6 +82,67 @@ def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_cod
 def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """The tokenizer inside a processor; a tokenizer is returned as it is."""
     return getattr(processor, "tokenizer", processor)
+
+
+def check_words(processor: Any, folder: Path) -> None:
+    """Refuse a tokenizer that knows nothing but special tokens: where the files of its vocabulary are missing,
+    transformers builds it all the same, and every text becomes empty. What has no tokenizer is passed over.
+
+    Args:
+        processor: Processor or tokenizer.
+        folder: Where it was read.
+
+    Raises:
+        ModelFolderError: Naming the missing file.
+    """
+    tokenizer = tokenizer_of(processor)
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if added is None:
+        return
+    if len(tokenizer) - len(added) > _MOST_BUILT_IN_WORDS:
+        return
+    kinds = ("vocab_file", "merges_file")
+    names = [name for kind in kinds if (name := getattr(tokenizer, "vocab_files_names", {}).get(kind))]
+    present = [path for name in (_TOKENIZER_FILES[0], *names) if (path := folder / name).is_file()]
+    if not present:
+        raise _no_vocabulary(folder, names)
+    raise ModelFolderError(
+        f"the vocabulary holds no words, only {len(added)} special tokens",
+        where=str(present[0]),
+        way_out="Copy the original model's file.",
+    )
+
+
+def _no_vocabulary(folder: Path, names: Sequence[str] = ()) -> ModelFolderError:
+    instead = f" (or {' and '.join(names)}, where it has these instead)" if names else ""
+    return ModelFolderError(
+        f"the tokenizer has no vocabulary: {_TOKENIZER_FILES[0]} is missing",
+        where=str(folder),
+        way_out=f"Copy {_TOKENIZER_FILES[0]}{instead} of the original model into the folder.",
+    )
+
+
+def check_media_processor(folder: Path) -> None:
+    """Refuse a folder without a processor whose model takes media: transformers gives its tokenizer alone, and the
+    model would pass for a text model. For rows with media: rows of text need no processor.
+
+    Raises:
+        ModelFolderError: Naming the missing file.
+    """
+    path = folder / "config.json"
+    if not path.is_file() or any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return
+    prepare_for_transformers()
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # seconds, and only after the guard
+
+    model_type = read_json_object(path, ModelFolderError).get("model_type")
+    if model_type in PROCESSOR_MAPPING_NAMES or model_type in own_model_types():
+        raise ModelFolderError(
+            f"the processor of this '{model_type}' model is missing: the folder has neither {PROCESSOR_FILES[0]} nor "
+            f"{PROCESSOR_FILES[1]}",
+            where=str(folder),
+            way_out=f"Copy {', '.join(PROCESSOR_FILES)}, those that the original model has, into the folder.",
+        )
 
 
 def check_chat_template(source: str, *, where: str) -> None:

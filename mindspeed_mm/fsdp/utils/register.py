@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
 from mindspeed_mm.fsdp.utils.plugin_import import import_plugin
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 __all__ = ["Registry", "data_register", "import_plugin", "model_register"]
 
@@ -71,6 +72,9 @@ class Registry:
             ConfigError: Nothing is registered under the name; the message lists what is.
         """
         if name not in self._entries and name in self._builtin:
+            # Many entries import transformers at their top, whose models of pictures import torchvision: built for
+            # another torch, as it may be, it fails there, and transformers then says that PreTrainedModel is missing.
+            prepare_for_transformers()
             importlib.import_module(self._builtin[name])
         if name not in self._entries:
             raise ConfigError(

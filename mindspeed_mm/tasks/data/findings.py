@@ -98,7 +98,7 @@ def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None =
         rows = by_kind[kind]
         fixes = [*(elsewhere(rows) if elsewhere is not None and kind == "missing media" else ())]
         fixes += [Fix(way_out, 0) for way_out in _ways_out(rows)]
-        if not may_skip and kind == kinds[0]:
+        if not may_skip and kind == kinds[0] and kind != "configuration":
             fixes.append(_skipping(share, len(tally.broken)))
         yield DataFinding(
             "warning" if may_skip else "error",
@@ -126,6 +126,7 @@ _SENTENCES = {
     "the model takes no such media": "they hold media of a kind that the model does not take",
     "preference pairs": "better and worse answer do not make a pair",
     "media beyond the limits": "a medium is larger than any model takes",
+    "configuration": "what the configuration names does not fit them",
     "broken media": "a medium is broken, or is not what its name says",
 }
 
@@ -145,7 +146,7 @@ def _ways_out(rows: Sequence[BadRow]) -> list[str]:
 
 
 def _skipping(share: float, rows: int) -> Fix:
-    fraction = np.ceil(share * 1000 + 1e-9) / 1000
+    fraction = min(1.0, np.ceil(share * 1000 + 1e-9) / 1000)
     return Fix(f"or train without the bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
 
 

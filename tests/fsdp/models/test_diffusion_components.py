@@ -115,6 +115,10 @@ def _no_folder(folder: Path) -> None:
     (folder / "tokenizer").rename(folder / "tok")
 
 
+def _no_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer/tokenizer.json").unlink()
+
+
 def _bad_tokenizer(folder: Path) -> None:
     (folder / "tokenizer/tokenizer.json").write_text("{")
 
@@ -133,6 +137,7 @@ def _link(folder: Path) -> None:
         (_pickled, r"only pickled weights"),
         (_no_folder, r"'tokenizer' is listed in model_index\.json"),
         (_bad_tokenizer, r"tokenizer .*cannot be loaded"),
+        (_no_vocabulary, r"tokenizer  the tokenizer has no vocabulary: tokenizer\.json is missing"),
         (_link, r"links out of the folder"),
     ],
 )

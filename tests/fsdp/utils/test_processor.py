@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.fsdp.utils.processor import check_chat_template, load_processor, tokenizer_of
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.utils.processor import check_chat_template, check_media_processor, load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3, make_tiny_qwen3_vl
 
 
@@ -63,6 +67,43 @@ def test_absent_folder_and_absent_tokenizer(tmp_path: Path) -> None:
         load_processor(tmp_path / "Qwen" / "Qwen3-VL")
     with pytest.raises(ModelFolderError, match=r"no processor or tokenizer.*tokenizer\.json"):
         load_processor(tmp_path)
+
+
+@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_qwen3_vl])
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_absent_vocabulary(make: Callable[[Path], Path], has_settings: bool, tmp_path: Path) -> None:
+    """transformers builds a tokenizer of special tokens alone, and every text becomes empty."""
+    folder = make(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    if not has_settings:
+        (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json") as raised:
+        load_processor(folder)
+    assert raised.value.exit_code == 4
+    assert str(folder) in str(raised.value)
+
+
+def test_vocabulary_of_special_tokens_alone(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json  the vocabulary holds no words, only \d+ special"):
+        load_processor(folder)
+
+
+def test_media_for_a_folder_without_its_processor(tmp_path: Path) -> None:
+    """Rows of text need no processor; a medium names the file that is missing instead of another model."""
+    folder = make_tiny_qwen3_vl(tmp_path / "vl")
+    check_media_processor(folder)
+    for name in PROCESSOR_FILES:
+        (folder / name).unlink(missing_ok=True)
+    plugin = build_mm_plugin(load_processor(folder), PreprocessParameters())
+    with pytest.raises(ModelFolderError, match=r"'qwen3_vl' model is missing: .* nor preprocessor_config\.json"):
+        plugin.encode_image(Image.new("RGB", (8, 8)))
+    with pytest.raises(ModelFolderError, match=r"preprocessor_config\.json"):
+        plugin.measure("video", None)
+    check_media_processor(make_tiny_qwen3(tmp_path / "text"))
 
 
 def test_broken_tokenizer_file(folder: Path) -> None:

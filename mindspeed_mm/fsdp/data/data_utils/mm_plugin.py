@@ -7,6 +7,7 @@ and joins the tensors of a batch. `register_mm_plugin` adds one from outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,11 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     MediaFeatures,
     MediaPlugin,
     Placeholder,
-    no_such_media,
 )
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import build_qwen_plugin
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
-from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import check_media_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 MM_PLUGINS = Registry("data.dataset_param.preprocess_parameters.mm_plugin")
@@ -47,7 +47,7 @@ def build_mm_plugin(processor: Any, preprocess: Any) -> MediaPlugin:
     if name in MM_PLUGINS:
         return MM_PLUGINS.get(name)(processor, preprocess)
     if tokenizer_of(processor) is processor:
-        return TextOnlyPlugin()
+        return TextOnlyPlugin(Path(str(getattr(processor, "name_or_path", ""))))
     return build_qwen_plugin(processor, preprocess) or ProcessorPlugin(processor, preprocess)
 
 
@@ -88,33 +88,42 @@ def _with_field(error: DataError, item: MediaItem) -> DataError:
     return type(error)(problem.what, where=problem.where, key=key, way_out=way_out)
 
 
-def _text_only(medium: str) -> DataError:
-    return DataError(
-        f"the row has {medium}, but the model takes text only",
-        way_out="Name a model that takes such media in model.model_name_or_path, or drop the row.",
-    )
-
-
 class TextOnlyPlugin:
-    """Of a text model: it takes no media."""
+    """Of a text model: it takes no media.
+
+    Args:
+        folder: Of the model: a medium is refused by the name of the file that is missing, where the folder lacks its
+            processor.
+    """
 
     placeholders: Mapping[str, Placeholder] = {}
 
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+
     def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Refuse."""
-        raise _text_only("an image")
+        raise self._refusal("an image")
 
     def encode_video(self, clip: Any) -> MediaFeatures:
         """Refuse."""
-        raise _text_only("a video")
+        raise self._refusal("a video")
 
     def encode_audio(self, sound: Any) -> MediaFeatures:
         """Refuse."""
-        raise _text_only("an audio")
+        raise self._refusal("an audio")
 
     def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """Refuse."""
-        raise no_such_media(kind)
+        raise self._refusal(f"{'a' if kind == 'video' else 'an'} {kind}")
+
+    def _refusal(self, medium: str) -> DataError:
+        if self._folder is not None:
+            check_media_processor(self._folder)
+        return DataError(
+            f"the row has {medium}, but the model takes text only",
+            way_out="Name a model that takes such media in model.model_name_or_path, or drop the row.",
+        )
 
     def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
         """Nothing to join."""

@@ -21,6 +21,7 @@ from mindspeed_mm.core.errors import MachineError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
 from mindspeed_mm.fsdp.models.loading.folder import read_config
+from mindspeed_mm.fsdp.utils.processor import check_words
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -136,7 +137,7 @@ def load_component(adapter: DiffusionAdapter, name: str, dtype: torch.dtype | No
         with quiet("transformers", "diffusers"):
             if issubclass(component, nn.Module):
                 return _load_module(component, folder, dtype)
-            return component.from_pretrained(str(folder), local_files_only=True)
+            loaded = component.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(
@@ -144,6 +145,8 @@ def load_component(adapter: DiffusionAdapter, name: str, dtype: torch.dtype | No
             where=str(folder),
             way_out="Compare the folder with the original model's.",
         ) from error
+    check_words(loaded, folder)
+    return loaded
 
 
 def _load_module(component: Any, folder: Path, dtype: torch.dtype | None) -> Any:
