@@ -146,6 +146,13 @@ def dataset_cards() -> dict[str, Mapping[str, Any]]:
 
 
 @cache
+def models_of_datasets() -> dict[str, str]:
+    """Built-in dataset type → the only model id that is trained on its rows, where there is one."""
+    cards = (card for card, _ in _cards("data/datasets") if card.get("model_id"))
+    return {name: card["model_id"] for card in cards for name in card["ids"]}
+
+
+@cache
 def model_modules() -> dict[str, str]:
     """Built-in model id → the module that registers it: `models/<name>/modeling_<name>.py`."""
     return {

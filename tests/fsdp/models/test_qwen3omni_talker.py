@@ -391,6 +391,7 @@ def test_a_conversation_has_a_question_and_ends_with_an_answer(run: Path) -> Non
         ("parallel.pipeline_parallel_size=2", "states no cut points"),
         ("parallel.ulysses_parallel_size=2", "no decoder whose attention"),
         ("data.dataset_param.basic_parameters.packing=true", "is not packed"),
+        ("model.model_id=null", "which model.model_id: qwen3_omni_talker alone is trained on"),
     ],
 )
 def test_what_it_cannot_do_is_refused(run: Path, word: str, says: str) -> None:

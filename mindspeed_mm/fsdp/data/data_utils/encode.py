@@ -42,6 +42,8 @@ class EncodeOptions:
     train_on_prompt: bool = False
     mask_history: bool = False
     truncation: Literal["drop", "shrink", "error"] = "drop"
+    train_media: bool = False
+    """Placeholders of media in trained turns are trained, too: the model says them, as tokens."""
 
 
 class Turns(NamedTuple):
@@ -322,7 +324,8 @@ class SampleEncoder:
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
         ids = np.array(encoding.ids, dtype=np.int64)
-        ids, counts, media_spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
+        places = self._places.token_places(placed, encoding)
+        ids, counts, media_spans = _with_media(ids, counts, places, trained=self._options.train_media)
         return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED_LABEL), counts, media_spans)
 
     def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
@@ -350,7 +353,8 @@ class SampleEncoder:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
         trained = int((turns.labels[1:] != IGNORED_LABEL).sum())
         has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
-        of_media = sum(last - first for first, last in turns.media_spans)
+        untrained = turns.labels == IGNORED_LABEL
+        of_media = sum(int(untrained[first:last].sum()) for first, last in turns.media_spans)
         if not trained:
             raise NothingTrainedError(
                 f"no trainable token in: {turns.text[:2000]!r}",
@@ -411,15 +415,16 @@ def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:
 
 
 def _with_media(
-    ids: np.ndarray, weights: np.ndarray, places: list[tuple[Span, np.ndarray]]
+    ids: np.ndarray, weights: np.ndarray, places: list[tuple[Span, np.ndarray]], *, trained: bool = False
 ) -> tuple[np.ndarray, np.ndarray, list[Span]]:
-    """Put the tokens of each item where it stands; they are never trained."""
+    """Put the tokens of each item where it stands; they count as their placeholder does, or for nothing."""
     if not places:
         return ids, weights, []
     id_pieces, weight_pieces, spans, position, length = [], [], [], 0, 0
     for (first, last), item_ids in places:
         id_pieces += [ids[position:first], item_ids]
-        weight_pieces += [weights[position:first], np.zeros(len(item_ids), dtype=np.float32)]
+        own = weights[first] if trained and last > first else 0.0
+        weight_pieces += [weights[position:first], np.full(len(item_ids), own, dtype=np.float32)]
         length += max(first - position, 0) + len(item_ids)
         spans.append((length - len(item_ids), length))
         position = last

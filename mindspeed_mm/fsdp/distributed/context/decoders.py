@@ -13,14 +13,15 @@ KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 
 def find_decoder(model: nn.Module) -> Any:
     """The module that takes token embeddings through the layers. A model whose code predictor goes on from the state in
-    front of each frame of speech (`code_loss_factor`) has none that other ranks could take a part of.
+    front of each frame of speech (`code_loss_factor`), or whose pictures say what their own labels are
+    (`tells_pictures`), has none that other ranks could take a part of.
 
     Raises:
         ConfigError: The model does not name one, or its attention is not behind transformers' interface.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    speaks = bool(getattr(model, "code_loss_factor", 0.0))
-    if isinstance(decoder, nn.Module) and getattr(decoder, "_supports_attention_backend", False) and not speaks:
+    is_joined = bool(getattr(model, "code_loss_factor", 0.0) or getattr(model, "tells_pictures", False))
+    if isinstance(decoder, nn.Module) and getattr(decoder, "_supports_attention_backend", False) and not is_joined:
         return decoder
     raise ConfigError(
         f"{type(model).__name__} has no decoder whose attention can be exchanged",

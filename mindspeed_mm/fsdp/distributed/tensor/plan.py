@@ -368,8 +368,16 @@ def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
         attention = model.get_submodule(attention_name)
         for child_name, child in attention.named_children():
             weight = getattr(child, "weight", None)
-            if "norm" not in child_name or weight is None or weight.ndim != 1:
+            if "norm" not in child_name or weight is None:
                 continue
+            if weight.ndim != 1:
+                raise ConfigError(
+                    f"{attention_name}.{child_name} has weights of its own for each head, {tuple(weight.shape)}, and a "
+                    "rank has only some of the heads",
+                    key=KEY,
+                    way_out=f"Leave {layer} and its like out of colwise_parallel, or set "
+                    "parallel.tensor_parallel_size to 1.",
+                )
             style = _norm_style(child, weight.numel(), head_width(attention), width)
             if style is None:
                 raise ConfigError(

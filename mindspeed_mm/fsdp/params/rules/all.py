@@ -10,7 +10,7 @@ from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.cards import dataset_cards
+from mindspeed_mm.fsdp.params.cards import dataset_cards, models_of_datasets
 from mindspeed_mm.fsdp.params.rules.lora import lora_problems
 from mindspeed_mm.fsdp.params.rules.loss import loss_problems
 from mindspeed_mm.fsdp.params.rules.memory import memory_problems
@@ -171,6 +171,18 @@ def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
+def _rows_fit_the_model(arguments: Arguments) -> Iterator[Problem]:
+    kind = arguments.data.dataset_param.dataset_type
+    model_id = models_of_datasets().get(kind)
+    if model_id is not None and arguments.model.model_id != model_id:
+        yield Problem(
+            f"'{kind}' makes samples which model.model_id: {model_id} alone is trained on, and it is "
+            f"{arguments.model.model_id or 'not set'}",
+            key="data.dataset_param.dataset_type",
+            way_out=f"Set model.model_id: {model_id}, or dataset_type: huggingface.",
+        )
+
+
 def _prefetch_has_workers(arguments: Arguments) -> Iterator[Problem]:
     loader = arguments.data.dataloader_param
     if loader.prefetch_factor is not None and loader.num_workers == 0:
@@ -198,6 +210,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _pixel_limits_are_in_order,
     _prompts_and_history_do_not_contradict,
     _validation_has_one_source,
+    _rows_fit_the_model,
     _prefetch_has_workers,
     tools_problems,
     _recompute_is_given_once,

@@ -11,6 +11,7 @@ from mindspeed_mm.fsdp.loss.code_predictor import WithCodePredictor, code_loss_f
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.multi_token import WithMultiToken
 from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy, build_objective
+from mindspeed_mm.fsdp.loss.picture_labels import WithPictureLabels, tells_pictures
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -39,6 +40,8 @@ def build_language_objective(
         objective = WithMultiToken(objective, head, watch.watching, depths, factor)
     if isinstance(objective, TokenCrossEntropy) and (factor := code_loss_factor(model)):
         objective = WithCodePredictor(objective, factor)
+    if isinstance(objective, TokenCrossEntropy) and tells_pictures(model):
+        objective = WithPictureLabels(objective)
     if loss_cfg.router_aux_loss_coef:
         coefficient, offload = loss_cfg.router_aux_loss_coef, loss_cfg.router_aux_loss_offload
         return WithRouterAux(objective, model, coefficient, token_groups(), offload=offload)

@@ -51,6 +51,8 @@ class Qwen2VLDataset(MMDataset):
 
     is_deterministic = True
     has_rows = True
+    train_media = False
+    """Media in the model's turns are answers."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -205,7 +207,9 @@ class Qwen2VLDataset(MMDataset):
             template=self.template,
             plugin=self.plugin,
             media=self.media,
-            options=EncodeOptions(basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.truncation),
+            options=EncodeOptions(
+                basic.cutoff_len, basic.train_on_prompt, basic.mask_history, basic.truncation, self.train_media
+            ),
         )
 
     def _check_pairs(self) -> None:

@@ -1,0 +1,192 @@
+"""Pictures as answers of Lumina-mGPT, by hand in fp64: labels, loss with z-loss, gradients and steps are those of
+transformers' modules on the tokens that its encoder says."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.objectives import build_objective
+from mindspeed_mm.fsdp.loss.picture_labels import WithPictureLabels
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.distributed import run_ranks
+from tests.helpers.packed_families import InDouble
+from tests.helpers.parity import compare_steps
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.released_rows import ROWS, dataset_of, write_run
+from tests.helpers.runs import mm
+
+Z, LR = 1e-5, 1e-3
+TOKENS = 16
+"""Of a picture."""
+BORDERS = 2
+FP64 = "parallel.fsdp_plan.param_dtype=fp64"
+Z_LOSS = f"features.loss_cfg.z_loss_coef={Z}"
+
+
+@cache
+def run_of(root: Path) -> Path:
+    """Questions in words and pictures, answered by a picture, by words and a picture, or by words."""
+    training = {"lr": LR, "lr_decay_style": "constant", "clip_grad": 0.5, "adam_fused": False}
+    model = {"model_id": "lumina_mgpt", "freeze": ["model.vqmodel"]}
+    data = {"dataset_param": {"dataset_type": "lumina_mgpt"}}
+    run = write_run(ROWS["chameleon"], root, training=training, model=model, data=data)
+    path = run.parent / "rows" / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    answers = ["<image>", "one two <image>", "three", "<image>"]
+    for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        asked = "" if number == 3 else "<image>"
+        row["messages"] = [
+            {"role": "user", "content": f"{asked}Which digit is this?"},
+            {"role": "assistant", "content": answer},
+        ]
+        row["images"] = [f"{(number + n) % 4}.png" for n in range((asked + answer).count("<image>"))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A YAML with its model and rows."""
+    return run_of(tmp_path_factory.mktemp("lumina"))
+
+
+def built_rows(run: Path) -> Any:
+    param = dataset_of(ROWS["chameleon"], run.parent / "rows" / "rows.jsonl", run.parent / "model")
+    return build_mm_dataset(DatasetParam.model_validate(param | {"dataset_type": "lumina_mgpt"}))[0]
+
+
+def batch_of(dataset: Any, *numbers: int) -> dict[str, Any]:
+    batch: dict[str, Any] = dataset.build_collator(CollateParam())([dataset[number] for number in numbers])
+    return batch | {"pixel_values": batch["pixel_values"].double()}
+
+
+def reference(run: Path) -> Any:
+    with InDouble():
+        return transformers.ChameleonForConditionalGeneration.from_pretrained(
+            run.parent / "model", dtype=torch.float64
+        ).eval()
+
+
+def by_hand(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Token by token: every labelled place, a picture's by what the encoder says, with log² Z."""
+    mapping = model.model.vocabulary_mapping
+    codes = iter(model.model.vqmodel.encode(batch["pixel_values"]).image_tokens.flatten().tolist())
+    names = {name: number for name, number in mapping.vocab_map.items() if name.startswith("IMGIMG")}
+    losses = []
+    for row, own in enumerate(batch["attention_mask"].sum(1).tolist()):
+        ids = batch["input_ids"][row, :own].tolist()
+        labelled = (batch["labels"][row, :own] != -100).tolist()
+        for place, token in enumerate(ids):
+            if token == mapping.image_token_id:
+                letters = "".join(chr(ord("A") + int(digit)) for digit in str(next(codes)))
+                ids[place] = names[f"IMGIMG{letters}Z"]
+        hidden = model.model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        for place in range(1, own):
+            if labelled[place]:
+                logits = hidden[place - 1] @ model.lm_head.weight.T
+                z = torch.logsumexp(logits, 0)
+                losses.append(z - logits[ids[place]] + Z * z**2)
+    assert next(codes, None) is None
+    return torch.stack(losses).mean()
+
+
+def test_labels_of_an_answer_are_its_words_and_its_picture(run: Path) -> None:
+    dataset = built_rows(run)
+    trained = [int((dataset[number]["labels"] != -100).sum()) for number in range(4)]
+    picture = TOKENS + BORDERS
+    words = len(dataset.processor.tokenizer("one two ")["input_ids"])
+    assert trained[0] == trained[3] == picture + 1  # and the separator
+    assert trained[1] == words + picture + 1
+    assert trained[2] < picture
+    first = dataset[0]
+    assert (first["labels"][: picture + 1] == -100).all()  # the picture of the question
+    assert dataset.measure(1).tokens == len(dataset[1]["input_ids"])
+
+
+def test_loss_and_gradients_are_those_by_hand(run: Path) -> None:
+    arguments = ModelArguments(
+        model_id="lumina_mgpt", model_name_or_path=str(run.parent / "model"), freeze=["model.vqmodel"]
+    )
+    with InDouble():
+        model = ModelHub.build(arguments, param_dtype=torch.float64)
+    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
+    head = build_head_loss(model, "lm_head", FeatureArguments.model_validate({"loss_cfg": {"z_loss_coef": Z}}))
+    objective = WithPictureLabels(build_objective(None, model, head))  # type: ignore[arg-type]
+    theirs, dataset = reference(run), built_rows(run)
+    with keeping_double(), InDouble():
+        expected = by_hand(theirs, batch_of(dataset, 0, 1, 2, 3))
+        expected.backward()
+        batch = objective.prepare(batch_of(dataset, 0, 1, 2, 3))
+        terms, counts = objective.terms(model, batch), objective.count([batch])
+        found = sum((terms[name] / counts[name] for name in terms), torch.zeros(()))
+        found.backward()
+    assert set(terms) == {"loss", "z_loss"} and terms["z_loss"] > 0
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-10, atol=0)
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert own.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-7, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("words", [[], ["features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=7"]])
+def test_two_steps_equal_a_bare_loop(run: Path, words: list[str]) -> None:
+    with keeping_double(), InDouble():
+        measured = train_steps(str(run), [FP64, Z_LOSS, *words])
+        model, dataset = reference(run), built_rows(run)
+        model.model.vqmodel.requires_grad_(False)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        for step, rows in zip(measured, ((0, 1), (2, 3)), strict=True):
+            loss = by_hand(model, batch_of(dataset, *rows))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+            torch.testing.assert_close(step["loss"], loss.detach(), rtol=1e-9, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in trained.items():
+            torch.testing.assert_close(measured[-1]["weights"][name], parameter.detach(), rtol=1e-8, atol=1e-9)
+
+
+def steps_of(yaml: str, words: list[str], packs: bool = False) -> Any:
+    with keeping_double(), InDouble():
+        return train_steps(yaml, [FP64, Z_LOSS, *words], packs=packs)
+
+
+@pytest.mark.slow
+def test_two_shards_equal_one_process(run: Path) -> None:
+    expected = steps_of(str(run), [])
+    for measured in run_ranks(2, steps_of, str(run), ["training.micro_batch_size=1"], timeout_s=120):
+        compare_steps(expected, measured, 1e-8)
+
+
+@pytest.mark.slow
+def test_packed_rows_are_the_same(run: Path) -> None:
+    compare_steps(steps_of(str(run), []), steps_of(str(run), [], packs=True), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["parallel.pipeline_parallel_size=2"], "cannot be cut into stages"),
+        (["parallel.ulysses_parallel_size=2"], "no decoder whose attention"),
+        (["parallel.tensor_parallel_size=2"], "weights of its own for each head"),
+        (["model.model_id=null"], "which model.model_id: lumina_mgpt alone is trained on"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(run: Path, words: list[str], says: str) -> None:
+    said = mm("check", run, *words, "training.gradient_accumulation_steps=2", "--nproc", 2)
+    assert said.code != 0 and says in said.out + said.err and "Traceback" not in said.err, said.out + said.err
