@@ -81,9 +81,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if words and words[0].endswith(".sh"):
         launch = read_launch(_command_of(Path(words[0]), environment), environment)
         _check_known(launch.flags, words[0])
-        beside = Path(words[0]).parent / launch.path.name
-        path = beside if beside.is_file() and not launch.path.is_file() else launch.path
-        return launch._replace(flags=[*launch.flags, *words[1:]], path=path)
+        return launch._replace(flags=[*launch.flags, *words[1:]])
     entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if entry is None:
         return Launch("", list(words))
