@@ -28,9 +28,9 @@ Examples:
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
-LANGUAGE_ONLY = ("data", "max_new_tokens", "audios")
+LANGUAGE_ONLY = ("data", "max_new_tokens", "audios", "temperature", "top_p", "top_k", "beams", "hide_thoughts")
 GENERATOR_ONLY = (
-    "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
+    "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
     "num_samples", "last_image", "mask", "control", "task", "strength",
 )  # fmt: skip
 SETTINGS = (
@@ -91,6 +91,24 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     show_default=True,
     help="Language models: maximum length of an answer in tokens.",
 )
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    callback=finite,
+    help="Language models: randomness; 0 always takes the likeliest token. Default of this and of the next three: the "
+    "model's generation_config.json.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=finite,
+    help="Language models: only the likeliest tokens that make up this share of the probability.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), help="Language models: only so many of the likeliest tokens; 0: all."
+)
+@click.option("--beams", type=POSITIVE, help="Language models: number of beams that are searched.")
+@click.option("--hide-thoughts", is_flag=True, help="Language models: leave what is thought out of the answers.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: file with one prompt per line, or JSON lines.")
 @click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: number of denoising steps.")
 @click.option(
@@ -108,7 +126,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="Generators: seed of the noise; prompts and samples each draw their own from it.",
+    help="Seed of what is drawn; each row, prompt and sample has its own of it. Default: 0; generators: the run's.",
 )
 @click.option("--last-image", type=PATH, help="Generators: picture that a video ends with.")
 @click.option("--mask", type=PATH, help="Generators: picture or video that is white where something is to be made.")
@@ -265,15 +283,22 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
     if data is None and options["nproc"] > 1:
         raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
+    check_choice(options)
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train
     from mindspeed_mm.tasks.answer import infer  # torch: the help does without
+    from mindspeed_mm.tasks.answer.choosing import Sampling
     from mindspeed_mm.tasks.launch.launcher import launch
 
     if data is not None and starts_ranks(options["nproc"]):
         return launch(options["nproc"], ["infer", *words_of(context)], None)
     longest = options["max_new_tokens"]
+    names = ("temperature", "top_p", "top_k", "seed", "beams")
+    choice: dict[str, Any] = {
+        "sampling": Sampling(longest, **{name: options[name] for name in names}),
+        "hides_thoughts": options["hide_thoughts"],
+    }
     if data is None:
         answer = infer.answer_prompt(
             model,
@@ -282,6 +307,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
             max_new_tokens=longest,
             lora=options["lora"],
             config=options["config"],
+            **choice,
         )
         click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
         return 0
@@ -296,6 +322,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
             overwrite=options["overwrite"],
             lora=options["lora"],
             config=options["config"],
+            **choice,
         )
     except Exception as error:
         if train.tell_launcher(error) and isinstance(error, MMError):
@@ -311,6 +338,17 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     if outcome.cut_off:
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
     return 0
+
+
+def check_choice(options: dict[str, Any]) -> None:
+    """Raise `UsageError` where options of sampling contradict one another."""
+    is_greedy = options["temperature"] == 0 or (options["beams"] or 1) > 1
+    because = "--temperature 0" if options["temperature"] == 0 else "--beams"
+    names = ("top_p", "top_k") if options["temperature"] == 0 else ("temperature", "top_p", "top_k")
+    for name in names if is_greedy else ():
+        if options[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"does nothing with {because}", key=option, way_out="Leave one of them out.")
 
 
 COMMANDS = {

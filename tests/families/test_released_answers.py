@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.released_layouts import class_of
@@ -47,7 +48,7 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     generator = load_generator(folder)
     media = generator.encoder.media(rows.parent)
     questions = list(read_questions(rows, needs_answers=False))
-    batches = generator.answer(questions, media, max_new_tokens=TOKENS, batch_size=2)
+    batches = generator.answer(questions, media, sampling=Sampling(TOKENS, temperature=0), batch_size=2)
     answers = [pair for batch in batches for pair in batch]
     assert len(answers) == len(questions)
     for question, answer in answers:

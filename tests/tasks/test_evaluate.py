@@ -15,6 +15,7 @@ from mindspeed_mm.cli.evaluate import command
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.answer.answering import AnswerProgress
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.questions import read_questions
 from mindspeed_mm.tasks.evaluate import evaluate
@@ -72,7 +73,9 @@ def rows(tmp_path: Path, folder: Path) -> Path:
     write(["?"] * 12)
     generator = load_generator(folder)
     questions = read_questions(path, needs_answers=True)
-    batches = generator.answer(questions, MediaLoader(tmp_path), max_new_tokens=TOKENS, batch_size=12)
+    batches = generator.answer(
+        questions, MediaLoader(tmp_path), sampling=Sampling(TOKENS, temperature=0), batch_size=12
+    )
     said = {question.row: answer.text for batch in batches for question, answer in batch}
     write([("no: " if number in (2, 5, 8) else "") + said[number + 1] for number in range(12)])
     return path

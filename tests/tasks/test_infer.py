@@ -75,7 +75,7 @@ def plain_answer(folder: Path, question: Question, media_dir: Path) -> tuple[int
 def answers_of(generator: Generator, rows: Path, batch_size: int) -> dict[str, Answer]:
     questions = read_questions(rows, needs_answers=False)
     media = generator.encoder.media(rows.parent)
-    batches = generator.answer(questions, media, max_new_tokens=TOKENS, batch_size=batch_size)
+    batches = generator.answer(questions, media, sampling=Sampling(TOKENS, temperature=0), batch_size=batch_size)
     return {question.id: answer for batch in batches for question, answer in batch}
 
 

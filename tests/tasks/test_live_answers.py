@@ -236,3 +236,21 @@ def test_what_was_partly_told_does_not_begin_again() -> None:
 )  # fmt: skip
 def test_what_is_compared_has_no_thoughts(said: str, words: str) -> None:
     assert words_of(said) == words
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_beams_find_what_transformers_finds(
+    generator: Generator, questions: Sequence[EncodedQuestion], monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    greedy = [answer.token_ids for answer in generator.answer_batch(questions, 8)]
+    expected = []
+    for question in questions:
+        inputs = generator.encoder.collate([question])
+        with torch.inference_mode():
+            ids = generator.model.generate(**inputs, max_new_tokens=8, num_beams=3, do_sample=False)
+        expected.append(tuple(ids[0, inputs["input_ids"].shape[1] :].tolist()))
+    if configured:
+        monkeypatch.setattr(generator.model.generation_config, "num_beams", 3)
+    asked = Sampling(8, temperature=0, beams=None if configured else 3)
+    found = [answer.token_ids for answer in generator.answer_live([LiveAnswer(each, asked) for each in questions])]
+    assert found == expected != greedy

@@ -286,7 +286,7 @@ class Slow:
     """A generator that answers once it is let, or when nobody waits any more."""
 
     def __init__(self, generator: Generator) -> None:
-        self.encoder, self.tokenizer, self._generator = generator.encoder, generator.tokenizer, generator
+        self.encoder, self.thinks, self._generator = generator.encoder, generator.thinks, generator
         self.begun, self.let = threading.Semaphore(0), threading.Event()
         self.ended: list[Any] = []
 

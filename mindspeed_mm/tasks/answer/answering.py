@@ -13,6 +13,7 @@ from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import Generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question
@@ -98,13 +99,17 @@ def answer_all(
     questions: Sequence[Question],
     media: MediaLoader,
     *,
-    max_new_tokens: int,
+    sampling: Sampling,
     batch_size: int,
     is_shown: bool = True,
+    hides_thoughts: bool = False,
 ) -> Iterator[list[tuple[Question, Answer]]]:
     """`Generator.answer`, with progress on stderr; of ranks that share questions one shows its own."""
     progress = AnswerProgress(len(questions))
-    for answered in generator.answer(questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
+    answers = generator.answer(
+        questions, media, sampling=sampling, batch_size=batch_size, hides_thoughts=hides_thoughts
+    )
+    for answered in answers:
         yield answered
         if is_shown:
             progress.advance(len(answered))

@@ -8,10 +8,12 @@ alone after `torch.manual_seed` with that seed, on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from mindspeed_mm.core.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class Sampling:
     """0: all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
+    beams: int | None = None
+    """More than 1: beam search, which neither samples nor tells an answer while it is made."""
+
+    def of_row(self, row: int) -> Sampling:
+        """The same, with a seed of the row's own where there is one."""
+        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, row) % 2**63)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class AnswerEngine:
         self.generator = generator
         self._most_rows, self._most_tokens = most_rows, most_tokens
         self._hears_one_sound = is_whisper(generator.encoder.processor)
+        beams = getattr(getattr(generator, "model", None), "generation_config", None)
+        self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
         self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(generator.answer_live, self._fits, "answers")
         # Tokenizers are not made for several threads.
         self._encoder = ThreadPoolExecutor(1, "encoder")
@@ -65,5 +67,6 @@ class AnswerEngine:
         return (
             len(rows) <= self._most_rows
             and len(rows) * (max(lengths) + max(new)) <= self._most_tokens
-            and (not self._hears_one_sound or len(set(lengths)) == len(set(new)) == 1)
+            and (not self._hears_one_sound or len(set(lengths)) == 1)
+            and (not self._ends_alike or len(set(new)) == 1)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,13 @@ from mindspeed_mm.tasks.answer.choosing import RowChoices, Sampling, TokenChoice
 from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.questions import Question
+from mindspeed_mm.tasks.answer.spoken import BEGIN_THOUGHT, take_apart
 from mindspeed_mm.tasks.answer.transcription import transcripts
 
 SORTED_BATCHES = 8
 """Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
-ONE_BY_ONE = {
-    "do_sample": False,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-    "min_p": None,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-}
+LIKELIEST = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+ONE_BY_ONE = {**LIKELIEST, "num_beams": 1, "repetition_penalty": 1.0}
 """`generate` itself takes the likeliest token, whatever the model's generation configuration says: `RowChoices` sees to
 it that the likeliest is the one that is chosen."""
 SOUNDS = "input_features"
@@ -64,15 +59,22 @@ class Generator:
         self._end_ids = _end_ids(model, encoder)
 
     def answer(
-        self, questions: Sequence[Question], media: MediaLoader, *, max_new_tokens: int, batch_size: int
+        self,
+        questions: Sequence[Question],
+        media: MediaLoader,
+        *,
+        sampling: Sampling,
+        batch_size: int,
+        hides_thoughts: bool = False,
     ) -> Iterator[list[tuple[Question, Answer]]]:
         """Answers, batch by batch; within a window of eight batches the questions come sorted by length.
 
         Args:
             questions: To answer.
             media: Of `QuestionEncoder.media`.
-            max_new_tokens: Longest answer.
+            sampling: How tokens are chosen; with a seed, each row has its own of it.
             batch_size: Questions answered at a time.
+            hides_thoughts: Leave what the model thinks out of the texts.
 
         Raises:
             DataError: A medium cannot be read, or the model takes none of its kind.
@@ -85,7 +87,12 @@ class Generator:
             encoded.sort(key=lambda pair: len(pair[1].input_ids))
             for first in range(0, len(encoded), batch_size):
                 batch = encoded[first : first + batch_size]
-                answers = self.answer_batch([each for _, each in batch], max_new_tokens)
+                rows = [LiveAnswer(each, sampling.of_row(question.row)) for question, each in batch]
+                answers = self.answer_live(rows)
+                if hides_thoughts:
+                    answers = [
+                        self.without_thoughts(*pair) for pair in zip((e for _, e in batch), answers, strict=True)
+                    ]
                 yield list(zip((question for question, _ in batch), answers, strict=True))
 
     def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
@@ -110,9 +117,33 @@ class Generator:
             found = transcripts(self.model, inputs, max_new_tokens=most)
             for row, (token_ids, finished) in zip(rows, found, strict=True):
                 row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
+        elif (beams := self._beams(rows)) > 1:
+            self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
         return [row.close(self._text_of) for row in rows]
+
+    def thinks(self, question: EncodedQuestion) -> bool:
+        """Whether a question ends within a thought, so that the answer begins in it."""
+        return self._text_of(question.input_ids[-4:].tolist()).rstrip().endswith(BEGIN_THOUGHT)
+
+    def without_thoughts(self, question: EncodedQuestion, answer: Answer) -> Answer:
+        """The same answer, its text without what the model thought."""
+        return replace(answer, text=take_apart(answer.text, thinks=self.thinks(question)).words)
+
+    def _beams(self, rows: Sequence[LiveAnswer]) -> int:
+        """How many beams all rows ask for; where they do not say, those of the generation configuration."""
+        (asked,) = {row.sampling.beams for row in rows}
+        configured = getattr(self.model.generation_config, "num_beams", None)
+        return (configured or 1) if asked is None else asked
+
+    def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
+        (most,) = {row.sampling.max_new_tokens for row in rows}
+        ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+        with torch.inference_mode():
+            found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
+        for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            any(row.take(token, self._end_ids) for token in tokens)
 
     def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         device, config = self.model.device, self.model.generation_config

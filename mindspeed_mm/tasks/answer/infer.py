@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_mm.core.errors import UsageError
@@ -13,6 +14,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
@@ -44,8 +46,11 @@ def answer_prompt(
     max_new_tokens: int = 512,
     lora: Path | None = None,
     config: Path | None = None,
+    sampling: Sampling | None = None,
+    hides_thoughts: bool = False,
 ) -> Answer:
-    """The answer to one prompt about some media; `lora`: with these adapters; `config`: shown as this says.
+    """The answer to one prompt about some media; `lora`: with these adapters; `config`: shown as this says; `sampling`
+    and `hides_thoughts` as `run` takes them.
 
     Raises:
         MMError: The folder is not a model, or a medium cannot be read.
@@ -53,8 +58,14 @@ def answer_prompt(
     source = with_adapters(resolve_model(model), lora)
     generator = load_generator(source.folder, source.lora, rows_view(source, config))
     loader = generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
-    question = generator.encoder.encode(ask(prompt, media).sample, loader)
-    return generator.answer_batch([question], max_new_tokens)[0]
+    batches = generator.answer(
+        [ask(prompt, media)],
+        loader,
+        sampling=_chosen(sampling, max_new_tokens),
+        batch_size=1,
+        hides_thoughts=hides_thoughts,
+    )
+    return next(answer for batch in batches for _, answer in batch)
 
 
 def run(
@@ -68,6 +79,8 @@ def run(
     overwrite: bool = False,
     lora: Path | None = None,
     config: Path | None = None,
+    sampling: Sampling | None = None,
+    hides_thoughts: bool = False,
 ) -> InferOutcome | None:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
 
@@ -83,6 +96,9 @@ def run(
         overwrite: Forget the answers that `out` holds.
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
         config: Says how rows are laid out and shown, instead of the run's own.
+        sampling: How tokens are chosen; what it leaves open is as the model's generation configuration says. Each row
+            draws from a seed of its own, so that an answer depends on nothing but its row.
+        hides_thoughts: Leave what the model thinks out of the answers.
 
     Returns:
         How it went; None on ranks above 0.
@@ -98,7 +114,10 @@ def run(
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}"
+    chosen = _chosen(sampling, max_new_tokens)
+    asks = "" if (chosen, hides_thoughts) == (_chosen(None, max_new_tokens), False) else repr((chosen, hides_thoughts))
+    mark = f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}{mark}"
     with joined_ranks(_WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
@@ -110,9 +129,10 @@ def run(
                 generator,
                 share,
                 media,
-                max_new_tokens=max_new_tokens,
+                sampling=chosen,
                 batch_size=batch_size,
                 is_shown=ranks.is_first,
+                hides_thoughts=hides_thoughts,
             )
             for batch in batches:
                 answers.append(batch)
@@ -123,6 +143,12 @@ def run(
         answers.sort()
     cut_off = sum(not record["finished"] for record in answers.records.values())
     return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _chosen(sampling: Sampling | None, max_new_tokens: int) -> Sampling:
+    """With the longest answer, and with a seed: the same command gives the same answers."""
+    asked = sampling or Sampling()
+    return replace(asked, max_new_tokens=max_new_tokens, seed=asked.seed or 0)
 
 
 def _answered(out: Path, fingerprint: str, questions: Sequence[Question], *, overwrite: bool) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,17 +35,18 @@ class LiveAnswer:
         sampling: How its tokens are chosen.
         tell: Is given its text piece by piece, on the thread of the model; None: nobody listens.
         stop: Texts that end it; they are not part of it.
-        adapter: Name of the adapters that it is made with; None: the model without.
+        tell_every_s: Pieces come no more often than this; what a piece costs is not to slow the model down.
     """
 
     question: EncodedQuestion
     sampling: Sampling
     tell: Callable[[str], None] | None = None
     stop: Sequence[str] = ()
-    adapter: str | None = None
+    tell_every_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     ending: Ending | None = None
     text: TextPieces | None = None
+    _told_s: float = 0.0
     _gone: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, decode: Decode) -> None:
@@ -71,11 +73,21 @@ class LiveAnswer:
             self.ending = "stop"
         elif self._gone.is_set():
             self.ending = "given up"
-        elif self.text is not None and self.text.take(self.token_ids):
+        elif self._is_due() and self.text is not None and self.text.take(self.token_ids):
             self.ending = "stop"
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.ending = "length"
         return self.ending is not None
+
+    def _is_due(self) -> bool:
+        """Whether the text is to be read now: a text that may end it is looked for with every token."""
+        if not self.tell_every_s or self.stop:
+            return True
+        now_s = time.monotonic()
+        if now_s - self._told_s < self.tell_every_s:
+            return False
+        self._told_s = now_s
+        return True
 
     def close(self, decode: Decode) -> Answer:
         """The answer; what of its text was held back is told."""

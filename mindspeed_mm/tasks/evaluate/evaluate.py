@@ -13,6 +13,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.file_writing import any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question, read_questions
@@ -97,7 +98,8 @@ def run(
     began = time.monotonic()
     generator = load_generator(source.folder, source.lora, view)
     media = generator.encoder.media(media_dir, [data.parent])
-    batches = answer_all(generator, questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    greedy = Sampling(max_new_tokens, temperature=0)
+    batches = answer_all(generator, questions, media, sampling=greedy, batch_size=batch_size)
     answers = {question.row: answer for batch in batches for question, answer in batch}
     told = data_name or str(data.absolute())
     facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)

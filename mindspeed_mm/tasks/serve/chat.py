@@ -22,7 +22,7 @@ from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
 from mindspeed_mm.tasks.answer.questions import ask
-from mindspeed_mm.tasks.answer.spoken import BEGIN_THOUGHT, SpokenPieces, take_apart
+from mindspeed_mm.tasks.answer.spoken import SpokenPieces, take_apart
 from mindspeed_mm.tasks.serve.chat_request import ChatCall, read_chat
 from mindspeed_mm.tasks.serve.form import read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
@@ -31,6 +31,8 @@ from mindspeed_mm.tasks.serve.metrics import Metrics
 from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
 
+PIECES_EVERY_S = 0.05
+"""The first piece of a stream is sent at once, the next ones as people can read them."""
 _HEARTBEAT_S = 15.0
 """A stream says nothing for no longer than this, so that nobody in between takes it for dead."""
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -133,7 +135,7 @@ class _Turn:
         def tell(piece: str | None) -> None:
             loop.call_soon_threadsafe(told.put_nowait, piece)
 
-        row = LiveAnswer(self.question, self.call.sampling, tell, self.call.stop)
+        row = LiveAnswer(self.question, self.call.sampling, tell, self.call.stop, PIECES_EVERY_S)
         parts = SpokenPieces(thinks=self._thinks(), calls=bool(self.call.sample.tools))
         head = self._head("chat.completion.chunk")
         try:
@@ -184,8 +186,7 @@ class _Turn:
 
     def _thinks(self) -> bool:
         """Whether the prompt ends within a thought."""
-        tokens = self.question.input_ids[-4:].tolist()
-        return bool(self.routes.engine.generator.tokenizer.decode(tokens).rstrip().endswith(BEGIN_THOUGHT))
+        return self.routes.engine.generator.thinks(self.question)
 
     def _head(self, kind: str) -> dict[str, Any]:
         head_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -16,6 +16,7 @@ from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, fi
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question
@@ -112,7 +113,8 @@ def run(request: PublishedRequest) -> PublishedResult:
     media = generator.encoder.media(folder, [folder])
     questions, longest = Questions(items), request.max_new_tokens
     answers: dict[int, Answer] = {}
-    for batch in answer_all(generator, questions, media, max_new_tokens=longest, batch_size=request.batch_size):
+    greedy = Sampling(longest, temperature=0)
+    for batch in answer_all(generator, questions, media, sampling=greedy, batch_size=request.batch_size):
         answers |= {question.row: answer for question, answer in batch}
     facts = {
         "benchmark": request.benchmark,

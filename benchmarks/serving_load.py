@@ -1,0 +1,130 @@
+"""`python -m benchmarks.serving_load ADDRESS ROWS CLIENTS REQUESTS`: clients that ask a server at once, each one
+question after the other, and stream the answers. Prints times as JSON. It imports no torch: it is not what is measured.
+
+`python -m benchmarks.serving_load direct MODEL ROWS CLIENTS REQUESTS` asks the engine of such a server without HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+TOKENS = 32
+
+
+def questions_of(rows: Path) -> list[dict[str, Any]]:
+    """Picture and text of each row."""
+    found = []
+    for line in rows.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        text = next(turn["content"] for turn in row["messages"] if turn["role"] == "user")
+        found.append({"image": row["images"][0], "text": text.replace("<image>", "")})
+    return found
+
+
+async def ask(address: str, question: dict[str, Any], seed: int) -> dict[str, float]:
+    """One streamed answer."""
+    parts = urlsplit(address)
+    picture = {"type": "image_url", "image_url": {"url": question["image"]}}
+    messages = [{"role": "user", "content": [picture, {"type": "text", "text": question["text"]}]}]
+    asked = {"messages": messages, "max_tokens": TOKENS, "temperature": 1, "seed": seed, "stream": True}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
+    begun_s, first_s, tokens = time.perf_counter(), None, 0
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    )
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+    while line := await reader.readline():
+        if first_s is None and b'"content": "' in line and b'"content": ""' not in line:
+            first_s = time.perf_counter() - begun_s
+        if b'"usage": {' in line:
+            tokens = json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    writer.close()
+    if not tokens:
+        raise RuntimeError("an answer broke off")
+    whole_s = time.perf_counter() - begun_s
+    return {"first_s": whole_s if first_s is None else first_s, "whole_s": whole_s, "tokens": tokens}
+
+
+async def load(address: str, questions: list[dict[str, Any]], clients: int, requests: int) -> dict[str, Any]:
+    """All requests, `clients` at a time."""
+    turn, begun_s = asyncio.Semaphore(clients), time.perf_counter()
+
+    async def one(number: int) -> dict[str, float]:
+        async with turn:
+            return await ask(address, questions[number % len(questions)], number)
+
+    answers = await asyncio.gather(*(one(number) for number in range(requests)))
+    return summary(answers, time.perf_counter() - begun_s)
+
+
+def summary(answers: list[dict[str, float]], seconds: float) -> dict[str, Any]:
+    """Percentiles and rates."""
+    tokens = sum(answer["tokens"] for answer in answers)
+    told: dict[str, Any] = {
+        "requests": len(answers),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+    }
+    for name in ("first_s", "whole_s"):
+        if times := sorted(answer[name] for answer in answers if name in answer):
+            told[name] = {"p50": times[len(times) // 2], "p99": times[min(len(times) - 1, len(times) * 99 // 100)]}
+    return told
+
+
+def direct(model: Path, rows: Path, clients: int, requests: int) -> dict[str, Any]:
+    """The same questions to the engine, as many under way, encoded by its own thread."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+    from mindspeed_mm.tasks.answer.choosing import Sampling
+    from mindspeed_mm.tasks.answer.engine import AnswerEngine
+    from mindspeed_mm.tasks.answer.generation import load_generator
+    from mindspeed_mm.tasks.answer.live import LiveAnswer
+    from mindspeed_mm.tasks.answer.questions import ask as question_about
+
+    engine = AnswerEngine(load_generator(model))
+    media = engine.generator.encoder.media(rows.parent)
+    questions = questions_of(rows)
+
+    def one(number: int) -> dict[str, float]:
+        asked = questions[number % len(questions)]
+        begun_s = time.perf_counter()
+        sample = question_about(asked["text"], [MediaItem("image", asked["image"])]).sample
+        row = LiveAnswer(
+            engine.encode(sample, media).result(),
+            Sampling(TOKENS, temperature=1.0, seed=number),
+            lambda _: None,
+            (),
+            0.05,
+        )
+        tokens = len(engine.submit(row).result().token_ids)
+        return {"whole_s": time.perf_counter() - begun_s, "tokens": tokens}
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+        begun_s = time.perf_counter()
+        answers = list(pool.map(one, range(requests)))
+    return summary(answers, time.perf_counter() - begun_s)
+
+
+def main(words: list[str]) -> None:
+    """Do what is asked, and print it."""
+    if words[0] == "direct":
+        model, rows, clients, requests = words[1:]
+        told = direct(Path(model), Path(rows), int(clients), int(requests))
+    else:
+        address, rows, clients, requests = words
+        told = asyncio.run(load(address, questions_of(Path(rows)), int(clients), int(requests)))
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
