@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -56,6 +57,7 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Who answers; vllm must be installed.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 @limit_options
 def command(
     model: Path,
@@ -69,6 +71,7 @@ def command(
     lora: Path | None,
     config: Path | None,
     engine: str,
+    as_json: bool,
     **limits: Any,
 ) -> None:
     """Serve MODEL, a Hugging Face folder, a generator's folder or a run, to clients of OpenAI's interface.
@@ -86,7 +89,12 @@ def command(
     request = serve.ServeRequest(
         model, host, port, name, key, media_folder, remote_hosts, Limits(**limits), batch_size, lora, config, engine
     )
-    serve.run(request, lambda address: click.echo(f"Serving {model} at {address}"))
+
+    def say(address: str) -> None:
+        told = {"model": request.shown_name, "address": address}
+        click.echo(json.dumps(told) if as_json else f"Serving {model} at {address}")
+
+    serve.run(request, say)
 
 
 def read_key(path: Path) -> str:
