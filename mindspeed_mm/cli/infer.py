@@ -31,7 +31,7 @@ Examples:
 LANGUAGE_ONLY = ("data", "max_new_tokens", "audios", "temperature", "top_p", "top_k", "beams", "hide_thoughts")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
-    "num_samples", "last_image", "mask", "control", "task", "strength",
+    "num_samples", "last_image", "mask", "control", "task", "strength", "vae_tiling", "vae_slicing",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -138,6 +138,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     callback=finite,
     help="Generators: share of the denoising steps that are done on --video.",
 )
+@click.option("--vae-tiling", is_flag=True, help="Generators: decode large samples tile by tile, in less memory.")
+@click.option("--vae-slicing", is_flag=True, help="Generators: decode one sample of a batch at a time, in less memory.")
 @click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
@@ -199,6 +201,7 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         media_dir=options["media_dir"],
         settings=settings,
         lora=options["lora"],
+        vae_options=tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"]),
         config=options["config"],
     )
     try:

@@ -66,5 +66,10 @@ class ModelArguments(OpenSection):
     task: str | None = None
     """What a generative model is trained for, where its folder allows more than one: `t2v` or `v2v`, `i2v` or `flf2v` …
     Null: the first that the folder's pipeline is for."""
+    vae_tiling: Flag = False
+    """Let the VAE of a generative model encode and decode large pictures and clips tile by tile, which takes less
+    memory. Latents and pixels differ a little where tiles meet."""
+    vae_slicing: Flag = False
+    """Let the VAE of a generative model encode and decode one sample of a batch at a time, which takes less memory."""
     transformer: dict[str, Any] | None = None
     """Settings of a generative model's denoising transformer."""

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, probe_me
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
@@ -64,6 +64,8 @@ class GenerateRequest:
     else the default."""
     lora: Path | None = None
     """Folder of adapters for the model."""
+    vae_options: tuple[str, ...] = ()
+    """What the VAE does to take less memory, `tiling` or `slicing`, beside what the configuration says."""
     config: Path | None = None
     """A YAML that stands for the run's: its plugins are imported, its `model` and sampling sections apply."""
 
@@ -105,6 +107,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     arguments = _arguments_of(source, request.config)
     sampling, prompts = resolve_request(request, arguments)
     adapter = _adapter_of(source, arguments, request.task)
+    adapter.vae_options = tuple(dict.fromkeys((*adapter.vae_options, *request.vae_options)))
     check_request(adapter, prompts, sampling, "--size")
     batches = plan_batches(prompts, sampling)
     folder = SampleFolder(out, source.fingerprint(), sampling)
@@ -255,8 +258,8 @@ def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
 def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | None) -> DiffusionAdapter:
     if arguments is None:
         return find_adapter(source.folder, task=task)
-    model = arguments.model
-    return find_adapter(source.folder, model.model_id, model.transformer, task or model.task)
+    section = arguments.model.model_copy(update={"model_name_or_path": str(source.folder)})
+    return adapter_of_section(section, task)
 
 
 def _too_long(prompts: Sequence[Prompt]) -> list[str]:

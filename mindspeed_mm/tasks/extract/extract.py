@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -112,7 +112,7 @@ def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
         raise ConfigError(
             "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
         )
-    adapter = find_adapter(model.model_name_or_path, model.model_id, model.transformer, model.task)
+    adapter = adapter_of_section(model)
     adapter.require("vae")
     return adapter
 

@@ -96,6 +96,8 @@ class DiffusionAdapter(ABC):
         self.folder, self._asked_task = folder, task
         self._changes = dict(transformer or {})
         self._configs: dict[str, dict[str, Any]] = {}
+        self.vae_options: tuple[str, ...] = ()
+        """What the VAE does to take less memory: `tiling`, `slicing`."""
         self.noted: Mapping[str, dict[str, Any]] = {}
         """Configurations of components that the folder lacks, see `note_components`."""
 

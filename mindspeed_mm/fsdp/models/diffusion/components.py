@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
-from mindspeed_mm.core.errors import MachineError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
 from mindspeed_mm.fsdp.models.loading.folder import read_config
@@ -64,7 +64,23 @@ def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.
     for part in parts.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval().to(device)
+    for option in adapter.vae_options:
+        _enable(parts["vae"], option)
     return _pipeline(adapter, parts | {"transformer": TransformerSettings(adapter)})
+
+
+def _enable(vae: Any, option: str) -> None:
+    """Let a VAE take less memory by `tiling` or `slicing`.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        getattr(vae, f"enable_{option}")()
+    except (AttributeError, NotImplementedError):
+        raise ConfigError(
+            f"{type(vae).__name__} has no {option}", key=f"model.vae_{option}", way_out="Leave it out."
+        ) from None
 
 
 def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
@@ -12,6 +12,9 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, read_json
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 
 def find_adapter(
@@ -55,6 +58,22 @@ def find_adapter(
     entry = entry.of_release(index)
     adapter = entry(path, transformer) if task is None else entry(path, transformer, task)
     adapter.check()
+    return adapter
+
+
+def adapter_of_section(
+    section: ModelArguments, task: str | None = None, transformer: Mapping[str, Any] | None = None
+) -> DiffusionAdapter:
+    """The adapter that the `model` section describes; errors as of `find_adapter`.
+
+    Args:
+        section: Names a folder.
+        task: In place of the section's.
+        transformer: In place of the section's.
+    """
+    changes = section.transformer if transformer is None else transformer
+    adapter = find_adapter(str(section.model_name_or_path), section.model_id, changes, task or section.task)
+    adapter.vae_options = tuple(name for name in ("tiling", "slicing") if getattr(section, f"vae_{name}"))
     return adapter
 
 

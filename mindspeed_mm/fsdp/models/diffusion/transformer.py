@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
-from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import read_config, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
@@ -59,8 +59,8 @@ def build_transformer(
         MachineError: diffusers, or the attention kernel asked for, is not installed.
     """
     changes = {**(model_args.transformer or {}), **overrides}
-    folder = require_folder(model_args.model_name_or_path)
-    adapter = find_adapter(folder, model_args.model_id, changes, model_args.task)
+    require_folder(model_args.model_name_or_path)
+    adapter = adapter_of_section(model_args, transformer=changes)
     model_class = diffusers_class(adapter.transformer_class)
     _check_config(adapter, model_class, changes)
     try:
