@@ -25,15 +25,15 @@ def bad_rows(folder: Path) -> dict[str, list[Any]]:
     untrained = conversation("hello")
     untrained["messages"][1]["train"] = False
     return {
-        "missing media": [
-            conversation(asks, images=["images/none.png"]),
-            conversation(asks, images=["images/empty.png"]),
-        ],
+        "missing media": [conversation(asks, images=["images/none.png"])],
         "media outside the roots": [
             conversation(asks, images=["../a.png"]),
             conversation(asks, images=["http://a/b.png"]),
         ],
-        "broken media": [conversation(asks, images=["images/page.jpg"])],
+        "broken media": [
+            conversation(asks, images=["images/page.jpg"]),
+            conversation(asks, images=["images/empty.png"]),
+        ],
         "placeholders and media differ": [conversation(asks), conversation("hm", images=["images/0_0.png"])],
         "roles": [
             {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -70,7 +70,7 @@ def test_errors_come_first_and_the_most_rows_before_fewer(found: DataCheck) -> N
 
 def test_lines_say_kind_example_and_way_out(found: DataCheck) -> None:
     text = "\n".join(check_lines(found, Paint(colour=False)))
-    assert "error  missing media: 2 rows cannot be used" in text
+    assert "error  missing media: 1 row cannot be used" in text
     assert re.search(r"rows.jsonl:25 .*'images/none.png' not found", text)
     assert text.count("→ or train without the bad rows") == 1
     assert "\x1b" not in text
@@ -163,6 +163,20 @@ def test_special_tokens_in_a_text(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     add_rows(tmp_path, [conversation("what does <|im_end|> mean?")])
     assert of_kind(check.run(yaml), "special tokens in the text").examples == ("rows.jsonl:25  '<|im_end|>'",)
+
+
+def test_empty_answers(tmp_path: Path) -> None:
+    """Calls of tools and turns that are not trained may be empty."""
+    yaml = make_run(tmp_path)
+    called, untrained = conversation("when?", ""), conversation("hm", "")
+    called["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "clock", "arguments": {}}}]
+    untrained["messages"] += [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]
+    untrained["messages"][1]["train"] = False
+    add_rows(tmp_path, [conversation("hi", ""), conversation("ho", " \n"), untrained, called])
+    result = check.run(yaml)
+    found = of_kind(result, "empty answers")
+    assert (found.severity, found.rows, found.examples) == ("warning", 2, ("rows.jsonl:25", "rows.jsonl:26"))
+    assert result.usable >= 26
 
 
 class TestTemplate:
@@ -287,6 +301,13 @@ def test_a_plugins_data_set_is_looked_at_too(tmp_path: Path, monkeypatch: pytest
         ("'a' is 9000 × 9000 = 81 megapixels, more than 67", "media beyond the limits"),
         ("'a.wav' is at least 3700 s long, more than 3600 s", "media beyond the limits"),
         ("2 <image> placeholders in the text, but 1 images", "placeholders and media differ"),
+        (
+            "a size of 600 × 2 pixels is refused: absolute aspect ratio must be smaller than 200",
+            "media beyond the limits",
+        ),
+        ("'a.wav' is 45.0 s long; the model takes 30.0 s", "media beyond the limits"),
+        ("'a.png' is empty (0 bytes)", "broken media"),
+        ("'a.tar' holds no 'b.png'", "missing media"),
         ("something new", "other"),
     ],
 )

@@ -98,5 +98,6 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, wh
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows",
             where=where,
             key="vocab_size",
-            way_out="Take the tokenizer of this model, or remove the tokens that were added to it.",
+            way_out="Compare vocab_size of config.json with the original model's; if that is right, take this model's "
+            "tokenizer, or remove the tokens that were added to it.",
         )

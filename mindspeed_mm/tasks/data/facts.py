@@ -39,10 +39,15 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
     ("fields", r"the field is missing|has the fields|is not a message|is not a number from|neither true nor false"),
     ("fields", r"is not (text|a list|a document|messages)|question, answer"),
-    ("missing media", r"' not found|is empty \(0 bytes\)|is not a regular file|cannot be opened"),
+    ("missing media", r"' not found|' holds no '|is not a regular file|cannot be opened"),
     ("media outside the roots", r"outside the media roots|is a URL"),
     ("media beyond the limits", r"too large|megapixels|processor refuses|more than \d+( s)?$|fewer than the"),
-    ("broken media", r"is broken|is cut|is not an? |base64|not allowed|LFS|damaged|backwards|no media item"),
+    ("media beyond the limits", r"pixels is refused|s long; the model takes"),
+    (
+        "broken media",
+        r"is broken|is cut|is not an? |base64|not allowed|LFS|damaged|backwards|no media item",
+    ),
+    ("broken media", r"is empty \(0 bytes\)|empty list of frames"),
     ("broken media", r"has no (video stream|frames|frame rate|sound|samples|sample rate)|not numbers"),
 )
 """Kind → what its messages hold; the first that matches counts."""
@@ -121,6 +126,8 @@ class RowFacts:
     row_id: str | None = None
     special: str = ""
     """A special token that the row's own text holds."""
+    has_empty_answer: bool = False
+    """A turn of the model that is trained says nothing."""
     denoised: DenoisedFacts | None = None
     """Facts of a generator's sample."""
 
@@ -221,6 +228,7 @@ class RowLook:
         facts.content = content_hash(sample)
         found = next((m for text in texts if (m := self._specials.search(text))), None) if self._specials else None
         facts.special = found.group() if found else ""
+        facts.has_empty_answer = any(map(has_empty_answer, both(sample)))
         return sample
 
     def _measure(self, facts: RowFacts, index: int, row: Sample | None) -> None:
@@ -267,6 +275,18 @@ def trained_tokens(labels: Any, weights: Any = None) -> int:
         return 0
     counted = np.asarray(labels)[1:] != IGNORED_LABEL
     return int((counted & (np.asarray(weights)[1:] != 0)).sum() if weights is not None else counted.sum())
+
+
+def has_empty_answer(sample: Sample) -> bool:
+    """Whether a turn of the model that counts has neither words nor media, thoughts or calls of tools: only its end
+    mark would be trained."""
+    return any(
+        message["role"] == "assistant"
+        and weight != 0
+        and not (message["content"].strip() if isinstance(message["content"], str) else message["content"])
+        and not (message.get("tool_calls") or message.get("reasoning_content"))
+        for message, weight in zip(sample.messages, sample.weights, strict=True)
+    )
 
 
 def texts_of(sample: Sample) -> list[str]:

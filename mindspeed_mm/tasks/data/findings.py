@@ -82,6 +82,7 @@ def find_all(
             "duplicate rows", "repeat the text of an earlier row, about the same media", tally.duplicate_rows(place)
         ),
         *special_tokens(tally),
+        *empty_answers(tally),
     ]
     return sorted(found, key=lambda finding: (not finding.is_error, -finding.rows))
 
@@ -125,7 +126,7 @@ _SENTENCES = {
     "chat template": "the chat template does not take them",
     "the model takes no such media": "they hold media of a kind that the model does not take",
     "preference pairs": "better and worse answer do not make a pair",
-    "media beyond the limits": "a medium is larger than any model takes",
+    "media beyond the limits": "a medium is larger, longer or narrower than the model takes",
     "configuration": "what the configuration names does not fit them",
     "broken media": "a medium is broken, or is not what its name says",
 }
@@ -268,6 +269,21 @@ def special_tokens(tally: RowStatistics) -> Iterator[DataFinding]:
             len(tally.special),
             tuple(f"{place}  '{token}'" for place, token in tally.special[:_EXAMPLES]),
             (Fix("data.dataset_param.preprocess_parameters.split_special_tokens=true reads it as words", 0),),
+        )
+
+
+def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
+    """Answers without a word."""
+    if tally.empty_answers:
+        rows = len(tally.empty_answers)
+        yield DataFinding(
+            "warning",
+            "empty answers",
+            f"{_count(rows)} {'has' if rows == 1 else 'have'} an empty answer: only its end mark is trained, which "
+            "teaches the model to say nothing",
+            rows,
+            tuple(tally.empty_answers[:_EXAMPLES]),
+            (Fix("write the answers or drop the rows, unless silence is meant", 0),),
         )
 
 

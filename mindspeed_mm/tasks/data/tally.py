@@ -58,6 +58,8 @@ class RowStatistics:
     """Place and facts of each sample of a generator."""
     special: list[tuple[str, str]] = field(default_factory=list)
     """Place and token of rows whose own text holds a special token."""
+    empty_answers: list[str] = field(default_factory=list)
+    """Places of usable rows with an empty turn of the model."""
     contents: array[int] = field(default_factory=lambda: array("Q"))
     """Hash of the content of every row that converts."""
     ids: array[int] = field(default_factory=lambda: array("q"))
@@ -95,6 +97,8 @@ class RowStatistics:
         self.bad += [BadRow(-1, place, fault_of_reason(place, reason)) for place, reason in reasons.items()]
 
     def _add_usable(self, facts: RowFacts) -> None:
+        if facts.has_empty_answer:
+            self.empty_answers.append(facts.place)
         if facts.denoised is not None:
             self.denoised.append((facts.place, facts.denoised))
         self.index.append(facts.index)

@@ -17,10 +17,11 @@ from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import InDouble
 from tests.helpers.recorded_sizes import billions, model_of_record
-from tests.helpers.tiny_internvl_chat import EXPERTS, KINDS, TILE, WIDTH, make_tiny_internvl_chat
+from tests.helpers.tiny_internvl_chat import EXPERTS, KINDS, TEMPLATE, TILE, WIDTH, make_tiny_internvl_chat
 from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
+from mindspeed_mm.fsdp.models.internvl_chat.processing_internvl_chat import CHAT_TEMPLATE  # isort: skip  (the same)
 
 SIZES = [(40, 20), (16, 16)]
 """Of two pictures, in pixels: of two tiles and the whole, and of one."""
@@ -145,6 +146,18 @@ def test_what_no_class_computes_is_refused(tmp_path: Path, settings: dict[str, A
     change(tmp_path / "model", **settings)
     with pytest.raises(ModelFolderError, match=words):
         load_model_config(tmp_path / "model")
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_template_of_texts_alone_gives_way_to_the_family_s(tmp_path: Path, has_place: bool) -> None:
+    """transformers writes the released tokenizer's template beside the model when the tokenizer is saved again."""
+    make_tiny_internvl_chat(tmp_path / "model")
+    own = "{{ '<IMG_CONTEXT>' }}" if has_place else TEMPLATE
+    (tmp_path / "model" / "chat_template.jinja").write_text(own)
+    assert load_processor(tmp_path / "model").chat_template == (own if has_place else CHAT_TEMPLATE)
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    shown = load_processor(tmp_path / "model").apply_chat_template([{"role": "user", "content": parts}])
+    assert shown.count("<IMG_CONTEXT>") == 1
 
 
 def test_a_tokenizer_without_the_token_of_pictures_is_refused(tmp_path: Path) -> None:

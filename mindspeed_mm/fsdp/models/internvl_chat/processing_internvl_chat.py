@@ -87,10 +87,17 @@ class InternVLChatProcessor(InternVLProcessor):
             max_patches=config["max_dynamic_patch"] if is_cut else 1,
             **{name: pixels[name] for name in _COLOURS},
         )
-        own = folder / "chat_template.jinja"
         return cls(
             images,
             AutoTokenizer.from_pretrained(folder, **kwargs),
-            chat_template=own.read_text(encoding="utf-8") if own.is_file() else None,
+            chat_template=_own_template(folder),
             image_seq_length=tokens_of_a_tile(vision, config["downsample_ratio"]),
         )
+
+
+def _own_template(folder: Path) -> str | None:
+    """The template beside the model, unless it has no place for pictures: `save_pretrained` of transformers writes the
+    released tokenizer's there, which joins texts and refuses the parts of a turn."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return template if "image" in template or "<IMG_CONTEXT>" in template else None
