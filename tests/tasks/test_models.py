@@ -122,6 +122,13 @@ def test_the_beginning_of_a_name_finds_all_that_begin_so() -> None:
         catalogue.find("microsoft/phi-4-multimodal")
 
 
+@pytest.mark.parametrize("name", ["self-forcing", "Open-Sora-Plan", "StepVideo", "ltx2"])
+def test_a_planned_family_is_said_to_be_planned(name: str) -> None:
+    with pytest.raises(UsageError, match=r"planned, and not built yet"):
+        catalogue.find(name)
+    assert "Planned, not built yet" in mm("models").out
+
+
 def test_a_family_is_found_by_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Glm4vForConditionalGeneration"]}))
     assert catalogue.find(str(tmp_path)) == [BY_NAME["glm4v"]]

@@ -65,6 +65,15 @@ PROOFS = {
 """Name of a column → what it says and the test."""
 
 
+PLANNED = {
+    "ltx2": "LTX-2 and 2.3, video with sound",
+    "open_sora_plan": "Open-Sora-Plan 1.3 and 1.5, text and image to video",
+    "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
+    "stepvideo": "StepVideo, text and image to video",
+}
+"""Name → title of families that no library has in a form that trains, and that are not built here yet."""
+
+
 def find(name: str) -> list[ModelCard]:
     """The families that a name stands for: a family's own or its beginning, a `model_id`, a class, a name on the hub,
     also of a size that is not listed, or a folder with a `config.json`.
@@ -76,6 +85,7 @@ def find(name: str) -> list[ModelCard]:
     if Path(name).is_dir():
         return _in_folder(Path(name))
     wanted = name.lower()
+    _refuse_planned(wanted)
     found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
         known = sorted({each for card in families() for each in (card.name, *card.ids, card.title)})
@@ -100,6 +110,14 @@ def _akin(name: str) -> list[ModelCard]:
     lengths = {card: max((len(n) for n in names if size.startswith(n)), default=0) for card, names in starts.items()}
     longest = max(lengths.values())
     return [card for card in families() if longest and lengths[card.name] == longest]
+
+
+def _refuse_planned(wanted: str) -> None:
+    for name, title in PLANNED.items():
+        if bare(wanted) in (bare(name), bare(title.partition(",")[0])):
+            raise UsageError(
+                f"'{name}' ({title}) is planned, and not built yet", way_out="`mm models` lists what is built."
+            )
 
 
 def _names(card: ModelCard) -> Iterator[str]:
@@ -150,6 +168,7 @@ def as_text(cards: Sequence[ModelCard]) -> str:
             f"  {card.name:{width}}  {card.title:{title}}  {sizes(card):>11}  {', '.join(card.proven) or '-'}"
             for card in group
         ]
+    lines += ["", "Planned, not built yet", *(f"  {name:{width}}  {title}" for name, title in PLANNED.items())]
     legend = [f"  {name:8} {proof.what}" for name, proof in PROOFS.items()]
     return "\n".join([*lines, "", "Proven by tests, `mm models NAME` tells which:", *legend])
 
