@@ -48,7 +48,7 @@ class CaptionLengths:
             return longest
         for position, (tokenizer, limit) in enumerate(self._tokenizers):
             with quiet("transformers"):
-                rows = tokenizer(list(captions)).input_ids
+                rows = tokenizer(text=list(captions)).input_ids  # a processor takes pictures first
             for number, ids in enumerate(rows):
                 length, before = CaptionLength(len(ids), limit), longest[number]
                 if position == 0 or length.tokens - limit > before.tokens - before.limit:

@@ -4,9 +4,9 @@ layers of a language model for captions, positions of four axes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,10 +25,10 @@ _STEPS = 50
 
 @model_register.register("flux2")
 class Flux2Adapter(DiffusionAdapter):
-    """FLUX.2 dev, and klein 4B and 9B."""
+    """FLUX.2 klein 4B and 9B; dev by `Flux2DevAdapter`."""
 
     transformer_class = "Flux2Transformer2DModel"
-    pipelines = {"t2i": "Flux2KleinPipeline", "t2i by dev": "Flux2Pipeline"}
+    pipelines: ClassVar[Mapping[str, str]] = {"t2i": "Flux2KleinPipeline"}
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
     sample_plan = SamplePlan(
         inputs={
@@ -57,6 +57,11 @@ class Flux2Adapter(DiffusionAdapter):
     memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
+
+    @classmethod
+    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+        """dev has a pipeline of its own."""
+        return Flux2DevAdapter if index.get("_class_name") == "Flux2Pipeline" else cls
 
     @cached_property
     def geometry(self) -> MediaGeometry:
@@ -123,6 +128,12 @@ class Flux2Adapter(DiffusionAdapter):
         arguments = self.guided(sampling, prompts, latents)
         del arguments["negative_prompt"]
         return arguments
+
+
+class Flux2DevAdapter(Flux2Adapter):
+    """FLUX.2 dev: captions by Mistral Small behind a system message, guidance as an input."""
+
+    pipelines: ClassVar[Mapping[str, str]] = {"t2i": "Flux2Pipeline"}
 
 
 def _positions(rows: int, columns: int, places: int, device: torch.device) -> torch.Tensor:
