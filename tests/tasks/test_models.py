@@ -215,7 +215,7 @@ def test_only_families_that_do_it_are_told_where_others_cannot() -> None:
     assert "--image" in routes.find("animate a photo").stages["make samples"]
     scans = [card.name for card in routes.find("OCR of scans").families]
     assert scans[:2] == ["deepseek_ocr", "deepseek_ocr2"] and "qwen3vl" in scans
-    assert "and 21 more" in routes.as_text(routes.find("OCR of scans"))
+    assert re.search(r"and \d+ more", routes.as_text(routes.find("OCR of scans")))
     assert "writes none" in routes.as_text(routes.find("clone a voice"))
 
 
