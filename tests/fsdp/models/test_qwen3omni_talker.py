@@ -209,10 +209,8 @@ def by_hand(whole: Any, dataset: Any, numbers: list[int]) -> torch.Tensor:
         talker_ids = torch.cat([*read, answer_ids[0], torch.full((len(codes),), config.tts_pad_token_id)])[None]
         inputs = torch.cat(places)[None]
         sounds = batch["feature_attention_mask"].sum(1) if "feature_attention_mask" in batch else None
-        talker.rope_deltas = None
-        positions = talker.compute_3d_position_ids(
-            inputs, talker_ids, image_grid_thw=batch.get("image_grid_thw"), audio_feature_lengths=sounds
-        )
+        grids, everywhere = batch.get("image_grid_thw"), torch.ones_like(talker_ids)
+        positions, _ = talker.get_rope_index(talker_ids, grids, None, everywhere, False, sounds, None)
         made = talker.model(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state[0]
         before = len(inputs[0]) - len(codes) - 1
         for frame, wanted in enumerate([*codes[:, 0].tolist(), marks.codec_eos_token_id]):

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
@@ -25,7 +27,9 @@ from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForCondi
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
 from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.counted_flops import batched_product
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
@@ -266,6 +270,22 @@ def test_two_tensor_ranks_equal_one_process(run: Path) -> None:
     expected = steps_of(str(run), [])
     for measured in run_ranks(2, steps_of, str(run), ["parallel.tensor_parallel_size=2"], timeout_s=120):
         compare_steps(expected, measured, 1e-8)
+
+
+def test_flops_are_those_that_torch_counts(run: Path, tmp_path: Path) -> None:
+    """One row without a voice: forward and backward of every layer, and of the code predictor frame by frame."""
+    row = json.loads((run.parent / "rows" / "rows.jsonl").read_text().splitlines()[1])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({key: row[key] for key in ("text", "audio_codes")}) + "\n")
+    dataset = built_rows(run, tmp_path / "rows.jsonl")
+    batch = dataset.build_collator(CollateParam())([dataset[0]])
+    config = transformers.AutoConfig.from_pretrained(run.parent / "model")
+    model = Qwen3TTSForConditionalGeneration._from_config(config, attn_implementation="eager").train()
+    count = count_flops(model, head_on_labels=False)
+    assert count is not None and all(name.startswith("speaker_encoder") for name in count.uncounted)
+    inputs = {key: value for key, value in batch.items() if key not in ENGINE_KEYS}
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.bmm: batched_product}) as counter:
+        model(**inputs, labels=batch["labels"]).loss.backward()
+    assert count.of(count.lengths(batch)).full.model == counter.get_total_flops()
 
 
 # --- names and rows ---------------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ class Reader:
         )
 
     def _mask(self, name: str, module: Any, rows: str, keys: str) -> tuple[Mask, int]:
-        if rows != units.TEXT or keys != rows or getattr(module, "is_causal", True) is False:
+        if rows not in units.CAUSAL or keys != rows or getattr(module, "is_causal", True) is False:
             return "none", 0
         config = self._config(name)
         layer = getattr(module, "layer_idx", None)

@@ -68,6 +68,8 @@ def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequ
         return None  # a plugin's own forward: nobody here knows what it calls with what
     if getattr(model.config, "is_encoder_decoder", False):
         return _of_encoder_decoder(model, head, head_on_labels=head_on_labels)
+    if getattr(model, "code_loss_factor", 0.0):
+        return _of_talker(head, head_on_labels=head_on_labels)
     return _of_decoder(model, head, head_on_labels=head_on_labels)
 
 
@@ -134,6 +136,25 @@ def _of_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
         return found
 
     return Sequences(of, lengths, sides=tuple(towers), sound=sound)
+
+
+def _of_talker(head: str, *, head_on_labels: bool) -> Sequences:
+    """A talker, and its code predictor, which goes over the codes of one frame at a time. What it hears or reads from
+    (a voice, a thinker) is not known here."""
+
+    def of(name: str) -> str:
+        if name == head or name.startswith(f"{head}."):
+            return units.LABELS if head_on_labels else units.TEXT
+        if ".code_predictor." in name:
+            return units.FRAMES if ".code_predictor.lm_head." in name else units.CODES
+        return units.TEXT if name.startswith("talker.") else ""
+
+    def lengths(batch: Batch) -> dict[str, list[int]]:
+        frames, codes = len(batch["frame_places"]), batch["codec_ids"].shape[-1]
+        spoken = {units.CODES: [codes] * frames, units.FRAMES: [frames]}
+        return _text_lengths(batch, "input_ids", "attention_mask") | spoken
+
+    return Sequences(of, lengths)
 
 
 def _of_encoder_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:

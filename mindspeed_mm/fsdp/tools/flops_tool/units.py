@@ -17,6 +17,10 @@ TEXT = "text"
 """Tokens of documents."""
 LABELS = "labels"
 """Rows that the output head is run on."""
+CODES = "codes"
+"""What a code predictor reads of each frame of speech, one code behind the other."""
+FRAMES = "frames"
+"""Frames of speech, each of which every head of a code predictor sees once."""
 SAMPLES = "samples"
 """One row a sample: time steps, pooled captions."""
 PASSES = "passes"
@@ -39,6 +43,9 @@ CAPTION = "caption"
 """Text features that a generator reads."""
 PICTURE = "picture"
 """Features of an image that a video goes on from."""
+
+CAUSAL = (TEXT, CODES)
+"""Sequences whose attention does not look ahead."""
 
 Mask = Literal["none", "causal", "sliding", "chunked"]
 
