@@ -199,16 +199,17 @@ def write_rows(folder: Path, kinds: tuple[str, ...], count: int = 4) -> Path:
     return path
 
 
-def write_uneven_rows(folder: Path, kinds: tuple[str, ...]) -> Path:
+def write_uneven_rows(folder: Path, kinds: tuple[str, ...], small: tuple[int, int] = (16, 16)) -> Path:
     """Rows that two ranks take in turn, three each, so that one lacks what the other has: every kind of medium, a large
     picture among them, beside text alone; the same the other way round; a small picture beside a large one, or each
-    medium on one side only. Returns the JSONL."""
+    medium on one side only. The large one is cut into tiles where a family has tiles, the small one is not. Returns
+    the JSONL."""
     folder.mkdir(parents=True, exist_ok=True)
     last = ((kinds[0],), (kinds[-1],)) if kinds else ((), ())
     rows = []
     for number, held in enumerate([kinds, (), (), kinds, *last]):
-        picture = _SMALL if number == 4 else _LARGE
-        names = {kind: _MEDIA[kind](folder, picture if kind == "image" else number) for kind in held}
+        names = {kind: _MEDIA[kind](folder, number) for kind in held if kind != "image"}
+        names |= {"image": _picture(folder, number, small if number == 4 else (112, 56))} if "image" in held else {}
         question = "".join(f"<{kind}>" for kind in held) + "Which digit is this?"
         answer = " ".join(["one", "two", "three"][: 1 + number % 3])
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -219,17 +220,12 @@ def write_uneven_rows(folder: Path, kinds: tuple[str, ...]) -> Path:
     return path
 
 
-_LARGE, _SMALL = 100, 101
-"""Numbers of two pictures apart from the others: one that is cut into tiles where a family has tiles, and one that is
-not."""
-_SIZES = {_LARGE: (112, 56), _SMALL: (16, 16)}
-
-
-def _picture(folder: Path, number: int) -> str:
-    width, height = _SIZES.get(number) or ((32, 32), (48, 32), (32, 64))[number % 3]
+def _picture(folder: Path, number: int, size: tuple[int, int] | None = None) -> str:
+    width, height = size or ((32, 32), (48, 32), (32, 64))[number % 3]
     pixels = bytes((7 * number + 13 * place + place // 29) % 256 for place in range(width * height * 3))
-    Image.frombytes("RGB", (width, height), pixels).save(folder / f"{number}.png")
-    return f"{number}.png"
+    name = f"{number}.png" if size is None else f"{width}x{height}.png"
+    Image.frombytes("RGB", (width, height), pixels).save(folder / name)
+    return name
 
 
 def _sound(folder: Path, number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +64,10 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
-    towers = IdleTowers(model, spec.towers) if spec.towers and pipeline is None else None
+    untended = spec.media_without_towers if state.sizes.dp > 1 else []
+    towers = None
+    if (spec.towers or untended) and pipeline is None:
+        towers = IdleTowers(model, spec.towers, untended)
 
     axes = ParallelApplier(parallel.section, plan=parallel, pipeline=pipeline)
     features = FeaturesApplier(arguments.features, model_args=arguments.model, plan=plan.features)
@@ -73,7 +77,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
         balances = bool(arguments.features.loss_cfg.router_aux_loss_coef)
-        towers = _build_stages(pipeline, outline, router_numbers(pipeline.share.whole) if balances else 0)
+        towers = _build_stages(pipeline, outline, untended, router_numbers(pipeline.share.whole) if balances else 0)
     if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
@@ -126,12 +130,13 @@ def without_folder(loaded: LoadReport) -> LoadReport:
     return replace(loaded, folder="")
 
 
-def _build_stages(pipeline: Pipeline, outline: Outline, numbers: int) -> IdleTowers | None:
+def _build_stages(pipeline: Pipeline, outline: Outline, untended: Sequence[str], numbers: int) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
     spec = outline.spec
     media = [tower.key for tower in spec.towers]
     pipeline.build_stages(media, casts_inputs=outline.kind.casts_inputs, router_numbers=numbers)
-    if not spec.towers:
+    if not spec.towers and not untended:
         return None
     first = pipeline.first_model
-    return IdleTowers(first if first is not None else outline.model, spec.towers, runs=first is not None)
+    model = first if first is not None else outline.model
+    return IdleTowers(model, spec.towers, untended, runs=first is not None)

@@ -14,6 +14,8 @@ before a weight is read, all at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -25,6 +27,7 @@ from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPla
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
 from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
+from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.denoising import check_path_settings
@@ -86,7 +89,17 @@ def resolve_plan(
         errors.attempt(_check_state_rows, model, arguments, parallel)
     errors.raise_all(HEADLINE)
     assert parallel is not None and features is not None and groups is not None
+    if spec.media_without_towers and sizes.dp > 1:
+        parallel = replace(parallel, warnings=(*parallel.warnings, _must_agree(model, spec.media_without_towers)))
     return ModelPlan(parallel, features, groups, tuple(spec.blocks), head)
+
+
+def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
+    media = ", ".join(keys)
+    return (
+        f"{type(model).__name__}: nothing is known that stands in for {media} on a rank without any: a step in which "
+        f"some micro-batches have {media} and others have none will be refused. {MUST_AGREE}"
+    )
 
 
 def resolve_for_least_ranks(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
@@ -187,3 +187,25 @@ def test_a_decoder_without_embeds_is_an_error():
 
 def test_a_process_on_its_own_runs_no_tower_for_nothing():
     assert run_ranks(1, call_wrong_decoder) == [""]
+
+
+def mix_untended_media(has_them: tuple[tuple[bool, ...], ...]) -> str:
+    towers = IdleTowers(make_toy(), [], ["image"])
+    mine = towers.present([{"image": torch.ones(1)} if has else {} for has in has_them[dist.get_rank()]])
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, mine)
+    try:
+        towers.set_active({name for each in everybodys for name, is_there in each.items() if is_there})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_media_that_nothing_stands_in_for_are_on_all_ranks_or_none():
+    for mixed in (((True,), (False,)), ((True, False), (True, True))):
+        found = run_ranks(2, mix_untended_media, mixed)
+        assert found[0] == found[1]
+        assert "Toy: some micro-batches of this step have image and some have none" in found[0]
+    for alike in (((True,), (True,)), ((False,), (False,))):
+        assert run_ranks(2, mix_untended_media, alike) == ["", ""]
+    assert run_ranks(1, mix_untended_media, ((True, False),)) == [""]

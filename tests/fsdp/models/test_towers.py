@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from mindspeed_mm.fsdp.models.structure.towers import find_towers, handed_on
+from mindspeed_mm.fsdp.models.structure.towers import find_media_without_towers, find_towers, handed_on
 from tests.helpers.llava_next import LLAVA_NEXT
 from tests.helpers.packed_families import FAMILIES
 from tests.helpers.packed_more_families import MORE
@@ -54,14 +54,21 @@ def _features(model: Any, kind: str, tensors: dict[str, torch.Tensor]) -> torch.
     return sum(out.sum() for out in handed_on(run(*given, return_dict=True)))
 
 
+@pytest.mark.parametrize("name", WITH_MEDIA)
+def test_every_key_of_media_has_a_tower(name: str) -> None:
+    assert find_media_without_towers(WITH_MEDIA[name].build()) == []
+
+
 def test_a_text_model_has_none() -> None:
-    assert find_towers(FAMILIES["qwen3"].build()) == []
+    model = FAMILIES["qwen3"].build()
+    assert find_towers(model) == find_media_without_towers(model) == []
 
 
 def test_a_models_own_description_wins() -> None:
     model = MORE["mistral3"].build()
     model.get_towers = list
     assert find_towers(model) == []
+    assert find_media_without_towers(model) == ["pixel_values"]
 
 
 def test_llava_with_a_tower_for_images_of_any_size() -> None:

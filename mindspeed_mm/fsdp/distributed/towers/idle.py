@@ -16,8 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+
+MUST_AGREE = "Give every row such a medium, or none, or train in one process."
+
+
+def _without(key: str) -> str:
+    return f"no {key}"
 
 
 class TowerDescription(Protocol):
@@ -54,11 +60,15 @@ class IdleTowers:
         model: The root module, called with the batch as keyword arguments. Not sharded yet: these hooks must stand
             before those of sharding.
         towers: One entry a modality, in the order in which the model calls them; several may feed the same module.
+        untended: Keys of media for whose towers nothing can stand in: all ranks must have them together, or none.
         runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
-    def __init__(self, model: nn.Module, towers: Sequence[TowerDescription], *, runs: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, towers: Sequence[TowerDescription], untended: Sequence[str] = (), *, runs: bool = True
+    ) -> None:
         self._model = model
+        self._untended = tuple(untended)
         self._towers = tuple(towers)
         self._active: frozenset[str] = frozenset()
         self._waiting: list[tuple[TowerDescription, bool]] = []
@@ -72,8 +82,12 @@ class IdleTowers:
             model.get_submodule(decoder).register_forward_pre_hook(self._add_idle_outputs, with_kwargs=True)
 
     def present(self, batches: Sequence[Batch]) -> Mapping[str, bool]:
-        """Modality → whether any of these micro-batches feeds it."""
-        return {t.name: any(batch.get(t.key) is not None for batch in batches) for t in self._towers}
+        """Modality → whether any of these micro-batches feeds it. Of untended media also whether any lacks them."""
+        found = {t.name: any(batch.get(t.key) is not None for batch in batches) for t in self._towers}
+        for key in self._untended:
+            has = [batch.get(key) is not None for batch in batches]
+            found |= {key: any(has), _without(key): not all(has)}
+        return found
 
     def set_active(self, names: Collection[str]) -> None:
         """The modalities that any rank has in this step. A tower that no rank needs must not run: zero gradients would
@@ -81,8 +95,19 @@ class IdleTowers:
 
         Every rank calls it with the same names before the forward passes of a step, validation included. A process on
         its own has nobody to keep in step with, and runs no tower for nothing.
+
+        Raises:
+            ConfigError: Some micro-batches have untended media and some have none.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
+        mixed = [key for key in self._untended if {key, _without(key)} <= set(names)]
+        if mixed and not alone:
+            name, keys = type(self._model).__name__, ", ".join(mixed)
+            raise ConfigError(
+                f"{name}: some micro-batches of this step have {keys} and some have none",
+                key="data.dataset_param",
+                way_out=MUST_AGREE,
+            )
         self._active = frozenset() if alone else frozenset(names)
 
     def _note_missing(self, _model: nn.Module, _args: tuple[Any, ...], batch: dict[str, Any]) -> None:

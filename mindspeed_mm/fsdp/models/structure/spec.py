@@ -10,7 +10,7 @@ from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.ties import tie_groups
-from mindspeed_mm.fsdp.models.structure.towers import Tower, find_towers
+from mindspeed_mm.fsdp.models.structure.towers import Tower, find_media_without_towers, find_towers
 
 __all__ = ["ModelSpec", "Tower", "find_blocks", "resolve_spec"]
 
@@ -25,6 +25,8 @@ class ModelSpec:
     """Names of modules that share a parameter."""
     towers: list[Tower] = field(default_factory=list)
     """One entry a modality that a batch may lack."""
+    media_without_towers: list[str] = field(default_factory=list)
+    """Batch keys of media that all ranks must have together, or none."""
     head: str = ""
     """The module that turns hidden states into logits; empty when there is none."""
     blocks: list[str] = field(default_factory=list)
@@ -49,6 +51,7 @@ def resolve_spec(model: nn.Module) -> ModelSpec:
         shard_modules=shard_modules,
         tie_groups=groups,
         towers=towers,
+        media_without_towers=find_media_without_towers(model),
         head=head,
         blocks=blocks,
     )

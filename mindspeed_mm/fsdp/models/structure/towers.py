@@ -7,6 +7,7 @@ Zeros and never noise: what is multiplied by zero afterwards must be finite.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,25 @@ def find_towers(model: nn.Module) -> list[Tower]:
     if own is not None:
         return list(own())
     return [*_audio_towers(model), *_patch_towers(model), *_image_towers(model), *_code_towers(model)]
+
+
+def find_media_without_towers(model: nn.Module) -> list[str]:
+    """Batch keys of media that feed no tower known here, so that nothing can stand in for them on a rank that lacks
+    them. An encoder in front of a decoder that reads it in every layer is none: it has something in every row."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return []
+    known = {tower.key for tower in find_towers(model)}
+    taken = inspect.signature(model.forward).parameters
+    keys = [key for key in taken if _MEDIA_KEYS.fullmatch(key) and key not in known]
+    return [key for key in keys if not _lacks_encoder(model, "audio" if key.startswith("input_") else "image")]
+
+
+def _lacks_encoder(model: Any, kind: str) -> bool:
+    """Gemma 4 takes sounds in all sizes, and has ears in some."""
+    return hasattr(model, "get_encoder") and model.get_encoder(modality=kind) is None
+
+
+_MEDIA_KEYS = re.compile(r"pixel_values\w*|\w+_pixel_values|input_features|input_values")
 
 
 def handed_on(output: Any) -> list[torch.Tensor]:
