@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,17 @@ Examples:
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
-LANGUAGE_ONLY = ("data", "max_new_tokens", "audios", "temperature", "top_p", "top_k", "beams", "hide_thoughts")
+LANGUAGE_ONLY = (
+    "data",
+    "max_new_tokens",
+    "audios",
+    "temperature",
+    "top_p",
+    "top_k",
+    "beams",
+    "hide_thoughts",
+    "adapters",
+)
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
     "num_samples", "last_image", "mask", "control", "task", "strength", "vae_tiling", "vae_slicing",
@@ -142,6 +153,13 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--vae-slicing", is_flag=True, help="Generators: decode one sample of a batch at a time, in less memory.")
 @click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Language models: adapters that rows of --data choose by their field 'adapter'; may be repeated.",
+)
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
 @click.option("--nproc", type=POSITIVE, default=1, help="Number of processes on this host; they share rows or prompts.")
 @click.pass_context
@@ -325,6 +343,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
             overwrite=options["overwrite"],
             lora=options["lora"],
             config=options["config"],
+            adapters=read_adapters(options["adapters"]),
             **choice,
         )
     except Exception as error:
@@ -341,6 +360,22 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     if outcome.cut_off:
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
     return 0
+
+
+def read_adapters(words: Sequence[str]) -> dict[str, Path]:
+    """`NAME=FOLDER` → folders by name.
+
+    Raises:
+        UsageError: A word is something else, or a name stands twice.
+    """
+    found: dict[str, Path] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not re.fullmatch(r"\w[\w-]*", name) or not equals or not folder or name in found:
+            way_out = "Each has a name of its own: --adapter NAME=FOLDER."
+            raise UsageError(f"'{word}' does not name adapters", key="--adapter", way_out=way_out)
+        found[name] = Path(folder)
+    return found
 
 
 def check_choice(options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from mindspeed_mm.cli.infer import read_adapters
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.tasks.serve.limits import Limits, option_of
 
@@ -48,6 +49,9 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Answers at a time.")
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
+    "--adapter", "adapters", multiple=True, metavar="NAME=FOLDER", help="Adapters that requests name as their model."
+)
+@click.option(
     "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
 )
 @click.option(
@@ -70,6 +74,7 @@ def command(
     batch_size: int,
     lora: Path | None,
     config: Path | None,
+    adapters: tuple[str, ...],
     engine: str,
     as_json: bool,
     **limits: Any,
@@ -87,7 +92,19 @@ def command(
 
     remote_hosts = frozenset(host.lower() for host in hosts)
     request = serve.ServeRequest(
-        model, host, port, name, key, media_folder, remote_hosts, Limits(**limits), batch_size, lora, config, engine
+        model,
+        host,
+        port,
+        name,
+        key,
+        media_folder,
+        remote_hosts,
+        Limits(**limits),
+        batch_size,
+        lora,
+        config,
+        read_adapters(adapters),
+        engine,
     )
 
     def say(address: str) -> None:

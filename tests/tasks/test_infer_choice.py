@@ -8,19 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.choosing import Sampling
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.generation import Generator, load_generator, load_model
 from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import read_questions
+from mindspeed_mm.tasks.answer.questions import ask, read_questions
 from tests.helpers.runs import mm
+from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 TOKENS = 6
@@ -103,7 +107,7 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
 
 def test_a_command_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "many.jsonl", tmp_path / "answers.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} one two", "id": f"q{n}"}) + "\n" for n in range(400)))
+    rows.write_text("".join(json.dumps({"prompt": f"{n} one two", "id": f"q{n}"}) + "\n" for n in range(60)))
     words = ["infer", str(folder), "--data", str(rows), "--out", str(out), "--batch-size", "2", "--max-new-tokens", "6"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "mindspeed_mm", *words], env=environment)
@@ -114,11 +118,78 @@ def test_a_command_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = out.read_text().splitlines()
-    assert 6 <= len(kept) < 400
+    assert 6 <= len(kept) < 60
     said = mm(*words, "--json")
     assert said.code == 0, said.err
     outcome = json.loads(said.out)
-    assert outcome["answered"] + outcome["kept"] == 400 and outcome["kept"] >= len(kept) - 1
+    assert outcome["answered"] + outcome["kept"] == 60 and outcome["kept"] >= len(kept) - 1
     lines = out.read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [f"q{n}" for n in range(400)]
-    assert mm(*words, "--overwrite").code == 0 and out.read_text().splitlines() == lines
+    assert [json.loads(line)["id"] for line in lines] == [f"q{n}" for n in range(60)]
+    whole = answers(folder, rows, tmp_path / "whole.jsonl")
+    assert [json.loads(line)["answer"] for line in lines] == whole
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two folders of random adapters, as PEFT writes them."""
+    import peft
+
+    folders = {}
+    for seed, name in enumerate(("warm", "cold")):
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        folders[name] = tmp_path_factory.mktemp(name)
+        peft.get_peft_model(load_model(folder), settings).save_pretrained(folders[name])
+    return folders
+
+
+def test_rows_choose_adapters_by_name(folder: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    names = ["warm", None, "cold", "cold", None, "warm", "warm"]
+    lines = [{"prompt": f"{'one ' * n}{n}", "adapter": name} for n, name in enumerate(names)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    greedy = Sampling(temperature=0)
+    said = {
+        name: answers(folder, tmp_path / "plain.jsonl", tmp_path / f"{name}.jsonl", lora=path, sampling=greedy)
+        for name, path in [(None, None), *adapters.items()]
+        if (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"prompt": x["prompt"]}) + "\n" for x in lines))
+    }
+    assert said[None] != said["warm"] != said["cold"]
+    found = answers(folder, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", adapters=adapters, sampling=greedy)
+    assert found == [said[name][number] for number, name in enumerate(names)]
+
+
+def test_requests_name_adapters_as_their_model(folder: Path, adapters: dict[str, Path]) -> None:
+    generator = load_generator(folder, adapters=adapters)
+    alone = {name: load_generator(folder, path) for name, path in adapters.items()} | {NAME: load_generator(folder)}
+    question = generator.encoder.encode(ask("one two").sample, generator.encoder.media(folder))
+    expected = {name: each.answer_batch([question], TOKENS)[0].text for name, each in alone.items()}
+    assert len(set(expected.values())) == 3
+    with served(AnswerEngine(generator)) as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        assert {model.id for model in client.models.list()} == set(expected)
+
+        def said(name: str) -> tuple[str, str | None]:
+            messages: Any = [{"role": "user", "content": "one two"}]
+            asked: dict[str, Any] = {"model": name, "messages": messages, "temperature": 0, "max_tokens": TOKENS}
+            answer = client.chat.completions.create(**asked)
+            return answer.model, answer.choices[0].message.content
+
+        with ThreadPoolExecutor(6) as pool:
+            assert dict(pool.map(said, [*expected, *expected])) == expected
+            assert [name for name, _ in pool.map(said, expected)] == list(expected)
+
+
+def test_adapters_that_are_not_there(folder: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "one", "adapter": "hot"}) + "\n")
+    words = ["infer", folder, "--data", rows, "--out", tmp_path / "out.jsonl"]
+    for options, code, part in (
+        ([], 4, "there are no adapters 'hot'"),
+        (["--adapter", f"warm={adapters['warm']}"], 4, "Known: warm."),
+        (["--adapter", "warm"], 2, "does not name adapters"),
+        (["--adapter", f"hot={folder}"], 4, "no adapters"),
+        (["--adapter", f"hot={adapters['warm']}", "--lora", adapters["cold"]], 2, "for all rows as well"),
+    ):
+        said = mm(*words, *options)
+        assert said.code == code and part in said.err, said.err
+    assert mm(*words, "--adapter", f"hot={adapters['warm']}").code == 0

@@ -66,6 +66,7 @@ class AnswerEngine:
         new = [each.sampling.max_new_tokens for each in rows]
         return (
             len(rows) <= self._most_rows
+            and len({each.adapter for each in rows}) == 1
             and len(rows) * (max(lengths) + max(new)) <= self._most_tokens
             and (not self._hears_one_sound or len(set(lengths)) == 1)
             and (not self._ends_alike or len(set(new)) == 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.stored_weights import open_stored
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
@@ -51,10 +52,12 @@ class Generator:
     Args:
         model: A transformers model that generates.
         encoder: Shows it questions as training did.
+        adapters: Names of adapters that rows may choose; a row that chooses none is answered without any.
     """
 
-    def __init__(self, model: Any, encoder: QuestionEncoder) -> None:
+    def __init__(self, model: Any, encoder: QuestionEncoder, adapters: Sequence[str] = ()) -> None:
         self.model = model.eval()
+        self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, encoder)
 
@@ -84,10 +87,11 @@ class Generator:
             encoded = [
                 (question, self.encoder.encode(question.sample, media)) for question in questions[start:][:window]
             ]
-            encoded.sort(key=lambda pair: len(pair[1].input_ids))
-            for first in range(0, len(encoded), batch_size):
-                batch = encoded[first : first + batch_size]
-                rows = [LiveAnswer(each, sampling.of_row(question.row)) for question, each in batch]
+            for batch in _batches(encoded, batch_size):
+                rows = [
+                    LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter)
+                    for question, each in batch
+                ]
                 answers = self.answer_live(rows)
                 if hides_thoughts:
                     answers = [
@@ -107,8 +111,24 @@ class Generator:
     def answer_live(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         """Make answers together, each with its own settings; what one says does not depend on the others.
 
-        Transcripts are greedy, told when they are whole, and all of one longest length.
+        Transcripts are greedy, told when they are whole, and all of one longest length. Rows of one call choose the
+        same adapters: those of a vision tower could not tell rows apart.
         """
+        (adapter,) = {row.adapter for row in rows}
+        with self._using(adapter):
+            return self._answer_alike(rows)
+
+    def _using(self, adapter: str | None) -> AbstractContextManager[Any]:
+        """The model with these adapters alone."""
+        if not self.adapters:
+            return nullcontext()
+        if adapter is None:
+            context: AbstractContextManager[Any] = self.model.disable_adapter()
+            return context
+        self.model.set_adapter(adapter)
+        return nullcontext()
+
+    def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         for row in rows:
             row.begin(self._text_of)
         inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
@@ -171,6 +191,18 @@ class Generator:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+def _batches(
+    encoded: Sequence[tuple[Question, EncodedQuestion]], batch_size: int
+) -> Iterator[list[tuple[Question, EncodedQuestion]]]:
+    """Questions of like length and of the same adapters."""
+    groups: dict[str | None, list[tuple[Question, EncodedQuestion]]] = {}
+    for pair in sorted(encoded, key=lambda pair: len(pair[1].input_ids)):
+        groups.setdefault(pair[0].adapter, []).append(pair)
+    for group in groups.values():
+        for first in range(0, len(group), batch_size):
+            yield group[first : first + batch_size]
+
+
 def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What a model takes, on its device."""
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -182,22 +214,35 @@ def in_dtype_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}
 
 
-def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None = None) -> Generator:
+def load_generator(
+    folder: Path,
+    lora: Path | None = None,
+    view: RowsView | None = None,
+    adapters: Mapping[str, Path] | None = None,
+) -> Generator:
     """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
 
     Args:
         folder: With weights, configuration and processor; the weights may be in Megatron's layout.
         lora: Adapters to put beside the weights, as PEFT has them.
         view: How rows were shown to the model; None: as the folder says.
+        adapters: Folders of adapters that rows may choose by these names, as PEFT has them.
 
     Raises:
+        UsageError: There are adapters for all rows as well.
         ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
     """
+    if lora is not None and adapters:
+        raise UsageError(
+            "there are adapters for all rows as well", where=str(lora), key="--adapter", way_out="Name them."
+        )
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
     if lora is not None:
         model = load_peft(model, lora)
-    return Generator(model.to(current_device()), encoder)
+    for name, path in (adapters or {}).items():
+        model = load_peft(model, path, name, "--adapter")
+    return Generator(model.to(current_device()), encoder, tuple(adapters or ()))
 
 
 def load_model(folder: Path) -> Any:

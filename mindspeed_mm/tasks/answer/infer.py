@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -81,6 +81,7 @@ def run(
     config: Path | None = None,
     sampling: Sampling | None = None,
     hides_thoughts: bool = False,
+    adapters: Mapping[str, Path] | None = None,
 ) -> InferOutcome | None:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
 
@@ -99,6 +100,7 @@ def run(
         sampling: How tokens are chosen; what it leaves open is as the model's generation configuration says. Each row
             draws from a seed of its own, so that an answer depends on nothing but its row.
         hides_thoughts: Leave what the model thinks out of the answers.
+        adapters: Folders of adapters by name; a row's `adapter` chooses one of them, a row without has none.
 
     Returns:
         How it went; None on ranks above 0.
@@ -114,8 +116,10 @@ def run(
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
+    _check_adapters(questions, adapters or {}, data)
     chosen = _chosen(sampling, max_new_tokens)
     asks = "" if (chosen, hides_thoughts) == (_chosen(None, max_new_tokens), False) else repr((chosen, hides_thoughts))
+    asks += "".join(f"{name}={replace(source, lora=path).fingerprint()}" for name, path in (adapters or {}).items())
     mark = f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
     fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}{mark}"
     with joined_ranks(_WAIT_S) as ranks:
@@ -123,7 +127,7 @@ def run(
         missing = [question for question in questions if question.row not in there]
         if share := missing[ranks.rank :: ranks.world_size]:
             answers = AnswerFile(out, fingerprint)
-            generator = load_generator(source.folder, source.lora, view)
+            generator = load_generator(source.folder, source.lora, view, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
             batches = answer_all(
                 generator,
@@ -143,6 +147,15 @@ def run(
         answers.sort()
     cut_off = sum(not record["finished"] for record in answers.records.values())
     return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _check_adapters(questions: Sequence[Question], adapters: Mapping[str, Path], data: Path) -> None:
+    """Raise `DataError` for the first row that names adapters which are not there."""
+    for question in questions:
+        if question.adapter is not None and question.adapter not in adapters:
+            known = f"Known: {', '.join(adapters)}." if adapters else "Name their folder: --adapter NAME=FOLDER."
+            what = f"there are no adapters '{question.adapter}'"
+            raise DataError(what, where=f"{data.name}:{question.row}", key="adapter", way_out=known)
 
 
 def _chosen(sampling: Sampling | None, max_new_tokens: int) -> Sampling:

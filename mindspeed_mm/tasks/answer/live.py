@@ -36,6 +36,7 @@ class LiveAnswer:
         tell: Is given its text piece by piece, on the thread of the model; None: nobody listens.
         stop: Texts that end it; they are not part of it.
         tell_every_s: Pieces come no more often than this; what a piece costs is not to slow the model down.
+        adapter: Name of the adapters that it is made with; None: those that the model always has, if any.
     """
 
     question: EncodedQuestion
@@ -43,6 +44,7 @@ class LiveAnswer:
     tell: Callable[[str], None] | None = None
     stop: Sequence[str] = ()
     tell_every_s: float = 0.0
+    adapter: str | None = None
     token_ids: list[int] = field(default_factory=list)
     ending: Ending | None = None
     text: TextPieces | None = None

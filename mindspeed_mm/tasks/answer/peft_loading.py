@@ -12,36 +12,40 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.lora.files import PEFT_CONFIG, AdapterFile
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
-KEY = "--lora"
 
-
-def load_peft(model: nn.Module, folder: Path) -> Any:
-    """Put adapters into a model of transformers.
+def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = "--lora") -> Any:
+    """Put adapters into a model of transformers, or beside those that are in it.
 
     Args:
         model: Loaded.
         folder: As PEFT writes it.
+        name: Of these adapters.
+        key: The option that names the folder, for messages.
 
     Raises:
         ModelFolderError: There are none, or they do not belong to this model.
     """
-    AdapterFile.find(folder, KEY)
+    AdapterFile.find(folder, key)
     if not (folder / PEFT_CONFIG).is_file():
-        raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=KEY, way_out="Name PEFT's folder.")
+        raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=key, way_out="Name PEFT's folder.")
     from peft import PeftModel  # half a second
 
     try:
         with quiet("transformers"), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+            if isinstance(model, PeftModel):
+                model.load_adapter(str(folder), name, local_files_only=True)
+                adapted = model
+            else:
+                adapted = PeftModel.from_pretrained(model, str(folder), name, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(
-            f"the adapters do not belong to this model: {first_line}", where=str(folder), key=KEY
+            f"the adapters do not belong to this model: {first_line}", where=str(folder), key=key
         ) from error
     # PEFT leaves what it does not find as it was drawn, and says so in a warning.
     if lacking := [str(each.message) for each in said if "missing adapter keys" in str(each.message)]:
         raise ModelFolderError(
-            f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}", where=str(folder), key=KEY
+            f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}", where=str(folder), key=key
         )
     return adapted.eval()

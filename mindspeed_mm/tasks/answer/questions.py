@@ -30,6 +30,8 @@ class Question:
     sample: Sample
     """The conversation up to the answer, and its media."""
     expected: str | None
+    adapter: str | None = None
+    """Name of the adapters that it is answered with."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -115,6 +117,7 @@ def _read_question(
         task=text_field(row, "task", DEFAULT_TASK),
         sample=sample,
         expected=expected if expected or needs_answers else None,
+        adapter=text_field(row, "adapter", "") or None,
     )
 
 

@@ -63,7 +63,8 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         limits: How much a request may have.
         access: Who may ask.
     """
-    metrics, names = Metrics(), Names(name)
+    adapters = engine.generator.adapters if isinstance(engine, AnswerEngine) else ()
+    metrics, names = Metrics(), Names(name, adapters)
     routes = [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 
     @asynccontextmanager
@@ -102,8 +103,9 @@ def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseR
         return JSONResponse({"object": "list", "data": names.listed()})
 
     async def model(request: Request) -> Response:
-        names.check(request.path_params["name"])
-        return JSONResponse(names.listed()[0])
+        asked = request.path_params["name"]
+        names.check(asked)
+        return JSONResponse(next(listed for listed in names.listed() if listed["id"] == asked))
 
     async def counts(_: Request) -> Response:
         if isinstance(engine, Backend):

@@ -52,10 +52,10 @@ class ChatRoutes:
         """A chat completion, whole or in pieces."""
         async with within_limit(self.limits):
             call = await to_thread.run_sync(read_chat, await request.body(), self.limits)
-            self.names.check(call.model)
+            adapter = self.names.chosen(call.model)
             begun_s = time.monotonic()
             question = await self._encoded(call.sample)
-            turn = _Turn(self, call, question, begun_s)
+            turn = _Turn(self, call, question, begun_s, adapter)
             if not call.is_streamed:
                 return JSONResponse(await turn.whole(request))
             return StreamingResponse(turn.pieces(request), 200, _STREAM_HEADERS, "text/event-stream")
@@ -112,11 +112,12 @@ class _Turn:
     call: ChatCall
     question: EncodedQuestion
     begun_s: float
+    adapter: str | None
     has_told: bool = False
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """The answer as one object."""
-        row = LiveAnswer(self.question, self.call.sampling, stop=self.call.stop)
+        row = LiveAnswer(self.question, self.call.sampling, stop=self.call.stop, adapter=self.adapter)
         answer = await result_of(self.routes.submitted(row), request, row.give_up)
         self.routes.told(self.question, answer)
         spoken = take_apart(answer.text, thinks=self._thinks(), calls=bool(self.call.sample.tools))
@@ -135,7 +136,7 @@ class _Turn:
         def tell(piece: str | None) -> None:
             loop.call_soon_threadsafe(told.put_nowait, piece)
 
-        row = LiveAnswer(self.question, self.call.sampling, tell, self.call.stop, PIECES_EVERY_S)
+        row = LiveAnswer(self.question, self.call.sampling, tell, self.call.stop, PIECES_EVERY_S, self.adapter)
         parts = SpokenPieces(thinks=self._thinks(), calls=bool(self.call.sample.tools))
         head = self._head("chat.completion.chunk")
         try:
@@ -190,7 +191,12 @@ class _Turn:
 
     def _head(self, kind: str) -> dict[str, Any]:
         head_id = f"chatcmpl-{uuid.uuid4().hex}"
-        return {"id": head_id, "object": kind, "created": int(time.time()), "model": self.routes.names.shown}
+        return {
+            "id": head_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.adapter or self.routes.names.shown,
+        }
 
     def _usage(self, answer: Answer) -> dict[str, int]:
         read, written = len(self.question.input_ids), len(answer.token_ids)

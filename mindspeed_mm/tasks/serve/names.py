@@ -11,9 +11,10 @@ from mindspeed_mm.tasks.serve.limits import RefusedError
 
 @dataclass(frozen=True)
 class Names:
-    """The model's name; a request that gives none means it."""
+    """The model's name, and those of its adapters; a request that gives none means the model without."""
 
     shown: str
+    adapters: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check(self, asked: str) -> None:
@@ -22,10 +23,23 @@ class Names:
         Raises:
             RefusedError: With the name of this one.
         """
-        if asked not in ("", self.shown):
-            message = f"there is no model '{asked[:100]}' here, only '{self.shown}'."
-            raise RefusedError(404, message, param="model", code="model_not_found")
+        self.chosen(asked)
+
+    def chosen(self, asked: str) -> str | None:
+        """The adapters that a request names; None: none.
+
+        Raises:
+            RefusedError: It names another model.
+        """
+        if asked in ("", self.shown):
+            return None
+        if asked in self.adapters:
+            return asked
+        known = ", ".join(f"'{name}'" for name in (self.shown, *self.adapters))
+        message = f"there is no model '{asked[:100]}' here, only {known}."
+        raise RefusedError(404, message, param="model", code="model_not_found")
 
     def listed(self) -> list[dict[str, Any]]:
         """As `/v1/models` lists them."""
-        return [{"id": self.shown, "object": "model", "created": self.created, "owned_by": "mindspeed-mm"}]
+        facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm"}
+        return [{"id": name, **facts} for name in (self.shown, *self.adapters)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,8 @@ class ServeRequest:
     """Questions, or samples of a generator, at a time."""
     lora: Path | None = None
     config: Path | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of adapters by the names that requests call them by, as a model of its own."""
     engine: str = OWN
     """Who answers: this package, or `vllm`."""
 
@@ -114,6 +116,8 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
         MMError: The folder is not a model.
     """
     is_generator = kind_of_path(request.model) is GENERATOR
+    if request.adapters and (is_generator or request.engine != OWN):
+        raise UsageError("only the package's own engine chooses adapters", key="--adapter", way_out="Use --lora.")
     if is_generator and request.engine != OWN:
         raise UsageError("pictures and clips are made here alone", key="--engine", way_out="Leave it out.")
     if is_generator:
@@ -123,7 +127,9 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config)
     if request.engine == OWN:
-        yield AnswerEngine(load_generator(source.folder, source.lora, view), most_rows=request.batch_size)
+        yield AnswerEngine(
+            load_generator(source.folder, source.lora, view, request.adapters), most_rows=request.batch_size
+        )
         return
     port = vllm.free_port()
     with vllm.running(vllm.command_of(source.folder, request.shown_name, port, view, source.lora), port) as backend:
