@@ -152,7 +152,11 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--vae-tiling", is_flag=True, help="Generators: decode large samples tile by tile, in less memory.")
 @click.option("--vae-slicing", is_flag=True, help="Generators: decode one sample of a batch at a time, in less memory.")
 @click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
-@click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
+@click.option(
+    "--lora",
+    type=PATH,
+    help="Folder or safetensors file of adapters to apply to the weights; of generators ComfyUI's and kohya's, too.",
+)
 @click.option(
     "--adapter",
     "adapters",

@@ -35,13 +35,14 @@ class ModelSource:
     transformer: Path | None = None
     """Folder of a generator's trained transformer, to be used instead of `folder / "transformer"`."""
     lora: Path | None = None
-    """A folder of adapters to be put beside the weights."""
+    """A folder of adapters to be put beside the weights, or a file of them."""
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that change when the files do (names, sizes, times of change)."""
         folders = [folder for folder in (self.folder, self.transformer, self.lora) if folder is not None]
         patterns = [f"{depth}{name}" for name in FOLDER_FILES for depth in ("", "*/")]
         files = [path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern))]
+        files += [self.lora] if self.lora is not None and self.lora.is_file() else []
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 

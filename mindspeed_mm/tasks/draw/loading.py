@@ -83,7 +83,8 @@ def load_lora(pipeline: Any, folder: Path) -> None:
 
     Args:
         pipeline: Of the model that they were trained on.
-        folder: With `pytorch_lora_weights.safetensors`.
+        folder: With `pytorch_lora_weights.safetensors`; or a safetensors file, by the names of diffusers, ComfyUI or
+            kohya's scripts, which diffusers translates.
 
     Raises:
         ModelFolderError: There are none, or they do not belong to this model.
@@ -96,7 +97,7 @@ def load_lora(pipeline: Any, folder: Path) -> None:
 
 
 def _load_lora(pipeline: Any, transformer: Any, folder: Path) -> None:
-    path = folder / DIFFUSERS_WEIGHTS
+    path = folder if folder.is_file() else folder / DIFFUSERS_WEIGHTS
     if not path.is_file():
         raise ModelFolderError(
             f"holds no {DIFFUSERS_WEIGHTS}",
@@ -107,15 +108,22 @@ def _load_lora(pipeline: Any, transformer: Any, folder: Path) -> None:
     _check_layers(transformer, path)
     try:
         with quiet("diffusers"):
-            files = {"weight_name": DIFFUSERS_WEIGHTS, "local_files_only": True}
+            files = {"weight_name": path.name, "local_files_only": True}
             if transformer is pipeline.transformer and hasattr(pipeline, "load_lora_weights"):
-                pipeline.load_lora_weights(str(folder), **files)
+                pipeline.load_lora_weights(str(path.parent), **files)
             else:  # some pipelines have no such door, and none for one of two; their transformers do
-                transformer.load_lora_adapter(str(folder), prefix="transformer", **files)
+                transformer.load_lora_adapter(str(path.parent), prefix="transformer", **files)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelFolderError(
             f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"
         ) from error
+    if not any(hasattr(module, "lora_A") for module in transformer.modules()):
+        raise ModelFolderError(
+            f"holds no adapter of a layer of {type(transformer).__name__}",
+            where=str(path),
+            key="--lora",
+            way_out="Name a file for this model, by the names of diffusers, ComfyUI or kohya's scripts.",
+        )
 
 
 def _check_layers(transformer: nn.Module, path: Path) -> None:

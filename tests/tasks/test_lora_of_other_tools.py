@@ -1,0 +1,77 @@
+"""Adapters of generators by the names of ComfyUI and of kohya's scripts sample as the weights with them merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.tasks.draw.loading import load_sampler
+from mindspeed_mm.tasks.model_source import ModelSource
+from tests.helpers.runs import mm
+from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
+
+RANK, ALPHA = 2, 1.0
+CPU = torch.device("cpu")
+
+
+def written(path: Path, name: str, ends: tuple[str, str], shape: tuple[int, int]) -> torch.Tensor:
+    """A file with one adapter; returns what it adds to the weight."""
+    draw = torch.Generator().manual_seed(1)
+    down, up = torch.randn(RANK, shape[1], generator=draw), torch.randn(shape[0], RANK, generator=draw)
+    save_file({name + ends[0]: down, name + ends[1]: up, f"{name}.alpha": torch.tensor(ALPHA)}, path)
+    return ALPHA / RANK * up @ down
+
+
+CASES: dict[str, tuple[Callable[..., Path], str, tuple[str, str], str, int]] = {
+    "Wan, ComfyUI": (make_tiny_wan, "diffusion_model.blocks.0.self_attn.q", (".lora_A.weight", ".lora_B.weight"),
+                     "blocks.0.attn1.to_{}", 1),
+    "FLUX, kohya": (make_tiny_flux, "lora_unet_double_blocks_0_img_attn_qkv", (".lora_down.weight", ".lora_up.weight"),
+                    "transformer_blocks.0.attn.to_{}", 3),
+}  # fmt: skip
+"""Case → its model, the layer's name in the file, the ends of its halves, the layers in diffusers, how many are one."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_they_sample_as_merged_weights(name: str, tmp_path: Path) -> None:
+    make, layer, ends, own, fused = CASES[name]
+    folder, file = make(tmp_path / "model"), tmp_path / "other.safetensors"
+    adapter = find_adapter(folder)
+    plain = load_sampler(adapter, ModelSource(folder), CPU).pipeline.transformer
+    targets = [plain.get_submodule(own.format(letter)) for letter in "qkv"[:fused]]
+    width, taken = targets[0].weight.shape
+    delta = written(file, layer, ends, (fused * width, taken))
+    given = load_sampler(adapter, ModelSource(folder, lora=file), CPU).pipeline.transformer
+    for target, part in zip(targets, delta.chunk(fused), strict=True):
+        beside = given.get_submodule(next(n for n, m in plain.named_modules() if m is target))
+        tokens = torch.randn(3, taken)
+        expected = tokens @ (target.weight + part).T + target.bias
+        torch.testing.assert_close(beside(tokens), expected, rtol=1e-4, atol=1e-5)
+        assert (beside(tokens) - target(tokens)).abs().max() > 1e-3
+
+
+def test_a_file_of_them_is_sampled_with(tmp_path: Path) -> None:
+    folder, file = make_tiny_flux(tmp_path / "model"), tmp_path / "other.safetensors"
+    _, layer, ends, _, _ = CASES["FLUX, kohya"]
+    width = find_adapter(folder).transformer_config
+    size = width["num_attention_heads"] * width["attention_head_dim"]
+    written(file, layer, ends, (3 * size, size))
+    words = ("infer", folder, "--prompt", "a", "--size", "16x16", "--steps", 1)
+    for option, out in ((), "without"), (("--lora", file), "with"):
+        said = mm(*words, *option, "--out", tmp_path / out)
+        assert said.code == 0, said.err
+    pictures = [next((tmp_path / out).glob("*.png")).read_bytes() for out in ("without", "with")]
+    assert pictures[0] != pictures[1]
+
+
+def test_a_file_for_another_model_is_refused(tmp_path: Path) -> None:
+    folder, file = make_tiny_flux(tmp_path / "model"), tmp_path / "other.safetensors"
+    written(file, "diffusion_model.nobody.q", (".lora_A.weight", ".lora_B.weight"), (8, 8))
+    with pytest.raises(ModelFolderError, match=r"no adapter of a layer|do not belong to this model"):
+        load_sampler(find_adapter(folder), ModelSource(folder, lora=file), CPU)
