@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import RunFolder, atomic_write_text, make_writable_folder
-from mindspeed_mm.core.errors import ConfigError, MachineError, UsageError
+from mindspeed_mm.core.errors import ConfigError, MachineError, MMError, UsageError
 from mindspeed_mm.core.folder_kinds import (
     EXPORT_PLACES,
     MARKER,
@@ -89,6 +91,43 @@ def mark_run_folder(folder: Path) -> None:
     except FileNotFoundError:  # another rank, under the same number on another host, was first
         if not is_run(folder):
             raise
+
+
+def folders_to_make(folder: Path | None) -> list[Path]:
+    """The folder and those above it that do not exist yet, the deepest first."""
+    return [] if folder is None else [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+
+
+@contextmanager
+def leaving_no_unbegun_run(folder: Path | None) -> Iterator[None]:
+    """A run folder that is made inside goes away again where a refusal ends the body before the run has begun."""
+    made = folders_to_make(folder)
+    try:
+        yield
+    except MMError:
+        clear_unbegun_run(made)
+        raise
+
+
+def clear_unbegun_run(made: Sequence[Path]) -> None:
+    """Remove a run folder that holds nothing but what is written before a run begins: its marker, its log and notes.
+
+    Args:
+        made: What `folders_to_make` said before; what was there already, and what anything else is in, stays.
+    """
+    if not made or not is_run(made[0]):
+        return
+    run = RunFolder(made[0])
+    early = {MARKER, run.log.name, run.events.name}
+    with suppress(OSError):  # ranks of one job do so at the same time
+        if {path.name for path in run.path.iterdir()} <= early:
+            for path in (*run.log.glob("*"), run.events):
+                path.unlink(missing_ok=True)
+            if run.log.is_dir():
+                run.log.rmdir()
+            (run.path / MARKER).unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
 
 
 def _refuse_foreign(target: Path, config: Path | None) -> None:

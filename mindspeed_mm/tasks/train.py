@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.core.errors import CollectedErrors, ExitCode, MMError
+from mindspeed_mm.core.run_ownership import clear_unbegun_run, folders_to_make, leaving_no_unbegun_run
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder, ranks_of_job
@@ -41,7 +44,8 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
         # Imported here: everything above answers a wrong YAML before torch is loaded.
         from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 
-        with config.told_as_own():
+        with config.told_as_own(), leaving_no_unbegun_run(_save_folder(config)):
+            _check_inputs(config)
             trainer = Trainer(config, TrainOptions(**options))
             trainer.train()
     return TrainOutcome(trainer.iteration, int(ExitCode.OK), config.arguments.training.save)
@@ -79,9 +83,41 @@ def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: 
         from mindspeed_mm.fsdp.train.run.start_checks import check_config
 
         check_config(config)
+        _check_inputs(config)
     from mindspeed_mm.tasks.launch.launcher import launch
 
-    return launch(nproc, ["train", str(config_path), *overrides, *options], config.arguments.training.save)
+    made = folders_to_make(_save_folder(config))
+    code = launch(nproc, ["train", str(config_path), *overrides, *options], config.arguments.training.save)
+    if code in (ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DATA):
+        clear_unbegun_run(made)
+    return code
+
+
+def _save_folder(config: ResolvedConfig) -> Path | None:
+    save = config.arguments.training.save
+    return Path(save) if save else None
+
+
+def _check_inputs(config: ResolvedConfig) -> None:
+    """Where a model's folder is missing and the rows cannot be opened, raise for both at once: either would be refused
+    later, the one without the other."""
+    arguments = config.arguments
+    missing = [
+        error
+        for error in check_paths(arguments, config.path)
+        if error.problems[0].key.startswith(("model.", "data.dataset_param."))
+    ]
+    if not missing:
+        return
+    from mindspeed_mm.fsdp.data import build_mm_dataset  # seconds to import
+
+    try:
+        build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
+    except MMError as error:
+        known = {each.problems[0].key for each in missing}
+        errors = CollectedErrors()
+        errors.errors = [*missing, *([] if error.problems[0].key in known else [error])]
+        errors.raise_all(f"{config.path}: {len(errors.errors)} problems")
 
 
 def tell_launcher(error: Exception) -> bool:

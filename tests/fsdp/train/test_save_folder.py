@@ -14,7 +14,7 @@ from mindspeed_mm import api
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.folder_kinds import MARKER, is_run
-from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
+from mindspeed_mm.core.run_ownership import check_run_folder, clear_unbegun_run, mark_run_folder
 from tests.helpers.kills import everything
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
@@ -193,3 +193,27 @@ def test_checkpoints_copied_from_elsewhere_are_a_run(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001" / "MANIFEST.json").write_text('{"format": "mindspeed-mm-checkpoint"}')
     (tmp_path / "metrics.jsonl").touch()
     check_run_folder(tmp_path)
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_a_refused_start_names_model_and_rows_and_leaves_nothing(yaml: Path, tmp_path: Path, nproc: int | None) -> None:
+    words = [f"--nproc={nproc}"] if nproc else []
+    rows = "data.dataset_param.basic_parameters.dataset=none.jsonl"
+    save = f"training.save={tmp_path / 'runs' / 'mine'}"
+    ended = mm("train", yaml, *words, save, "model.model_name_or_path=no/model", rows)
+    assert (ended.code, "2 problems" in ended.err) == (4, True)
+    assert "'no/model' does not exist" in ended.err and "none.jsonl" in ended.err
+    ended = mm("check", yaml, save, "model.model_name_or_path=no/model", rows)
+    assert "'no/model' does not exist" in ended.out + ended.err and "none.jsonl" in ended.out + ended.err
+    assert mm("train", yaml, save, rows).code == 4  # refused where rows are read: the folder is there by then
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_start_leaves_what_was_there(yaml: Path, tmp_path: Path) -> None:
+    rows = "data.dataset_param.basic_parameters.dataset=none.jsonl"
+    assert mm("train", yaml, f"training.save={tmp_path}", rows).code == 4
+    assert tmp_path.is_dir()
+    mark_run_folder(tmp_path / "mine")
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    clear_unbegun_run([tmp_path / "mine"])
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine" and is_run(tmp_path / "mine")
