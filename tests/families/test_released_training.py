@@ -32,6 +32,7 @@ DEFAULT = ("qwen3vl", "qwen3_moe", "llava")
 """Of the default run; the others are slow ones."""
 ALONE = ("llava", "chameleon")
 """Of the default run where one rank of two has a picture."""
+WITH_CLIPS = ("qwen2_5vl", "qwen3vl", "qwen3omni", "internvl", "llava_onevision", "gemma4", "minimax_m3_vl")
 HEARING = ("whisper", "funasr")
 """They have nothing to say without a sound."""
 LR = 1e-3
@@ -111,6 +112,19 @@ def test_two_shards_equal_one_process(name: str, root: Path) -> None:
         words += [f"data.dataset_param.basic_parameters.dataset={rows}"]
     expected = steps_of(str(yaml), words)
     assert len(expected) == 3
+    for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"], timeout_s=120):
+        compare_steps(expected, measured, BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CLIPS)
+def test_two_shards_with_clips_equal_one_process(name: str, root: Path) -> None:
+    """Pictures and clips go through one tower: both on one rank, or one on each."""
+    yaml = run_of(root, name)
+    rows = write_uneven_rows(yaml.parent / "clips", ("image", "video"))
+    basic = "data.dataset_param.basic_parameters"
+    words = ["training.train_iters=3", f"{basic}.dataset={rows}", f"{basic}.dataset_dir={rows.parent}"]
+    expected = steps_of(str(yaml), words)
     for measured in run_ranks(2, steps_of, str(yaml), [*words, "training.micro_batch_size=1"], timeout_s=120):
         compare_steps(expected, measured, BOUND)
 

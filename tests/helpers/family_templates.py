@@ -188,6 +188,13 @@ LLAVA = """\
 {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif -%}
 """
 
+_TEXT_OF_LLAVA = "{%- for part in message.content | selectattr('type', 'equalto', 'text')"
+LLAVA_ONEVISION = LLAVA.replace(
+    _TEXT_OF_LLAVA,
+    "{%- for part in message.content | selectattr('type', 'equalto', 'video') %}{{ '<video>\\n' }}{% endfor -%}\n"
+    + _TEXT_OF_LLAVA,
+)
+
 GEMMA3 = """\
 {{- bos_token -}}
 {%- if messages[0].role == 'system' -%}

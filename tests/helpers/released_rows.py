@@ -33,6 +33,7 @@ from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_funasr import build_processor
 from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
+from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_sounds import sound_bytes, tone
@@ -235,7 +236,11 @@ def _sound(folder: Path, number: int) -> str:
     return f"{number}.wav"
 
 
-_MEDIA = {"image": _picture, "audio": _sound}
+def _clip(folder: Path, number: int) -> str:
+    return write_video(folder / f"{number}.mp4", range(40, 160, 15), fps=4).name
+
+
+_MEDIA = {"image": _picture, "audio": _sound, "video": _clip}
 
 
 def write_run(row: Row | WrittenRow, folder: Path, **sections: Config) -> Path:

@@ -45,11 +45,11 @@ def llava_onevision_processor() -> Any:
     )
     return transformers.LlavaOnevisionProcessor(
         images,
-        byte_tokenizer(_SPECIAL | {"video_token": "<video>"}, templates.LLAVA),
+        byte_tokenizer(_SPECIAL | {"video_token": "<video>"}, templates.LLAVA_ONEVISION),
         transformers.LlavaOnevisionVideoProcessor(size={"height": 16, "width": 16}),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
-        chat_template=templates.LLAVA,
+        chat_template=templates.LLAVA_ONEVISION,
     )
 
 
