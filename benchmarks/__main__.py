@@ -32,6 +32,7 @@ NAMES = (
     "features",
     "chunk_loss",
     "optimizer_states",
+    "answers",
     "serving",
     "accelerator",
 )

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.bare_answers WHO MODEL ROWS`: answers to questions about pictures; prints its seconds.
+
+WHO is `ours`, what `mm infer` does once its model is loaded; `bare`, transformers' processor and `generate` in batches;
+or `single`, the same one row at a time. Reading, decoding and writing are part of all three. `make MODEL FOLDER` writes
+the model with larger weights, whose answers depend on what it sees.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TOKENS, BATCH = 16, 32
+
+
+def ours(model: Path, rows: Path) -> tuple[float, list[str]]:
+    """By the package."""
+    from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
+    from mindspeed_mm.tasks.answer.choosing import Sampling
+    from mindspeed_mm.tasks.answer.generation import load_generator
+    from mindspeed_mm.tasks.answer.questions import read_questions
+
+    generator = load_generator(model)
+
+    def answered(data: Path, out: Path) -> list[str]:
+        questions = read_questions(data, needs_answers=False)
+        answers, media = AnswerFile(out, "benchmark"), generator.encoder.media(data.parent)
+        greedy = Sampling(TOKENS, temperature=0)
+        for batch in answer_all(generator, questions, media, sampling=greedy, batch_size=BATCH):
+            answers.append(batch)
+        answers.sort()
+        return [answers.records[row]["answer"] for row in sorted(answers.records)]
+
+    return timed(answered, rows)
+
+
+def plain(model: Path, rows: Path, batch_size: int) -> tuple[float, list[str]]:
+    """By transformers alone."""
+    from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+    prepare_for_transformers()
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    loaded = AutoModelForImageTextToText.from_pretrained(model).eval()
+
+    def answered(data: Path, out: Path) -> list[str]:
+        asked = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+        said: list[str] = []
+        for first in range(0, len(asked), batch_size):
+            batch = asked[first : first + batch_size]
+            pictures = [[Image.open(data.parent / row["images"][0]).convert("RGB")] for row in batch]
+            texts = [processor.apply_chat_template(turns(row), add_generation_prompt=True) for row in batch]
+            inputs = processor(text=texts, images=pictures, padding=True, padding_side="left", return_tensors="pt")
+            with torch.inference_mode():
+                ids = loaded.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+            said += processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        out.write_text("".join(json.dumps({"answer": text}) + "\n" for text in said), encoding="utf-8")
+        return [text.strip() for text in said]
+
+    return timed(answered, rows)
+
+
+def make(model: Path, folder: Path) -> None:
+    """Write the model with larger weights."""
+    import shutil
+
+    from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+    prepare_for_transformers()
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    loaded = AutoModelForImageTextToText.from_pretrained(model)
+    with torch.no_grad():
+        for weight in loaded.parameters():
+            if weight.dim() > 1:
+                weight.mul_(8)
+    loaded.save_pretrained(folder)
+
+
+def turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row's question as a chat template takes it."""
+    text = row["messages"][0]["content"].replace("<image>", "")
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def timed(answered: Any, rows: Path) -> tuple[float, list[str]]:
+    """Process seconds of the second time: foreign load does not count, nor what happens once."""
+    with tempfile.TemporaryDirectory() as folder:
+        answered(rows, Path(folder) / "first.jsonl")
+        begun_s = time.process_time()
+        said = answered(rows, Path(folder) / "second.jsonl")
+        return time.process_time() - begun_s, said
+
+
+def main(who: str, model: str, rows: str) -> None:
+    """Print seconds and answers."""
+    if who == "make":
+        make(Path(model), Path(rows))
+        return
+    do = {"ours": ours, "bare": lambda m, r: plain(m, r, BATCH), "single": lambda m, r: plain(m, r, 1)}
+    seconds, said = do[who](Path(model), Path(rows))
+    print(json.dumps({"seconds": seconds, "answers": said}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
