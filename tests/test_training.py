@@ -285,7 +285,7 @@ if __name__ == "__main__":
 
 
 @alone
-@pytest.mark.parametrize("kind", ["vlm", "transformers", "per token"])
+@pytest.mark.parametrize("kind", ["vlm", pytest.param("transformers", marks=pytest.mark.slow), "per token"])
 def test_scripts_in_the_manner_of_mindspeed_mm(tmp_path: Path, kind: str) -> None:
     yaml = make_tiny_run(tmp_path, training={"train_iters": 2})
     settings = load_with_plugins(yaml).arguments.data.model_dump(mode="json", exclude_unset=True)
@@ -315,7 +315,13 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(("bug", "code", "last"), [(False, 2, "--lrr  unknown flag."), (True, 1, "ZeroDivisionError")])
+@pytest.mark.parametrize(
+    ("bug", "code", "last"),
+    [
+        (False, 2, "--lrr  unknown flag."),
+        pytest.param(True, 1, "ZeroDivisionError", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_of_ones_own_ends_by_its_error(tmp_path: Path, bug: bool, code: int, last: str) -> None:
     script = tmp_path / "own.py"
     script.write_text(OWN.format(bug=bug))

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.provider.live import LIVE
-from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
+from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.helpers.distributed import run_ranks
@@ -121,6 +121,31 @@ def test_a_changed_section_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         build_mm_dataloader([], JsonSection({"shuffle": False}))
     with pytest.raises(ConfigError, match="no training is under way"):
         build_mm_dataloader([], JsonSection({"shuffle": True}))
+
+
+def whole_flow(config: str) -> list[list[Any]]:
+    """By the YAML, then with a model, data, a forward step and a loss of one's own, per token; in fp64."""
+    words = ("parallel.fsdp_plan.param_dtype=fp64", "training.clip_grad=0", "training.gradient_accumulation_steps=2")
+    by_yaml, recorder = steps(config, words, None), StepRecorder()
+    resolved = load_with_plugins(Path(config), ["training.train_iters=3", *words])
+    callbacks = Callbacks(model_provider, suite_loader, forward_step)
+    ProviderTrainer(resolved, callbacks, ProviderOptions(per_token=True), hooks=[recorder]).train()
+    return [by_yaml, recorder.steps]
+
+
+def test_the_call_flow_on_two_ranks_gives_the_yaml_s_numbers(tmp_path: Path) -> None:
+    """Document 003's: every function is the caller's."""
+    for by_yaml, own in run_ranks(2, whole_flow, str(make_tiny_run(tmp_path)), timeout_s=150):
+        assert len(by_yaml) == len(own) == 3
+        for one, other in zip(by_yaml, own, strict=True):
+            assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-9)
+            assert one["gradients"].keys() == other["gradients"].keys() != set()
+            gaps = {
+                name: float((value - other["gradients"][name]).abs().max())
+                for name, value in one["gradients"].items()
+                if value is not None
+            }
+            assert max(gaps.values()) < 1e-7, gaps
 
 
 @pytest.mark.slow
