@@ -32,7 +32,7 @@ PLANS = {
     "ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES)), "tensor": (2, (TENSOR,)),
 }  # fmt: skip
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
-SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana"))
+SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana") and not name.endswith("_replace"))
 SPLIT = tuple(name for name in FAMILIES if name not in ("lumina2", "z_image", "sana_video"))
 """The tiny Lumina has one head of keys, and the tiny Z-Image an odd number of features."""
 BY_DEFAULT = {"tensor": ("flux2", "sd3"), "ring": ("qwen_image", "wan2_2_5b_ti2v"), "ulysses": ("hunyuan_video",)}
@@ -100,11 +100,18 @@ def test_masks_that_are_not_understood_are_refused(mask: torch.Tensor) -> None:
         sample.key_mask(("image",), mask)
 
 
-@pytest.mark.parametrize("name", ["sana", pytest.param("sana_video", marks=pytest.mark.slow)])
-def test_convolutions_over_tokens_are_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sana", "its feed-forward layers are convolutions"),
+        pytest.param("sana_video", "its feed-forward layers are convolutions", marks=pytest.mark.slow),
+        ("hunyuan_video_i2v_replace", "its blocks count the tokens of the first frame"),
+    ],
+)
+def test_samples_that_cannot_be_spread_are_refused(name: str, reason: str, tmp_path: Path) -> None:
     said = mm("check", make_run(name, tmp_path, SIDE), RING, "--nproc", 2)
     assert said.code != 0
-    assert "cannot spread a sample over ranks: its feed-forward layers are convolutions" in said.err + said.out
+    assert f"cannot spread a sample over ranks: {reason}" in said.err + said.out
 
 
 @pytest.mark.parametrize(

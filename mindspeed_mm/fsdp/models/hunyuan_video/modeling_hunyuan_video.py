@@ -90,6 +90,13 @@ class HunyuanVideoAdapter(DiffusionAdapter):
     def _condition(self) -> str | None:
         return str(self.transformer_config.get("image_condition_type")) if self.task == "i2v" else None
 
+    def check(self) -> None:
+        """Also says what cannot be spread over ranks."""
+        super().check()
+        if self._condition == "token_replace":
+            why = "its blocks count the tokens of the first frame, which is given, from the front"
+            vars(self).update(sample_plan=None, whole_because=why)
+
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, with condition and mask where they stand behind; widths of the text encoders."""
         of_text, of_clip = (self.component_config(name) for name in ("text_encoder", "text_encoder_2"))
