@@ -20,7 +20,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import mm
-from tests.helpers.tiny_generator_families import FAMILIES
+from tests.helpers.tiny_generator_families import FAMILIES, smaller_pictures
 
 TOLERANCE = 1e-6
 """Some families turn positions in fp32."""
@@ -50,7 +50,7 @@ def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:
 
 def steps_of(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
     """Name → its recorded steps, on this rank."""
-    with keeping_double():
+    with keeping_double(), smaller_pictures():
         return {name: train_steps(yaml, [*FP64, "training.micro_batch_size=2", *words]) for name, yaml in yamls.items()}
 
 
