@@ -58,7 +58,7 @@ SEQUENCES = (
     Refusal(
         "fewer tokens than ranks",
         (f"{RING}=32",),
-        "a sample of 16 tokens cannot be spread over 32 ranks",
+        "a sample of 16 tokens (image) cannot be spread over 32 ranks",
         RING,
         DATA,
         ranks=32,
