@@ -44,10 +44,10 @@ CASES = {
     "tp2, whole tower": Case("pictures", 2, 1, 8, (TP, WHOLE_TOWER, RECOMPUTE)),
     "ring2, whole media": Case("pictures", 2, 1, 2, (RING, *WHOLE_MEDIA)),
     "dp2, tower ulysses2": Case("pictures", 2, 2, 4, (BALANCE, TEAM_ULYSSES)),
-    "balance, dp2 × tp2, whole tower": Case("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
     "balance, dp2 × ulysses2, whole media": Case("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
 }
 SLOW = {
+    "balance, dp2 × tp2, whole tower": Case("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
     "balance, dp2 × tp2": Case("pictures", 4, 2, 2, (BALANCE, TP)),
     "balance, dp2 × ring2": Case("pictures", 4, 2, 4, (BALANCE, RING)),
     "balance, dp2, recompute": Case("videos", 2, 2, 2, (BALANCE, RECOMPUTE)),
