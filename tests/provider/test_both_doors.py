@@ -163,7 +163,7 @@ SPREADS = {
         4,
     ),
 }
-DEFAULT = {("Wan", "FSDP2"), ("Qwen2.5-VL", "PP2")}
+DEFAULT = {("Qwen2.5-VL", "PP2")}
 """Run each time; the others are slow."""
 
 
