@@ -19,10 +19,10 @@ TOKENS, BATCH = 16, 32
 
 def ours(model: Path, rows: Path) -> tuple[float, list[str]]:
     """By the package."""
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+    from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
     from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
-    from mindspeed_mm.tasks.answer.choosing import Sampling
     from mindspeed_mm.tasks.answer.generation import load_generator
-    from mindspeed_mm.tasks.answer.questions import read_questions
 
     generator = load_generator(model)
 

@@ -84,11 +84,11 @@ def direct(model: Path, rows: Path, clients: int, requests: int) -> dict[str, An
     from concurrent.futures import ThreadPoolExecutor
 
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-    from mindspeed_mm.tasks.answer.choosing import Sampling
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+    from mindspeed_mm.fsdp.sampling.answers.live import LiveAnswer
+    from mindspeed_mm.fsdp.sampling.answers.questions import ask as question_about
     from mindspeed_mm.tasks.answer.engine import AnswerEngine
     from mindspeed_mm.tasks.answer.generation import load_generator
-    from mindspeed_mm.tasks.answer.live import LiveAnswer
-    from mindspeed_mm.tasks.answer.questions import ask as question_about
 
     engine = AnswerEngine(load_generator(model))
     media = engine.generator.encoder.media(rows.parent)

@@ -313,8 +313,8 @@ def evaluate(
             )
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
+        from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
         from mindspeed_mm.tasks.evaluate import evaluate as task
-        from mindspeed_mm.tasks.evaluate.scoring import Comparison
 
         shown["comparison"] = Comparison(metric, ignore_case, ignore_punctuation)
         return task.run(

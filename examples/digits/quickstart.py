@@ -128,8 +128,8 @@ class Quickstart:
     def compare_with_transformers(self) -> None:
         """The exported folder must say the same, token for token, without this project's code."""
         from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+        from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
         from mindspeed_mm.tasks.answer.generation import load_generator
-        from mindspeed_mm.tasks.answer.questions import read_questions
 
         questions = read_questions(self.test_rows, needs_answers=True)[:COMPARED_ROWS]
         batches = load_generator(self.folder / "hf").answer(

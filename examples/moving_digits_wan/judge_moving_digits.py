@@ -27,7 +27,7 @@ from PIL import Image
 from scans import NAMES, SIDE, Scan, generators_scans, load_scans, split_scans
 
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
-from mindspeed_mm.tasks.evaluate.scoring import score
+from mindspeed_mm.fsdp.sampling.answers.scoring import score
 
 JITTER = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))
 """Windows around a digit may be a pixel off; the judges learn that."""

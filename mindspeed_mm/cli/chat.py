@@ -81,8 +81,8 @@ def command(
 
     if kind_of_path(model) is GENERATOR:
         raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.tasks.answer import conversation  # torch: the help does without
-    from mindspeed_mm.tasks.answer.choosing import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     chat = conversation.begin(model, sampling, system=system, lora=lora, config=config)

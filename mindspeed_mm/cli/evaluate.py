@@ -133,7 +133,8 @@ def command(
         return
     if data is None:
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
-    from mindspeed_mm.tasks.evaluate import evaluate, scoring  # torch: the help does without
+    from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
+    from mindspeed_mm.tasks.evaluate import evaluate
 
     result = evaluate.run(
         model,
@@ -144,7 +145,7 @@ def command(
         media_dir=media_dir,
         lora=lora,
         config=config,
-        comparison=scoring.Comparison(metric or "exact", ignore_case, ignore_punctuation),
+        comparison=Comparison(metric or "exact", ignore_case, ignore_punctuation),
     )
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))

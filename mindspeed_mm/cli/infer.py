@@ -310,10 +310,10 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
         raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
     check_choice(options)
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train
     from mindspeed_mm.tasks.answer import infer  # torch: the help does without
-    from mindspeed_mm.tasks.answer.choosing import Sampling
     from mindspeed_mm.tasks.launch.launcher import launch
 
     if data is not None and starts_ranks(options["nproc"]):

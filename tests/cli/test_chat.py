@@ -13,9 +13,9 @@ from PIL import Image
 
 from mindspeed_mm.cli.chat import COMMANDS, command, obey
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.tasks.answer.conversation import begin
-from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 5

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.utils.processor import load_processor
-from mindspeed_mm.tasks.answer.questions import read_questions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 

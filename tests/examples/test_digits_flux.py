@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.tasks.evaluate.scoring import Score, score
+from mindspeed_mm.fsdp.sampling.answers.scoring import Score, score
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_flux"
 if str(EXAMPLE) not in sys.path:

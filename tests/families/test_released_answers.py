@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.models.loading.part import trained_config
-from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.released_layouts import class_of
 from tests.helpers.released_rows import ANSWERING, ROWS, write_rows
 from tests.helpers.runs import mm

@@ -14,12 +14,12 @@ from scipy.stats import binomtest
 from mindspeed_mm.cli.evaluate import command
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
+from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, score, wilson_interval
 from mindspeed_mm.tasks.answer.answering import AnswerProgress
-from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.questions import read_questions
 from mindspeed_mm.tasks.evaluate import evaluate
-from mindspeed_mm.tasks.evaluate.scoring import Comparison, score, wilson_interval
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mindspeed_mm
-from mindspeed_mm.tasks.answer.questions import read_questions
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run

@@ -12,10 +12,10 @@ import pytest
 
 import mindspeed_mm
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import ask
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import ask
+from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, bootstrap_interval
 from mindspeed_mm.tasks.evaluate import evaluate
-from mindspeed_mm.tasks.evaluate.scoring import Comparison, ErrorRate, Outcome, bootstrap_interval
 from mindspeed_mm.tasks.report import page
 from tests.helpers.runs import mm
 

@@ -21,12 +21,14 @@ from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelF
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.sampling.answers import asking
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
 from mindspeed_mm.tasks import model_source
-from mindspeed_mm.tasks.answer import asking, infer
-from mindspeed_mm.tasks.answer.choosing import Sampling
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
-from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
-from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
+from mindspeed_mm.tasks.answer import infer
+from mindspeed_mm.tasks.answer.generation import load_generator
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TOKENS = 6

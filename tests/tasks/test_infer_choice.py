@@ -17,12 +17,13 @@ import torch
 from openai import OpenAI
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import ask, read_questions
 from mindspeed_mm.tasks.answer import infer
-from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator, load_model
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import ask, read_questions
+from mindspeed_mm.tasks.answer.generation import load_generator, load_model
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3

@@ -14,12 +14,13 @@ from PIL import Image
 
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import LiveAnswer, TextPieces
+from mindspeed_mm.fsdp.sampling.answers.questions import ask
+from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart, words_of
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
-from mindspeed_mm.tasks.answer.live import LiveAnswer, TextPieces
-from mindspeed_mm.tasks.answer.questions import ask
-from mindspeed_mm.tasks.answer.spoken import SpokenPieces, take_apart, words_of
+from mindspeed_mm.tasks.answer.generation import load_generator
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 WAIT_S = 60

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mindspeed_mm.cli.report import command
 from mindspeed_mm.core.errors import DataError, UsageError
-from mindspeed_mm.tasks.evaluate.scoring import score
+from mindspeed_mm.fsdp.sampling.answers.scoring import score
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report.charts import smoothed, thinned
 from mindspeed_mm.tasks.report.data import choose_samples, read_run

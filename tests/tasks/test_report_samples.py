@@ -17,8 +17,8 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.sampling.answers.scoring import score
 from mindspeed_mm.fsdp.utils.media_files import write_media
-from mindspeed_mm.tasks.evaluate.scoring import score
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report import samples as report_samples
 from mindspeed_mm.tasks.report.media import MOST_FRAMES, load, show

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.tasks import train as training
 from mindspeed_mm.tasks.answer import infer
-from mindspeed_mm.tasks.answer.asking import QuestionEncoder, rows_view
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model

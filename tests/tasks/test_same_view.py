@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.tasks.answer.asking import QuestionEncoder
-from mindspeed_mm.tasks.answer.questions import question_of
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.questions import question_of
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.helpers.tiny_more_processors import MORE
 from tests.helpers.tiny_processors import FAMILIES

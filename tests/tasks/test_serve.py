@@ -16,9 +16,10 @@ import torch
 from openai import OpenAI
 from PIL import Image
 
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
-from mindspeed_mm.tasks.answer.live import Answer
+from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.serve import chat
 from mindspeed_mm.tasks.serve.app import Access
 from tests.helpers.served import NAME, served
@@ -170,7 +171,7 @@ def test_files_of_the_folder_and_data_are_one(client: OpenAI, media: Path, named
 
 def test_videos(client: OpenAI, media: Path, generator: Generator) -> None:
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-    from mindspeed_mm.tasks.answer.questions import ask
+    from mindspeed_mm.fsdp.sampling.answers.questions import ask
 
     part: Any = {"type": "video_url", "video_url": {"url": data_uri(media / "walk.mp4", "video/mp4")}}
     turn: Any = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}

@@ -140,7 +140,7 @@ def test_clips(tmp_path: Path) -> None:
 
 def test_transcripts(tmp_path: Path) -> None:
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-    from mindspeed_mm.tasks.answer.questions import ask
+    from mindspeed_mm.fsdp.sampling.answers.questions import ask
 
     generator = load_generator(make_whisper(tmp_path))
     sounds = [sound_bytes(tone(0.5, 16000, hertz), 16000) for hertz in (220.0, 1760.0, 660.0)]

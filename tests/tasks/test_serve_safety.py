@@ -24,8 +24,9 @@ from openai import OpenAI
 from PIL import Image
 
 from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
+from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.serve.app import Access
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.serve import ServeRequest, check_access, listen

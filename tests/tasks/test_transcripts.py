@@ -14,10 +14,10 @@ import torch
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from mindspeed_mm.tasks.answer.asking import QuestionEncoder
-from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.packed_more_families import OMNI3
 from tests.helpers.runs import mm
 from tests.helpers.tiny_processors import MEL_BINS, build_processor

@@ -13,10 +13,10 @@ from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks.answer.choosing import Sampling
-from mindspeed_mm.tasks.answer.generation import Generator
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
 
 _LINE_START = '{"row": '
 QUIET_S = 5.0

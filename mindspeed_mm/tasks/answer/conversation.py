@@ -12,10 +12,11 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLocation, Sample
-from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.choosing import Sampling
-from mindspeed_mm.tasks.answer.generation import Generator, load_generator
-from mindspeed_mm.tasks.answer.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 
 _COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}

@@ -14,8 +14,8 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
-from mindspeed_mm.tasks.answer.generation import Generator
-from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 
 
 class AnswerEngine:

@@ -12,12 +12,12 @@ from mindspeed_mm.core.file_writing import check_output_file, check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
-from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 
 _WAIT_S = 7 * 24 * 3600.0

@@ -31,11 +31,11 @@ from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_cl
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.utils.host_memory import available_bytes
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.asking import QuestionEncoder
-from mindspeed_mm.tasks.answer.questions import ask
 from mindspeed_mm.tasks.convert.agreement import Agreement
 from mindspeed_mm.tasks.convert.used_weights import UsedWeights
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.file_writing import any_of, check_output_file, first_line_has, is_object_of
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions
+from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, Score
+from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.tasks.answer.answering import answer_all
-from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import Question, read_questions
-from mindspeed_mm.tasks.answer.spoken import words_of
-from mindspeed_mm.tasks.evaluate.scoring import Comparison, ErrorRate, Outcome, Score
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 RESULTS = "results.json"

@@ -23,6 +23,8 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.answers.questions import DEFAULT_TASK, text_field, with_way_to_columns
 from mindspeed_mm.fsdp.train.row_losses import (
     LossModel,
     RowLeftOut,
@@ -33,10 +35,9 @@ from mindspeed_mm.fsdp.train.row_losses import (
 )
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.tasks.answer.answering import AnswerProgress
-from mindspeed_mm.tasks.answer.asking import RowsView, rows_view
 from mindspeed_mm.tasks.answer.generation import load_model
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
-from mindspeed_mm.tasks.answer.questions import DEFAULT_TASK, text_field, with_way_to_columns
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 

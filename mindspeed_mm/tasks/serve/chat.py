@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
-from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.questions import ask
+from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
-from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
-from mindspeed_mm.tasks.answer.questions import ask
-from mindspeed_mm.tasks.answer.spoken import SpokenPieces, take_apart
 from mindspeed_mm.tasks.serve.chat_request import ChatCall, read_chat
 from mindspeed_mm.tasks.serve.form import read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError

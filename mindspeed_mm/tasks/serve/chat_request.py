@@ -12,8 +12,8 @@ from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
-from mindspeed_mm.tasks.answer.choosing import Sampling
-from mindspeed_mm.tasks.answer.questions import question_of
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.questions import question_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 
 Request = TypeVar("Request", bound="RequestFields")

@@ -15,9 +15,9 @@ import uvicorn
 
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR
-from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.tasks.answer.asking import RowsView
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 
 LONGEST_START_S = 1800.0
 LONGEST_END_S = 30.0

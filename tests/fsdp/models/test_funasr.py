@@ -16,10 +16,10 @@ from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.questions import ask, question_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from mindspeed_mm.tasks.answer.asking import QuestionEncoder
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.questions import ask, question_of
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_funasr import build_processor, make_tiny_funasr
 from tests.helpers.tiny_run import tiny_config

@@ -14,18 +14,18 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score
+from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.tasks.answer.answering import answer_all
-from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.choosing import Sampling
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.live import Answer
-from mindspeed_mm.tasks.answer.questions import Question
-from mindspeed_mm.tasks.answer.spoken import words_of
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
-from mindspeed_mm.tasks.evaluate.scoring import GradedScore, Score
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 
 _SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")

@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.tasks.answer.questions import Question, question_of
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, question_of
 
 
 @dataclass(frozen=True)

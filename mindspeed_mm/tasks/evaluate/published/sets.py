@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score, graded, score
 from mindspeed_mm.tasks.evaluate.published import rules
 from mindspeed_mm.tasks.evaluate.published.item import Item, with_options
 from mindspeed_mm.tasks.evaluate.published.tables import ReaderTable, SetTable, TsvTable
-from mindspeed_mm.tasks.evaluate.scoring import GradedScore, Score, graded, score
 
 _LETTERS = string.ascii_uppercase
 _REFERENCE_CHARACTERS = 64

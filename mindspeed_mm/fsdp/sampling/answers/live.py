@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
-from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 
 Ending = Literal["stop", "length", "given up"]
 Decode = Callable[[Sequence[int]], str]

@@ -1,0 +1,208 @@
+"""Answers in batches, with transformers' own `generate`, of a model that is loaded.
+
+Questions of similar length share a batch; rows are padded on the left, so that every answer starts at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, Sampling, TokenChoice
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
+from mindspeed_mm.fsdp.sampling.answers.transcription import transcripts
+
+SORTED_BATCHES = 8
+"""Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
+LIKELIEST = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+ONE_BY_ONE = {**LIKELIEST, "num_beams": 1, "repetition_penalty": 1.0}
+"""`generate` itself takes the likeliest token, whatever the model's generation configuration says: `RowChoices` sees to
+it that the likeliest is the one that is chosen."""
+SOUNDS = "input_features"
+"""What models call the spectra of sounds."""
+
+
+class Generator:
+    """A model with its processor, ready to answer.
+
+    Args:
+        model: A transformers model that generates.
+        encoder: Shows it questions as training did.
+        adapters: Names of adapters that rows may choose; a row that chooses none is answered without any.
+    """
+
+    def __init__(self, model: Any, encoder: QuestionEncoder, adapters: Sequence[str] = ()) -> None:
+        self.model = model.eval()
+        self.adapters = tuple(adapters)
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        self._end_ids = _end_ids(model, encoder)
+
+    def answer(
+        self,
+        questions: Sequence[Question],
+        media: MediaLoader,
+        *,
+        sampling: Sampling,
+        batch_size: int,
+        hides_thoughts: bool = False,
+    ) -> Iterator[list[tuple[Question, Answer]]]:
+        """Answers, batch by batch; within a window of eight batches the questions come sorted by length.
+
+        Args:
+            questions: To answer.
+            media: Of `QuestionEncoder.media`.
+            sampling: How tokens are chosen; with a seed, each row has its own of it.
+            batch_size: Questions answered at a time.
+            hides_thoughts: Leave what the model thinks out of the texts.
+
+        Raises:
+            DataError: A medium cannot be read, or the model takes none of its kind.
+        """
+        window = batch_size * SORTED_BATCHES
+        for start in range(0, len(questions), window):
+            encoded = [
+                (question, self.encoder.encode(question.sample, media)) for question in questions[start:][:window]
+            ]
+            for batch in _batches(encoded, batch_size):
+                rows = [
+                    LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter)
+                    for question, each in batch
+                ]
+                answers = self.answer_live(rows)
+                if hides_thoughts:
+                    answers = [
+                        self.without_thoughts(*pair) for pair in zip((e for _, e in batch), answers, strict=True)
+                    ]
+                yield list(zip((question for question, _ in batch), answers, strict=True))
+
+    def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
+        """The answers to encoded questions, in order."""
+        rows = [LiveAnswer(question, Sampling(max_new_tokens, temperature=0)) for question in questions]
+        return self.answer_live(rows)
+
+    def answer_streamed(self, question: EncodedQuestion, tell: Callable[[str], None], sampling: Sampling) -> Answer:
+        """The answer to one question, told piece by piece while it is made."""
+        return self.answer_live([LiveAnswer(question, sampling, tell)])[0]
+
+    def answer_live(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
+        """Make answers together, each with its own settings; what one says does not depend on the others.
+
+        Transcripts are greedy, told when they are whole, and all of one longest length. Rows of one call choose the
+        same adapters: those of a vision tower could not tell rows apart.
+        """
+        (adapter,) = {row.adapter for row in rows}
+        with self._using(adapter):
+            return self._answer_alike(rows)
+
+    def _using(self, adapter: str | None) -> AbstractContextManager[Any]:
+        """The model with these adapters alone."""
+        if not self.adapters:
+            return nullcontext()
+        if adapter is None:
+            context: AbstractContextManager[Any] = self.model.disable_adapter()
+            return context
+        self.model.set_adapter(adapter)
+        return nullcontext()
+
+    def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
+        for row in rows:
+            row.begin(self._text_of)
+        inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
+        if is_whisper(self.encoder.processor):
+            (most,) = {row.sampling.max_new_tokens for row in rows}
+            found = transcripts(self.model, inputs, max_new_tokens=most)
+            for row, (token_ids, finished) in zip(rows, found, strict=True):
+                row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
+        elif (beams := self._beams(rows)) > 1:
+            self._search(inputs, rows, beams)
+        else:
+            self._generate(inputs, rows)
+        return [row.close(self._text_of) for row in rows]
+
+    def thinks(self, question: EncodedQuestion) -> bool:
+        """Whether a question ends within a thought, so that the answer begins in it."""
+        return self._text_of(question.input_ids[-4:].tolist()).rstrip().endswith(BEGIN_THOUGHT)
+
+    def without_thoughts(self, question: EncodedQuestion, answer: Answer) -> Answer:
+        """The same answer, its text without what the model thought."""
+        return replace(answer, text=take_apart(answer.text, thinks=self.thinks(question)).words)
+
+    def _beams(self, rows: Sequence[LiveAnswer]) -> int:
+        """How many beams all rows ask for; where they do not say, those of the generation configuration."""
+        (asked,) = {row.sampling.beams for row in rows}
+        configured = getattr(self.model.generation_config, "num_beams", None)
+        return (configured or 1) if asked is None else asked
+
+    def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
+        (most,) = {row.sampling.max_new_tokens for row in rows}
+        ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+        with torch.inference_mode():
+            found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
+        for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            any(row.take(token, self._end_ids) for token in tokens)
+
+    def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
+        device, config = self.model.device, self.model.generation_config
+        padding = [inputs["input_ids"].shape[1] - len(row.question.input_ids) for row in rows]
+        choices = [TokenChoice.of(row.sampling, config) for row in rows]
+
+        def is_over(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+            tokens = input_ids[:, -1].tolist()
+            return torch.tensor(
+                [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)], device=device
+            )
+
+        with torch.inference_mode():
+            self.model.generate(
+                **inputs,
+                **ONE_BY_ONE,
+                eos_token_id=self._end_ids or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+                max_new_tokens=max(row.sampling.max_new_tokens for row in rows),
+                logits_processor=[RowChoices(choices, padding, device)],
+                stopping_criteria=[is_over],
+            )
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _batches(
+    encoded: Sequence[tuple[Question, EncodedQuestion]], batch_size: int
+) -> Iterator[list[tuple[Question, EncodedQuestion]]]:
+    """Questions of like length and of the same adapters."""
+    groups: dict[str | None, list[tuple[Question, EncodedQuestion]]] = {}
+    for pair in sorted(encoded, key=lambda pair: len(pair[1].input_ids)):
+        groups.setdefault(pair[0].adapter, []).append(pair)
+    for group in groups.values():
+        for first in range(0, len(group), batch_size):
+            yield group[first : first + batch_size]
+
+
+def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a model takes, on its device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def in_dtype_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
+    sounds = inputs.get(SOUNDS)
+    return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}
+
+
+def _end_ids(model: Any, encoder: QuestionEncoder) -> list[int]:
+    """The tokens that end an answer: those of the generation configuration, else those by which training ends one."""
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        return encoder.end_ids
+    return list(configured) if isinstance(configured, list | tuple) else [configured]
