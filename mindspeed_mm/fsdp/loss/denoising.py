@@ -20,7 +20,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
-from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class DenoisingObjective:
         check_path_settings(adapter.noise_path, arguments)
         self._adapter, self._arguments, self._seed = adapter, arguments, seed
         self._path = adapter.noise_path
-        self._compute_dtype = compute_dtype
-        self._exact_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        self._denoise = Denoiser(adapter, compute_dtype, arguments.guidance)
+        self._exact_dtype = self._denoise.exact_dtype
         self._null_text, self._encode = null_text, encode
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
@@ -127,11 +127,7 @@ class DenoisingObjective:
         given = self._adapter.given_latents(batch)
         if given is not None:
             noisy = torch.where(given, latents, noisy)
-        inputs = self._adapter.inputs(noisy.to(self._compute_dtype), time, self._cast(batch), self._arguments.guidance)
-        if CONTEXT_KEY in batch:
-            inputs[CONTEXT_KEY] = batch[CONTEXT_KEY]
-        predicted = self._adapter.prediction(model(**inputs, return_dict=False), tuple(latents.shape))
-        errors = _mean_of_samples((predicted.to(exact) - target).square(), given)
+        errors = _mean_of_samples((self._denoise(model, noisy, time, batch) - target).square(), given)
         return {self.term: (errors * batch["_weights"]).sum()}
 
     def draw(self, sample_id: str, epoch: int | str) -> Draw:
@@ -205,16 +201,6 @@ class DenoisingObjective:
             changed[key] = _lengthened(batch[key], 1, longest).clone()
             changed[key][rows] = _lengthened(empty, 0, longest).to(changed[key].dtype)
         return batch | changed
-
-    def _cast(self, batch: Batch) -> Batch:
-        """Text features and conditions in the dtype of the transformer."""
-        cast: Batch = {}
-        for key, value in batch.items():
-            if key.startswith("_") or key == "latents":
-                continue
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            cast[key] = value.to(self._compute_dtype) if is_float else value
-        return cast
 
 
 def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:

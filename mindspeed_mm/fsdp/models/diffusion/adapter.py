@@ -22,8 +22,10 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import unscaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_bytes
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -304,6 +306,34 @@ class DiffusionAdapter(ABC):
             media: `target`, and each of `media_roles` by its name: (B, 3, T, H, W) uint8.
         """
         return {}
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as the VAE decodes them: the inverse of what `encode_media` does after it. Here: of `scaled`.
+
+        Args:
+            vae: Of the pipeline.
+            latents: (B, C, H, W) or (B, C, T, H, W), normalised, of any floating type.
+
+        Raises:
+            ConfigError: Its decoder needs more than latents.
+        """
+        return unscaled(vae, latents)
+
+    @torch.no_grad()
+    def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Pictures or clips of normalised latents, (B, 3, T, H, W) uint8 on the VAE's device; T is 1 for pictures.
+
+        Args:
+            pipeline: From `components.load_encoders`.
+            latents: (B, C, H, W) or (B, C, T, H, W).
+
+        Raises:
+            ConfigError: Its decoder needs more than latents.
+        """
+        vae = pipeline.vae
+        ready = self.vae_latents(vae, latents.to(vae.device)).to(vae.dtype)
+        pixels = as_bytes(vae.decode(ready, return_dict=False)[0])
+        return pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
 
     def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Shapes of what `encode_conditions` gives for a sample, for forecasts that encode nothing.

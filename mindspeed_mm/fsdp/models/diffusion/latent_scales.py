@@ -24,6 +24,12 @@ def scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return ((_exact(latents) - shift) * vae.config.scaling_factor).to(latents.dtype)
 
 
+def unscaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The inverse of `scaled`."""
+    shift = vae.config.get("shift_factor") or 0.0
+    return (_exact(latents) / vae.config.scaling_factor + shift).to(latents.dtype)
+
+
 def standardised(
     latents: torch.Tensor, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor
 ) -> torch.Tensor:
@@ -34,9 +40,25 @@ def standardised(
         mean: (C,).
         std: (C,).
     """
+    exact, mean, std = _of_channels(latents, mean, std)
+    return ((exact - mean) / std).to(latents.dtype)
+
+
+def unstandardised(
+    latents: torch.Tensor, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor
+) -> torch.Tensor:
+    """The inverse of `standardised`."""
+    exact, mean, std = _of_channels(latents, mean, std)
+    return (exact * std + mean).to(latents.dtype)
+
+
+def _of_channels(
+    latents: torch.Tensor, *numbers: Sequence[float] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Latents and two numbers a channel, to be computed with each other."""
     exact, shape = _exact(latents), (1, -1, *[1] * (latents.dim() - 2))
-    of_channel = [torch.as_tensor(each, device=exact.device, dtype=exact.dtype).view(shape) for each in (mean, std)]
-    return ((exact - of_channel[0]) / of_channel[1]).to(latents.dtype)
+    mean, std = (torch.as_tensor(each, device=exact.device, dtype=exact.dtype).view(shape) for each in numbers)
+    return exact, mean, std
 
 
 def _exact(latents: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,11 @@ def model_range(pixels: torch.Tensor) -> torch.Tensor:
     return 2.0 * (pixels.float() / 255.0) - 1.0
 
 
+def as_bytes(pixels: torch.Tensor) -> torch.Tensor:
+    """−1..1 → uint8, rounded."""
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
 def as_pil(pixels: torch.Tensor) -> list[Image.Image]:
     """(B, 3, H, W) uint8 → images."""
     return [Image.fromarray(image) for image in pixels.permute(0, 2, 3, 1).cpu().numpy()]

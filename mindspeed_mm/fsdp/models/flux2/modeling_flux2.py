@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -99,8 +99,11 @@ class Flux2Adapter(DiffusionAdapter):
         """(z − running mean) / √(running variance + ε) of each position in a patch: (B, 4C, H/2, W/2)."""
         vae, latents = pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0])
         patches = torch.nn.functional.pixel_unshuffle(latents, PATCH)
-        std = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
-        return standardised(patches, vae.bn.running_mean, std)
+        return standardised(patches, vae.bn.running_mean, _std(vae))
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        return torch.nn.functional.pixel_shuffle(unstandardised(latents, vae.bn.running_mean, _std(vae)), PATCH)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Tokens; time is σ itself; positions are (time, row, column, place in the caption)."""
@@ -134,6 +137,12 @@ class Flux2DevAdapter(Flux2Adapter):
     """FLUX.2 dev: captions by Mistral Small behind a system message, guidance as an input."""
 
     pipelines: ClassVar[Mapping[str, str]] = {"t2i": "Flux2Pipeline"}
+
+
+def _std(vae: Any) -> torch.Tensor:
+    """(C,) of the normalisation's buffers."""
+    std: torch.Tensor = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
+    return std
 
 
 def _positions(rows: int, columns: int, places: int, device: torch.device) -> torch.Tensor:

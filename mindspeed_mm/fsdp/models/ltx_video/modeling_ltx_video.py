@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
@@ -99,6 +100,17 @@ class LTXVideoAdapter(DiffusionAdapter):
         """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
         vae = pipeline.vae
         return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The way back; the decoder of later releases is told how much noise is left, and adds some."""
+        if vae.config.timestep_conditioning:
+            raise ConfigError(
+                "the decoder of this VAE denoises, too, and rewards would look at what it adds",
+                where=str(self.folder / "vae"),
+                key="posttrain.method",
+                way_out="Post-train a release whose VAE has timestep_conditioning false.",
+            )
+        return unstandardised(latents, vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
 
     def given_latents(self, batch: Batch) -> torch.Tensor | None:
         """i2v: the first latent frame, (1, 1, T, 1, 1)."""

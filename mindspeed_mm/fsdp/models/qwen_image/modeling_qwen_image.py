@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
@@ -102,6 +102,10 @@ class QwenImageAdapter(DiffusionAdapter):
         vae = pipeline.vae
         latents = posterior_mode(vae, pixels)[:, :, 0]
         return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """A picture is a video of one frame."""
+        return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std).unsqueeze(2)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Packed latents; time is σ itself."""

@@ -12,7 +12,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.sana.modeling_sana import PIPELINE_STEP, SanaAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -52,8 +52,11 @@ class SanaVideoAdapter(SanaAdapter):
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / std by channel: of the configuration (Wan's VAE), or of buffers (LTX-2's)."""
         vae = pipeline.vae
-        mean, std = (getattr(vae.config, name, None) or getattr(vae, name) for name in ("latents_mean", "latents_std"))
-        return standardised(posterior_mode(vae, pixels), mean, std)
+        return standardised(posterior_mode(vae, pixels), *_scales(vae))
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The way back, of either VAE."""
+        return unstandardised(latents, *_scales(vae))
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Time is 1000 σ."""
@@ -65,3 +68,9 @@ class SanaVideoAdapter(SanaAdapter):
         """The pipeline calls the number of frames `frames`."""
         arguments = super().pipeline_arguments(sampling, prompts, latents)
         return arguments | {"frames": arguments.pop("num_frames")}
+
+
+def _scales(vae: Any) -> tuple[Any, Any]:
+    """Mean and standard deviation of each channel: settings of Wan's VAE, buffers of LTX-2's."""
+    mean, std = (getattr(vae.config, name, None) or getattr(vae, name) for name in ("latents_mean", "latents_std"))
+    return mean, std

@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
@@ -181,6 +181,10 @@ class WanAdapter(DiffusionAdapter):
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / std by channel, from the VAE's configuration."""
         return _normalised_latents(pipeline.vae, model_range(pixels))
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """mean + std · latents."""
+        return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std)
 
     @property
     def _tells_frames_apart(self) -> bool:

@@ -1,0 +1,135 @@
+"""Preference pairs of generators: Diffusion-DPO (arXiv 2311.12908, equation 14) in the form of flow matching (Flow-DPO,
+2501.13918), and the weights of pairs by how rare their scores are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+
+TimestepWeight = Literal["constant", "sigma"]
+_LEAST_PROBABILITY = 1e-3
+
+
+def velocity_error(v: torch.Tensor, noise: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """(B,) mean over latents of (v − (ε − x))²."""
+    return (v - (noise - latents)).square().flatten(1).mean(dim=1)
+
+
+def pair_margin(
+    error_w: torch.Tensor, error_l: torch.Tensor, reference_w: torch.Tensor, reference_l: torch.Tensor
+) -> torch.Tensor:
+    """(B,) how much better the policy has become on the chosen than on the rejected side, against the reference."""
+    return -((error_w - reference_w) - (error_l - reference_l))
+
+
+def pair_loss(margin: torch.Tensor, beta: torch.Tensor | float) -> torch.Tensor:
+    """(B,) −log σ(β / 2 · margin)."""
+    return -F.logsigmoid(0.5 * beta * margin)
+
+
+def timestep_factor(name: TimestepWeight, sigma: torch.Tensor) -> torch.Tensor:
+    """(B,) what β is multiplied by at a noise level. `constant`: 1, as Flow-DPO recommends; `sigma`: 0.2 · 1000 σ, as
+    older trainers do, whose β is one of the number of the step (in 0..1000)."""
+    return 200 * sigma if name == "sigma" else torch.ones_like(sigma)
+
+
+@dataclass(frozen=True)
+class ScoreHistogram:
+    """How common scores are, in bins of equal width."""
+
+    edges: tuple[float, ...]
+    """Borders of the bins, one more than there are bins, ascending."""
+    counts: tuple[float, ...]
+    """Scores in each."""
+    where: str = ""
+    """The file, for messages."""
+
+    @classmethod
+    def of_scores(cls, scores: Sequence[float], bins: int = 20) -> ScoreHistogram:
+        """Of scores that are at hand."""
+        low, high = min(scores), max(scores)
+        width = (high - low) / bins or 1.0
+        edges = tuple(low + width * number for number in range(bins + 1))
+        counts = [0.0] * bins
+        for score in scores:
+            counts[min(int((score - low) / width), bins - 1)] += 1
+        return cls(edges, tuple(counts))
+
+    @classmethod
+    def read(cls, path: str | Path) -> ScoreHistogram:
+        """From JSON: an object with `bin_edges` (or `edges`) and `counts` (or `hist`).
+
+        Raises:
+            DataError: It is missing, or it holds no histogram.
+        """
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            edges = tuple(map(float, content.get("bin_edges", content.get("edges"))))
+            counts = tuple(map(float, content.get("counts", content.get("hist"))))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"is no histogram of scores: {error}",
+                where=str(path),
+                way_out="Write one with mm posttrain score: an object with bin_edges and counts.",
+            ) from None
+        if len(edges) != len(counts) + 1 or not sum(counts):
+            raise DataError(
+                f"has {len(edges)} borders and {len(counts)} counts; there must be one border more, and a score",
+                where=str(path),
+                way_out="Write it again with mm posttrain score.",
+            )
+        return cls(edges, counts, str(path))
+
+    def probability(self, score: float) -> float:
+        """The share of the scores in the bin of this one, at least 1e-3.
+
+        Raises:
+            DataError: It lies in no bin.
+        """
+        for number, count in enumerate(self.counts):
+            is_last = number == len(self.counts) - 1
+            if self.edges[number] <= score < self.edges[number + 1] or (is_last and score == self.edges[-1]):
+                return max(count / sum(self.counts), _LEAST_PROBABILITY)
+        raise DataError(
+            f"the score {score:g} lies in none of its bins ({self.edges[0]:g} to {self.edges[-1]:g})",
+            where=self.where,
+            key="posttrain.dpo.histogram_path",
+            way_out="Make the histogram of the scores of these rows: mm posttrain score.",
+        )
+
+    @property
+    def default_beta(self) -> float:
+        """The share of the fullest bin: weights of common pairs are then 1."""
+        return max(self.counts) / sum(self.counts)
+
+
+def pair_weight(histogram: ScoreHistogram, score_w: float, score_l: float, alpha: float, beta: float | None) -> float:
+    """(b / √(p_w p_l))^α: pairs with rare scores count more.
+
+    Args:
+        histogram: Of all scores.
+        score_w: Of the chosen side.
+        score_l: Of the rejected side.
+        alpha: 0: all pairs count alike.
+        beta: b; None: the share of the fullest bin.
+
+    Raises:
+        ConfigError: b is not positive.
+        DataError: A score lies in no bin.
+    """
+    if alpha == 0:
+        return 1.0
+    b = histogram.default_beta if beta is None else beta
+    if b <= 0:
+        raise ConfigError(f"{b:g} is not above 0", key="posttrain.dpo.weight_beta", way_out="Leave it out.")
+    both = histogram.probability(score_w) * histogram.probability(score_l)
+    return float((b / both**0.5) ** alpha)

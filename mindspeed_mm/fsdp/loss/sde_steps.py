@@ -1,0 +1,101 @@
+"""Sampling steps of flow matching that draw noise: from x at level σ to x' at the lower level σ', with a density.
+
+x_σ = (1 − σ) x₀ + σ ε, and v = ε − x₀ is what the model predicts. Every step is Normal(mean, std² · 1); with a noise
+level of 0 it is the ODE's Euler step, x + v (σ' − σ).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+SdeKind = Literal["flow", "dance", "cps"]
+
+
+class StepDensity(NamedTuple):
+    """The distribution of x': a normal one with the same standard deviation in all dimensions."""
+
+    mean: torch.Tensor
+    """(B, …)."""
+    std: float
+    """Of every dimension; 0: the step draws nothing."""
+
+
+@dataclass(frozen=True)
+class SdeSteps:
+    """One way to draw noise on a grid of noise levels.
+
+    `flow`: s = a √(σ / (1 − σ)) (Flow-GRPO, arXiv 2505.05470, equation 9); `dance`: s = η (DanceGRPO, 2505.07818). Both
+    step by mean = x + [v + s² / (2σ) (x + (1 − σ) v)] Δ and std = s √−Δ, with Δ = σ' − σ. `cps` keeps the level of
+    noise that the grid asks for (Flow-CPS, 2509.05952): std = σ' sin(η π / 2),
+    mean = (1 − σ') x̂₀ + √(σ'² − std²) x̂₁.
+
+    Args:
+        kind: Which.
+        noise_level: a or η; 0: steps of the ODE.
+        sigmas: Noise levels from high to low, one more than there are steps; the last is 0.
+    """
+
+    kind: SdeKind
+    noise_level: float
+    sigmas: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.sigmas) - 1
+
+    def delta(self, index: int) -> float:
+        """Δ of a step, negative."""
+        return self.sigmas[index + 1] - self.sigmas[index]
+
+    def std(self, index: int) -> float:
+        """Standard deviation of a step; 0 where nothing is drawn."""
+        if self.kind == "cps":
+            return self.sigmas[index + 1] * math.sin(self.noise_level * math.pi / 2)
+        return self._diffusion(index) * math.sqrt(-self.delta(index))
+
+    def ode(self, x: torch.Tensor, v: torch.Tensor, index: int) -> torch.Tensor:
+        """x' of the ODE."""
+        return x + v * self.delta(index)
+
+    def density(self, x: torch.Tensor, v: torch.Tensor, index: int) -> StepDensity:
+        """Of x'.
+
+        Args:
+            x: (B, …) at the step's upper level.
+            v: Predicted there, of the same shape.
+            index: Of the step.
+        """
+        sigma, lower, std = self.sigmas[index], self.sigmas[index + 1], self.std(index)
+        if self.kind == "cps":
+            noise = x + (1 - sigma) * v
+            return StepDensity((1 - lower) * clean(x, v, sigma) + math.sqrt(lower**2 - std**2) * noise, std)
+        pull = self._diffusion(index) ** 2 / (2 * sigma)
+        return StepDensity(x + (v + pull * (x + (1 - sigma) * v)) * self.delta(index), std)
+
+    def _diffusion(self, index: int) -> float:
+        """s of a step. √(σ / (1 − σ)) has no value at σ = 1: there the level below stands in the denominator."""
+        if self.kind == "dance":
+            return self.noise_level
+        sigma = self.sigmas[index]
+        below = sigma if sigma < 1 else self.sigmas[index + 1]
+        return self.noise_level * math.sqrt(sigma / (1 - below))
+
+
+def clean(x: torch.Tensor, v: torch.Tensor, sigma: float | torch.Tensor) -> torch.Tensor:
+    """x̂₀ = x − σ v, the mean of the clean latents given x."""
+    return x - sigma * v
+
+
+def log_prob(sample: torch.Tensor, density: StepDensity) -> torch.Tensor:
+    """(B,) mean over dimensions of log N(sample; mean, std²): a sum would grow with the size of a picture, and with it
+    every ratio."""
+    squares = (sample - density.mean).square() / (2 * density.std**2)
+    return (-squares - math.log(density.std) - 0.5 * math.log(2 * math.pi)).flatten(1).mean(dim=1)
+
+
+def kl_divergence(mean: torch.Tensor, other: torch.Tensor, std: float) -> torch.Tensor:
+    """(B,) mean over dimensions of KL(N(mean, std²) ‖ N(other, std²)) = (mean − other)² / (2 std²)."""
+    return ((mean - other).square() / (2 * std**2)).flatten(1).mean(dim=1)

@@ -1,0 +1,57 @@
+"""One call of a denoising transformer as it is trained: what samples post-training takes the same path, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """Calls the transformer of a family.
+
+    Args:
+        adapter: The family's conventions.
+        compute_dtype: What the transformer computes in. What goes in and comes out is fp32 (fp64 in fp64).
+        guidance: `training.diffusion.guidance`.
+    """
+
+    adapter: DiffusionAdapter
+    compute_dtype: torch.dtype
+    guidance: float
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """What latents are kept, and losses are taken in."""
+        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def __call__(self, model: nn.Module, noisy: torch.Tensor, time: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The prediction for `noisy`, in its shape.
+
+        Args:
+            model: The transformer, as sharded as it is.
+            noisy: (B, C, H, W) or (B, C, T, H, W).
+            time: (B,) noise levels or numbers of steps.
+            batch: Text features and conditions; keys that start with `_` and `latents` are not for the model.
+        """
+        inputs = self.adapter.inputs(noisy.to(self.compute_dtype), time, self._cast(batch), self.guidance)
+        if CONTEXT_KEY in batch:
+            inputs[CONTEXT_KEY] = batch[CONTEXT_KEY]
+        output = model(**inputs, return_dict=False)
+        return self.adapter.prediction(output, tuple(noisy.shape)).to(self.exact_dtype)
+
+    def _cast(self, batch: Batch) -> Batch:
+        """Text features and conditions in the dtype of the transformer."""
+        cast: Batch = {}
+        for key, value in batch.items():
+            if key.startswith("_") or key == "latents":
+                continue
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            cast[key] = value.to(self.compute_dtype) if is_float else value
+        return cast
