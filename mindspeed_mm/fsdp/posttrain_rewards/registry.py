@@ -1,0 +1,158 @@
+"""The registry of rewards, and how they are called.
+
+A reward is a function of prompts, completions and rows, or a class whose instances are such functions, for what is
+loaded once:
+
+    @reward_register.register("short")
+    def short(prompts, completions, rows, *, most=80):
+        return [float(len(completion) <= most) for completion in completions]
+
+It is given this rank's own samples in one call and returns a number for each, None where it cannot judge. Completions
+are texts, or PIL pictures (a list of them for a clip) where a generator is trained. A reward that names
+`completion_ids` is given the token ids of texts, too. Keywords behind `name` and `weight` in the YAML are its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.utils.register import Registry
+
+Row = Mapping[str, Any]
+"""All columns of a data row; `solution` where there is one."""
+
+_ROOM = "mindspeed_mm.fsdp.posttrain_rewards"
+_BUILT_IN = {
+    **dict.fromkeys(("exact_match", "contains", "regex", "number", "think_format", "json"), f"{_ROOM}.rules"),
+    **dict.fromkeys(("length", "repetition"), f"{_ROOM}.rules"),
+    "http": f"{_ROOM}.http",
+    "jpeg_size": f"{_ROOM}.pictures",
+}
+
+reward_register = Registry("posttrain.rewards", builtin=lambda: _BUILT_IN)
+
+SOLUTION_COLUMNS = ("solution", "answer", "ground_truth")
+"""Where rows keep the right answer; verl's rows keep it in `reward_model.ground_truth`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is to be judged."""
+
+    prompts: Sequence[str]
+    completions: Sequence[Any]
+    """Texts, or PIL pictures."""
+    rows: Sequence[Row]
+    completion_ids: Sequence[Sequence[int]] = ()
+    """Token ids of texts."""
+    ids: Sequence[str] = ()
+    """Names of the samples, for messages."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward that is ready to judge."""
+
+    name: str
+    weight: float
+    judge: Callable[..., Sequence[float | None]]
+    extra: frozenset[str] = field(default_factory=frozenset)
+    """Further arguments that it takes."""
+
+    def __call__(self, judged: Judged) -> list[float]:
+        """One number a sample; not a number where the reward does not judge it.
+
+        Raises:
+            DataError: It returned something else.
+        """
+        more = {name: getattr(judged, name) for name in self.extra}
+        scores = self.judge(judged.prompts, judged.completions, judged.rows, **more)
+        return self._checked(scores, judged)
+
+    def _checked(self, scores: Any, judged: Judged) -> list[float]:
+        if isinstance(scores, torch.Tensor):
+            scores = scores.tolist()
+        expected = len(judged.completions)
+        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != expected:
+            got = f"{len(scores)} values" if isinstance(scores, Sequence) else type(scores).__name__
+            raise self._wrong(f"returned {got} for {expected} completions", "Return one number or None for each.")
+        for number, score in enumerate(scores):
+            if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
+                where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
+                raise self._wrong(f"returned {score!r} for {where}", "Return a finite number, or None.")
+        return [math.nan if score is None else float(score) for score in scores]
+
+    def _wrong(self, what: str, way_out: str) -> DataError:
+        return DataError(f"the reward '{self.name}' {what}", key="posttrain.rewards", way_out=way_out)
+
+
+def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | None = None) -> Reward:
+    """The reward of this name.
+
+    Args:
+        name: As registered.
+        weight: In the sum.
+        options: Its own keywords.
+
+    Raises:
+        ConfigError: There is none, or it does not take these keywords.
+    """
+    made, options = reward_register.get(name), dict(options or {})
+    _check_options(name, made, options)
+    judge: Callable[..., Any] = made(**options) if isinstance(made, type) else partial(made, **options)
+    return Reward(name, weight, judge, _extra_of(judge))
+
+
+def _check_options(name: str, made: Any, options: Mapping[str, Any]) -> None:
+    signature = inspect.signature(made)
+    own = () if inspect.isclass(made) else ("prompts", "completions", "rows", *_extra_of(made))
+    try:
+        signature.bind(**options, **dict.fromkeys(own))
+    except TypeError as error:
+        taken = [each for each in _keywords(made) if each not in ("prompts", "completions", "rows", "completion_ids")]
+        raise ConfigError(
+            f"the reward '{name}' cannot be built: {error}",
+            key="posttrain.rewards",
+            way_out=f"It takes {', '.join(taken) or 'no keywords'} beside name and weight.",
+        ) from error
+
+
+def _keywords(made: Any) -> list[str]:
+    return [name for name in inspect.signature(made).parameters if name != "self"]
+
+
+def _extra_of(judge: Any) -> frozenset[str]:
+    return frozenset({"completion_ids", "ids"} & set(_keywords(judge)))
+
+
+def scores_of(rewards: Sequence[Reward], judged: Judged) -> torch.Tensor:
+    """(samples, rewards) fp64; not a number where a reward does not judge a sample."""
+    columns = [torch.tensor(reward(judged), dtype=torch.float64) for reward in rewards]
+    return torch.stack(columns, dim=1)
+
+
+def check_judged(scores_AR: torch.Tensor, rewards: Sequence[Reward]) -> None:
+    """Raise `DataError` when nobody judged anything; the scores are those of all ranks."""
+    if scores_AR.numel() and bool(scores_AR.isnan().all()):
+        raise DataError(
+            f"no reward judged any answer of the step: {', '.join(reward.name for reward in rewards)} returned null",
+            key="posttrain.rewards",
+            way_out="Check what they are given with mm posttrain score, or add a reward that judges all rows.",
+        )
+
+
+def solution_of(row: Row) -> Any:
+    """The right answer that a row has; None where it has none."""
+    for name in SOLUTION_COLUMNS:
+        if row.get(name) is not None:
+            return row[name]
+    judged = row.get("reward_model")
+    return judged.get("ground_truth") if isinstance(judged, Mapping) else None

@@ -1,0 +1,144 @@
+"""Rewards by rule, of texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register, solution_of
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+_THOUGHT = re.compile(r"\s*<think>(?!.*<think>)(.*?)</think>(?!.*</think>)\s*\S.*", re.DOTALL)
+
+
+@reward_register.register("exact_match")
+def exact_match(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, ignore_case: bool = False
+) -> list[float]:
+    """1 where the completion is the solution, spaces around both aside."""
+    same = str.casefold if ignore_case else str
+    return _against_solutions("exact_match", completions, rows, lambda text, truth: same(text) == same(truth))
+
+
+@reward_register.register("contains")
+def contains(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, ignore_case: bool = True
+) -> list[float]:
+    """1 where the solution stands somewhere in the completion."""
+    same = str.casefold if ignore_case else str
+    return _against_solutions("contains", completions, rows, lambda text, truth: same(truth) in same(text))
+
+
+@reward_register.register("number")
+def number(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, tolerance: float = 1e-6
+) -> list[float]:
+    """1 where the last number of the completion is the last number of the solution, to a relative tolerance."""
+
+    def agrees(text: str, truth: str) -> bool:
+        said, right = _last_number(text), _last_number(truth)
+        return said is not None and right is not None and abs(said - right) <= tolerance * max(1.0, abs(right))
+
+    return _against_solutions("number", completions, rows, agrees)
+
+
+@reward_register.register("regex")
+def regex(prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, pattern: str) -> list[float]:
+    """1 where the pattern is found in the completion; `^` and `$` are the ends of the whole."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"'{pattern}' is no regular expression: {error}",
+            key="posttrain.rewards.pattern",
+            way_out="Write it as Python's re takes it.",
+        ) from error
+    return [float(compiled.search(text) is not None) for text in completions]
+
+
+@reward_register.register("think_format")
+def think_format(prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
+    """1 where the completion is one thought between `<think>` and `</think>` and an answer behind it."""
+    return [float(_THOUGHT.fullmatch(text) is not None) for text in completions]
+
+
+@reward_register.register("json")
+def is_json(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, keys: Sequence[str] = ()
+) -> list[float]:
+    """1 where the completion is JSON: an object with these keys, where some are named."""
+
+    def fits(text: str) -> bool:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        return not keys or (isinstance(value, dict) and all(key in value for key in keys))
+
+    return [float(fits(text)) for text in completions]
+
+
+@reward_register.register("length")
+def length(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    max_tokens: int,
+    soft_tokens: int = 0,
+) -> list[float]:
+    """0 up to `max_tokens − soft_tokens` tokens, falling to −1 at `max_tokens` (DAPO, arXiv:2503.14476, eq. 13)."""
+    free = max_tokens - soft_tokens
+
+    def of(tokens: int) -> float:
+        if tokens <= free:
+            return 0.0
+        return -1.0 if tokens > max_tokens or not soft_tokens else (free - tokens) / soft_tokens
+
+    return [of(len(ids)) for ids in completion_ids]
+
+
+@reward_register.register("repetition")
+def repetition(
+    prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, words: int = 3, most: float = 1.0
+) -> list[float]:
+    """−`most` × the share of runs of so many words that stand in the completion before."""
+
+    def of(text: str) -> float:
+        said = text.split()
+        runs = [tuple(said[i : i + words]) for i in range(len(said) - words + 1)]
+        return -most * (1 - len(set(runs)) / len(runs)) if runs else 0.0
+
+    return [of(text) for text in completions]
+
+
+def _against_solutions(
+    name: str, completions: Sequence[str], rows: Sequence[Row], agrees: Callable[[str, str], bool]
+) -> list[float]:
+    scores = []
+    for text, row in zip(completions, rows, strict=True):
+        truth = solution_of(row)
+        if truth is None:
+            raise DataError(
+                f"the row has no solution, which the reward '{name}' compares with",
+                where=str(row.get("id", "")),
+                key="solution",
+                way_out="Give the row a last turn of the model, or a column solution, answer or ground_truth; or take "
+                "rewards that compare with nothing.",
+            )
+        scores.append(float(agrees(text.strip(), str(_text_of(truth)).strip())))
+    return scores
+
+
+def _text_of(truth: Any) -> Any:
+    """Of several right answers the first: datasets give lists of one."""
+    return truth[0] if isinstance(truth, list | tuple) and truth else truth
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
