@@ -16,8 +16,9 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, check_untouched
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
-from mindspeed_mm.fsdp.loss.sliced_head import LossRequest, SlicedHead
+from mindspeed_mm.fsdp.loss.sliced_head import LogProbRequest, LossRequest, SlicedHead
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossSums, VocabularyShare, whole_cross_entropy
+from mindspeed_mm.fsdp.ops.linear_log_probs import token_log_probs
 
 
 class HeadLoss:
@@ -91,6 +92,38 @@ class HeadLoss:
         check_untouched(model, returned, request.sums, self._behind)
         loss, z_loss = returned.as_subclass(torch.Tensor).unbind()
         return LossSums(loss, z_loss)
+
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        suppressed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(n,) log p(target) of a model's own last hidden states, in fp32 at least; differentiable.
+
+        Args:
+            model: Called once.
+            inputs: Arguments of its `forward`.
+            rows: (n,) indices into the flattened hidden states.
+            targets: (n,) ids.
+            suppressed: (s,) ids that the model is never to give (placeholders of media): they are left out of the
+                softmax.
+
+        Raises:
+            ConfigError: The model returns no logits, or changes them in a way that slices cannot follow.
+        """
+        if self._sliced is None:
+            with self._rows.select(rows):
+                logits = output_of(model(**inputs), "logits")
+            logits_NV = logits.reshape(-1, logits.shape[-1])
+            return token_log_probs(logits_NV, targets, suppressed=suppressed, vocabulary=self.vocabulary)
+        request = LogProbRequest(targets, suppressed, self.vocabulary)
+        with self._rows.select(rows, request):
+            returned = output_of(model(**inputs), "logits")
+        check_untouched(model, returned, request.found, self._behind)
+        return returned.as_subclass(torch.Tensor)
 
     def describe(self) -> str:
         """For the log: which loss runs."""

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.ops.linear_cross_entropy import (
     linear_cross_entropy,
     recomputed_cross_entropy,
 )
+from mindspeed_mm.fsdp.ops.linear_log_probs import recomputed_log_probs
 
 
 @dataclass
@@ -36,6 +37,19 @@ class LossRequest:
     vocabulary: VocabularyShare | None = None
     sums: RecordingTensor | None = None
     """(2,): loss and z-loss; the head fills them in."""
+
+
+@dataclass
+class LogProbRequest:
+    """Asks a head for the log-probability of each row's target, instead of for logits."""
+
+    targets: torch.Tensor
+    """(n,) ids."""
+    suppressed: torch.Tensor | None = None
+    """(s,) ids that are left out of the softmax."""
+    vocabulary: VocabularyShare | None = None
+    found: RecordingTensor | None = None
+    """(n,); the head fills them in."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,10 @@ class SlicedHead:
         self._forward = replace_forward(head, ForwardKind.HEAD_LOSS, self)
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(…, H) → logits; with a request, (n, H) → (2,) the sums of loss and z-loss."""
+        """(…, H) → logits; with a request, (n, H) → (2,) the sums of loss and z-loss, or (n,) log-probabilities."""
+        if args and isinstance(args[-1], LogProbRequest):
+            args[-1].found = recording(self._log_probs(hidden, args[-1]))
+            return args[-1].found
         if not args or not isinstance(args[-1], LossRequest):
             return self._forward(hidden, *args, **kwargs)
         request: LossRequest = args[-1]
@@ -92,6 +109,11 @@ class SlicedHead:
             return self._liger.describe()
         how = "gradients formed in the forward pass" if self._is_linear else "computed again in the backward pass"
         return f"in {self._slices.describe()}, {how}"
+
+    def _log_probs(self, hidden_NH: torch.Tensor, request: LogProbRequest) -> torch.Tensor:
+        rows = self._slices.size(len(request.targets))
+        plan = LossPlan(rows, behind=self._behind or None, vocabulary=request.vocabulary)
+        return recomputed_log_probs(self._forward, hidden_NH, request.targets, plan, suppressed=request.suppressed)
 
     def _sums(self, hidden_NH: torch.Tensor, request: LossRequest) -> LossSums:
         targets, weights, head = request.targets, request.weights, self._head

@@ -10,6 +10,7 @@ from mindspeed_mm.fsdp.params.inference_args import InferenceArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -22,13 +23,14 @@ __all__ = [
     "LoraArguments",
     "ModelArguments",
     "ParallelArguments",
+    "PosttrainArguments",
     "ToolsArguments",
     "TrainingArguments",
 ]
 
 
 class Arguments(Section):
-    """A run: model, data, parallel plan, training, features, tools and inference."""
+    """A run: model, data, parallel plan, training, features, tools, inference and post-training."""
 
     model: ModelArguments = Field(default_factory=ModelArguments)
     """The model: its id, its folder, and which of its parts are trained."""
@@ -44,3 +46,5 @@ class Arguments(Section):
     """The profilers of time and of memory."""
     inference: InferenceArguments = Field(default_factory=InferenceArguments)
     """How answers and samples are generated with a trained model."""
+    posttrain: PosttrainArguments = Field(default_factory=PosttrainArguments)
+    """Training on preferences and on rewards."""

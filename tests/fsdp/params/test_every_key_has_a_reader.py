@@ -42,6 +42,15 @@ WITHOUT_EFFECT = {
 REFUSED = {key for key, values in BUILT_VALUES.items() if len(values) == 1}
 """Keys that take their default alone: any other value is refused by name."""
 
+OF_METHODS = {"dpo": "dpo reference", "grpo": "grpo flow rollout rewards", "nft": "nft"}
+"""Method → sections of `posttrain` that are read when it is built."""
+OF_UNBUILT_METHODS = tuple(
+    f"posttrain.{section}."
+    for method, sections in OF_METHODS.items()
+    if method not in BUILT_VALUES.get("posttrain.method", OF_METHODS)
+    for section in sections.split()
+)
+
 BY_ROLE = "_tag"
 """Ends of keys that are read by a role's name."""
 
@@ -92,6 +101,7 @@ def has_reader(key: str, section: type[Section], sources: list[File]) -> bool:
 def test_every_key_is_read_or_says_why_not() -> None:
     excused = WITHOUT_EFFECT.keys() | REFUSED
     asked = [(key, s) for key, s in keys() if key not in excused and not (key.endswith(BY_ROLE) and ".attr." in key)]
+    asked = [(key, section) for key, section in asked if not key.startswith(OF_UNBUILT_METHODS)]
     assert len(asked) > 250
     unread = [key for key, section in asked if not has_reader(key, section, files())]
     assert unread == [], "these are accepted, and nothing reads them"

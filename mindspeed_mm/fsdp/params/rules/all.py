@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.params.rules.memory import memory_problems
 from mindspeed_mm.fsdp.params.rules.multi_token import multi_token_problems
 from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
 from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
+from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
 from mindspeed_mm.fsdp.params.rules.speed import speed_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
@@ -221,4 +222,5 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     optimizer_problems,
     memory_problems,
     multi_token_problems,
+    posttrain_problems,
 )

@@ -57,6 +57,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
+    "posttrain.method": (None,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

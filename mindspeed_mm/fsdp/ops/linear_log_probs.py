@@ -1,0 +1,75 @@
+"""The log-probability of each target, from logits or in slices of which the logits are computed again in backward.
+
+Losses that compare whole answers (preferences, policy gradients) weigh rows by what comes out here, so that no gradient
+can be formed in the forward pass as `linear_cross_entropy` does for a sum.
+
+Shapes: N rows, H hidden, V words of the vocabulary (under tensor parallelism: this rank's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossPlan, VocabularyShare, wide_dtype
+
+
+def token_log_probs(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    suppressed: Tensor | None = None,
+    vocabulary: VocabularyShare | None = None,
+) -> Tensor:
+    """(N,) log softmax(logits)[target], in fp32 at least; differentiable.
+
+    Args:
+        logits_NV: (N, V).
+        targets_N: (N,) ids in the whole vocabulary.
+        suppressed: (S,) ids in the whole vocabulary that are left out of the softmax, as if their logits were -∞.
+        vocabulary: The other ranks' parts.
+    """
+    logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
+    if suppressed is not None and len(suppressed):
+        own = suppressed
+        if vocabulary is not None:
+            own = suppressed - vocabulary.rank * logits_NV.shape[1]
+            own = own[(own >= 0) & (own < logits_NV.shape[1])]
+        logits_NV = logits_NV.index_fill(1, own, -torch.inf)
+    if vocabulary is not None:
+        return -vocabulary.token_losses(logits_NV, targets_N)[0]
+    return -F.cross_entropy(logits_NV, targets_N, reduction="none")
+
+
+def recomputed_log_probs(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    plan: LossPlan,
+    *,
+    suppressed: Tensor | None = None,
+) -> Tensor:
+    """The same for rows that go through a head in slices: the logits of a slice are computed once more in the backward
+    pass.
+
+    Args:
+        logits_of: (n, H) → (n, V); its parameters get their gradients by autograd.
+        hidden_NH: (N, H).
+        targets_N: (N,).
+        plan: How the rows go through; it has no z-loss.
+        suppressed: As above.
+    """
+
+    def run(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = plan.behind(logits_of(hidden)) if plan.behind else logits_of(hidden)
+        return token_log_probs(logits, targets, suppressed=suppressed, vocabulary=plan.vocabulary)
+
+    found = []
+    for part in plan.slices(len(targets_N)):
+        inputs = hidden_NH[part], targets_N[part]
+        found.append(checkpoint(run, *inputs, use_reentrant=False) if torch.is_grad_enabled() else run(*inputs))
+    return torch.cat(found)

@@ -1,0 +1,238 @@
+"""Rules between the keys of `posttrain` and of what it goes together with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.posttrain_args import WITHOUT_REFERENCE, PosttrainArguments, RolloutArguments
+
+_KEY = "posttrain"
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initialisations after which the base model alone is not what training started from."""
+_SMOOTHED = frozenset({"sigmoid", "sigmoid_norm", "robust", "exo_pair"})
+"""Losses that `posttrain.dpo.label_smoothing` acts on."""
+
+ReferenceKind = Literal["adapters_off", "frozen", "stored"]
+
+
+def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
+    """What a post-training method cannot do as the configuration stands."""
+    posttrain = arguments.posttrain
+    if posttrain.method is None:
+        return
+    yield from _of_the_model(arguments)
+    if needs_reference(posttrain):
+        yield from _of_the_reference(arguments)
+    if posttrain.method == "dpo":
+        yield from _of_pairs(arguments)
+    else:
+        yield from _of_samples(arguments)
+
+
+def needs_reference(posttrain: PosttrainArguments) -> bool:
+    """Whether the method compares the policy with a reference."""
+    if posttrain.method == "dpo":
+        return not WITHOUT_REFERENCE.issuperset(posttrain.dpo.loss_type)
+    return bool(posttrain.grpo.beta if posttrain.method == "grpo" else posttrain.method and posttrain.nft.kl)
+
+
+def reference_kind(arguments: Arguments) -> ReferenceKind | None:
+    """What `posttrain.reference.kind` comes to; None where no reference is needed."""
+    if not needs_reference(arguments.posttrain):
+        return None
+    kind = arguments.posttrain.reference.kind
+    if kind != "auto":
+        return kind
+    if arguments.parallel.pipeline_parallel_size > 1:
+        return "stored"
+    reference = arguments.posttrain.reference
+    is_own = reference.model_name_or_path is None and not reference.sync_steps
+    return "adapters_off" if is_own and _base_is_no_reference(arguments) is None else "frozen"
+
+
+def _base_is_no_reference(arguments: Arguments) -> str | None:
+    """Why the model without its adapters is not what training starts from; None where it is."""
+    lora = arguments.training.lora
+    if not lora.enable:
+        return "training.lora.enable is false: there are no adapters to switch off"
+    if isinstance(start := lora.init_lora_weights, str) and start.startswith(_MOVES_BASE):
+        return f"training.lora.init_lora_weights: {start} moves the base model"
+    if lora.modules_to_save:
+        return "training.lora.modules_to_save trains whole modules, which cannot be switched off"
+    if lora.pretrained_lora_path:
+        return "training.lora.pretrained_lora_path starts from adapters, which would be switched off too"
+    return None
+
+
+def _of_the_model(arguments: Arguments) -> Iterator[Problem]:
+    method, loss = arguments.posttrain.method, arguments.features.loss_cfg
+    if dropout := arguments.training.lora.enable and arguments.training.lora.dropout:
+        yield Problem(
+            f"{dropout}, but posttrain.method: {method} compares probabilities, which dropout would change at random",
+            key="training.lora.dropout",
+            way_out="Set it to 0.",
+        )
+    for name in ("z_loss_coef", "router_aux_loss_coef"):
+        if value := getattr(loss, name):
+            yield _not_with_method(f"features.loss_cfg.{name}", f"{value:g}", method)
+    if loss.loss_type not in (None, "default", "per_token_loss"):
+        yield _not_with_method("features.loss_cfg.loss_type", f"'{loss.loss_type}'", method)
+    if depths := arguments.model.mtp_num_layers:
+        yield _not_with_method("model.mtp_num_layers", str(depths), method)
+
+
+def _not_with_method(key: str, value: str, method: str | None) -> Problem:
+    return Problem(
+        f"{value} is for supervised training, and posttrain.method is {method}, which has a loss of its own",
+        key=key,
+        way_out="Leave it out.",
+    )
+
+
+def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
+    reference, kind = arguments.posttrain.reference, reference_kind(arguments)
+    key, stages = f"{_KEY}.reference.kind", arguments.parallel.pipeline_parallel_size
+    if kind != "stored" and stages > 1:
+        yield Problem(
+            f"'{kind}', but parallel.pipeline_parallel_size is {stages}: a pipeline has one model and no second pass",
+            key=key,
+            way_out="Set it to stored and run mm posttrain reference first.",
+        )
+    if kind == "adapters_off" and (reason := _base_is_no_reference(arguments)) is not None:
+        yield Problem(f"'adapters_off', but {reason}", key=key, way_out="Set it to frozen, or to stored.")
+    if kind == "stored" and arguments.posttrain.method != "dpo":
+        yield Problem(
+            "'stored' is for preference pairs: samples that are drawn while training cannot be scored before",
+            key=key,
+            way_out="Set it to auto.",
+        )
+    frozen_only = {"sync_steps": reference.sync_steps, "model_name_or_path": reference.model_name_or_path}
+    for name, value in frozen_only.items():
+        if value and kind != "frozen":
+            yield Problem(
+                f"{value}, but the reference is not a model of its own: posttrain.reference.kind is {kind}",
+                key=f"{_KEY}.reference.{name}",
+                way_out="Set posttrain.reference.kind: frozen, or leave it out.",
+            )
+    if reference.path and kind != "stored":
+        yield Problem(
+            f"is given, but posttrain.reference.kind is {kind}",
+            key=f"{_KEY}.reference.path",
+            way_out="Set posttrain.reference.kind: stored, or leave it out.",
+        )
+
+
+def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
+    dpo = arguments.posttrain.dpo
+    if dpo.loss_weights is not None and len(dpo.loss_weights) != len(dpo.loss_type):
+        yield Problem(
+            f"has {len(dpo.loss_weights)} weights for {len(dpo.loss_type)} losses",
+            key=f"{_KEY}.dpo.loss_weights",
+            way_out="Give one for each loss in posttrain.dpo.loss_type.",
+        )
+    if dpo.label_smoothing and _SMOOTHED.isdisjoint(dpo.loss_type):
+        yield Problem(
+            f"{dpo.label_smoothing:g} has no effect on {', '.join(dpo.loss_type)}",
+            key=f"{_KEY}.dpo.label_smoothing",
+            way_out=f"Leave it out, or use one of {', '.join(sorted(_SMOOTHED))}.",
+        )
+    for name in ("dataset_param", "val_dataset_param"):
+        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        if basic is not None and basic.packs:
+            yield Problem(
+                "true, but posttrain.method: dpo compares the two answers of a pair, each in a row of its own",
+                key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
+                way_out="Leave it out.",
+            )
+
+
+def _of_samples(arguments: Arguments) -> Iterator[Problem]:
+    posttrain, training = arguments.posttrain, arguments.training
+    group = posttrain.grpo.num_generations
+    if group < 2:
+        yield Problem(
+            f"{group}, but the samples of a prompt are compared with each other",
+            key=f"{_KEY}.grpo.num_generations",
+            way_out="Set it to 2 or more.",
+        )
+    ranks = arguments.parallel.data_parallel_size
+    samples = training.micro_batch_size * training.gradient_accumulation_steps
+    if ranks is not None and samples * ranks * posttrain.grpo.steps_per_generation % group:
+        yield group_problem(arguments, ranks)
+    if not posttrain.rewards:
+        yield Problem(
+            f"is empty, and posttrain.method: {posttrain.method} learns from rewards",
+            key=f"{_KEY}.rewards",
+            way_out="Name one, e.g. rewards: [{name: exact_match}].",
+        )
+    names = [reward.name for reward in posttrain.rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(f"has '{name}' more than once", key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
+    yield from _of_trajectories(posttrain)
+    yield from _of_the_rollout(arguments, posttrain.rollout)
+
+
+def group_problem(arguments: Arguments, data_ranks: int) -> Problem:
+    """Says that the samples of an optimizer step are no whole number of groups."""
+    training, grpo = arguments.training, arguments.posttrain.grpo
+    samples = training.micro_batch_size * training.gradient_accumulation_steps * data_ranks * grpo.steps_per_generation
+    return Problem(
+        f"{grpo.num_generations} samples of a prompt do not fit the {samples} samples of a generation "
+        "(training.micro_batch_size × gradient_accumulation_steps × data ranks × steps_per_generation)",
+        key=f"{_KEY}.grpo.num_generations",
+        way_out="Make that number a multiple of it.",
+    )
+
+
+def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
+    flow = posttrain.flow
+    if posttrain.method == "grpo" and not flow.noise_level:
+        yield Problem(
+            "0, but posttrain.method: grpo needs samples that differ, and probabilities of their steps",
+            key=f"{_KEY}.flow.noise_level",
+            way_out="Set it above 0, e.g. 0.7, or posttrain.method: nft.",
+        )
+    if flow.window.size is not None and flow.window.size > flow.num_inference_steps:
+        yield Problem(
+            f"{flow.window.size} is more than posttrain.flow.num_inference_steps, {flow.num_inference_steps}",
+            key=f"{_KEY}.flow.window.size",
+            way_out="Lower it.",
+        )
+
+
+def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator[Problem]:
+    key, has_server = f"{_KEY}.rollout", rollout.backend != "transformers"
+    if not rollout.temperature:
+        yield Problem(
+            "0 makes all samples of a prompt the same, and nothing is learnt from them",
+            key=f"{key}.temperature",
+            way_out="Set it to 1.",
+        )
+    if rollout.ahead and not has_server:
+        yield Problem(
+            f"{rollout.ahead}, but posttrain.rollout.backend is transformers: the model that trains also samples",
+            key=f"{key}.ahead",
+            way_out="Set it to 0, or use a server.",
+        )
+    if has_server and not rollout.base_url:
+        yield Problem(
+            f"is not given, but posttrain.rollout.backend is {rollout.backend}",
+            key=f"{key}.base_url",
+            way_out="Give the server's address, e.g. http://host:8000.",
+        )
+    if rollout.base_url and not has_server:
+        yield Problem(
+            "is given, but posttrain.rollout.backend is transformers, which asks no server",
+            key=f"{key}.base_url",
+            way_out="Set posttrain.rollout.backend: vllm or sglang, or leave it out.",
+        )
+    quantize = arguments.training.lora.enable and arguments.training.lora.quantize
+    if has_server and quantize and rollout.weight_sync == "nccl":
+        yield Problem(
+            f"'nccl' sends weights as they are trained, and training.lora.quantize: {quantize} keeps them in few bits",
+            key=f"{key}.weight_sync",
+            way_out="Set it to disk.",
+        )

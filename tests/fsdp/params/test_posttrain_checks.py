@@ -1,0 +1,128 @@
+"""What post-training cannot do is said before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import needs_reference, posttrain_problems, reference_kind
+
+LORA = {"training": {"lora": {"enable": True}}}
+PP = {"parallel": {"pipeline_parallel_size": 2}}
+REWARDS = {"rewards": [{"name": "exact_match"}]}
+
+
+def lora(**keys: Any) -> dict[str, Any]:
+    return {"training": {"lora": {"enable": True, **keys}}}
+
+
+def tree(posttrain: dict[str, Any], others: dict[str, Any] | None = None) -> Arguments:
+    return Arguments.model_validate({"posttrain": posttrain, **(others or {})})
+
+
+PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"reference": {"kind": "adapters_off"}}, {}, "reference.kind", "frozen"),
+    ({"reference": {"kind": "adapters_off"}}, lora(init_lora_weights="pissa_niter_4"), "reference.kind", "stored"),
+    ({"reference": {"kind": "adapters_off"}}, lora(modules_to_save=["lm_head"]), "reference.kind", "frozen"),
+    ({"reference": {"kind": "adapters_off"}}, lora(pretrained_lora_path="a"), "reference.kind", "stored"),
+    ({"reference": {"kind": "adapters_off"}}, {**LORA, **PP}, "reference.kind", "mm posttrain reference"),
+    ({"reference": {"kind": "frozen"}}, PP, "reference.kind", "mm posttrain reference"),
+    ({"reference": {"kind": "adapters_off", "sync_steps": 4}}, LORA, "reference.sync_steps", "kind: frozen"),
+    ({"reference": {"kind": "stored", "model_name_or_path": "a"}}, {}, "reference.model_name_or_path", "kind: frozen"),
+    ({"reference": {"kind": "frozen", "path": "a"}}, {}, "reference.path", "kind: stored"),
+    ({"dpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1]}}, {}, "dpo.loss_weights", "one for each"),
+    ({"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "dpo.label_smoothing", "sigmoid"),
+]
+SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"rewards": []}, {}, "rewards", "exact_match"),
+    ({"rewards": [{"name": "json"}, {"name": "json"}]}, {}, "rewards", "weight"),
+    ({"grpo": {"num_generations": 1}}, {}, "grpo.num_generations", "2"),
+    (
+        {"grpo": {"num_generations": 3}},
+        {"parallel": {"data_parallel_size": 2}, "training": {"micro_batch_size": 4}},
+        "grpo.num_generations",
+        "multiple",
+    ),
+    ({"reference": {"kind": "stored"}, "grpo": {"beta": 0.1}}, {}, "reference.kind", "auto"),
+    ({"flow": {"noise_level": 0}}, {}, "flow.noise_level", "nft"),
+    ({"flow": {"window": {"size": 11}}}, {}, "flow.window.size", "Lower"),
+    ({"rollout": {"temperature": 0}}, {}, "rollout.temperature", "1"),
+    ({"rollout": {"ahead": 1}}, {}, "rollout.ahead", "server"),
+    ({"rollout": {"backend": "vllm"}}, {}, "rollout.base_url", "address"),
+    ({"rollout": {"base_url": "http://a"}}, {}, "rollout.base_url", "backend"),
+    (
+        {"rollout": {"backend": "vllm", "base_url": "http://a", "weight_sync": "nccl"}},
+        lora(quantize="nf4"),
+        "rollout.weight_sync",
+        "disk",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("posttrain", "others", "key", "words"),
+    [({"method": "dpo", **p}, *rest) for p, *rest in PAIRS]
+    + [({"method": "grpo", **REWARDS, **p}, *rest) for p, *rest in SAMPLES],
+)
+def test_refusals(posttrain: dict[str, Any], others: dict[str, Any], key: str, words: str) -> None:
+    (problem,) = posttrain_problems(tree(posttrain, others))
+    assert problem.key == f"posttrain.{key}" and words in problem.way_out
+    assert not list(posttrain_problems(tree({**posttrain, "method": None}, others)))
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("training.lora.dropout", lora(dropout=0.1)),
+        ("features.loss_cfg.z_loss_coef", {"features": {"loss_cfg": {"z_loss_coef": 1e-4}}}),
+        ("features.loss_cfg.loss_type", {"features": {"loss_cfg": {"loss_type": "raw"}}}),
+        ("model.mtp_num_layers", {"model": {"mtp_num_layers": 1}}),
+        (
+            "data.dataset_param.basic_parameters.packing",
+            {"data": {"dataset_param": {"basic_parameters": {"packing": True}}}},
+        ),
+    ],
+)
+def test_what_supervised_training_has_alone(key: str, others: dict[str, Any]) -> None:
+    (problem,) = posttrain_problems(tree({"method": "dpo"}, others))
+    assert problem.key == key
+
+
+@pytest.mark.parametrize(
+    ("posttrain", "others", "kind"),
+    [
+        ({}, LORA, "adapters_off"),
+        ({}, lora(init_lora_weights="pissa"), "frozen"),
+        ({}, {}, "frozen"),
+        ({}, {**LORA, **PP}, "stored"),
+        ({"reference": {"model_name_or_path": "a"}}, LORA, "frozen"),
+        ({"reference": {"sync_steps": 2}}, LORA, "frozen"),
+        ({"dpo": {"loss_type": ["simpo", "sft"]}}, LORA, None),
+        ({"dpo": {"loss_type": ["simpo", "sigmoid"]}}, LORA, "adapters_off"),
+    ],
+)
+def test_the_reference_that_is_chosen(posttrain: dict[str, Any], others: dict[str, Any], kind: str | None) -> None:
+    arguments = tree({"method": "dpo", **posttrain}, others)
+    assert reference_kind(arguments) == kind
+    assert not list(posttrain_problems(arguments))
+
+
+@pytest.mark.parametrize(
+    ("posttrain", "needed"),
+    [
+        ({"method": None}, False),
+        ({"method": "grpo"}, False),
+        ({"method": "grpo", "grpo": {"beta": 0.04}}, True),
+        ({"method": "nft"}, True),
+        ({"method": "nft", "nft": {"kl": 0}}, False),
+    ],
+)
+def test_methods_that_need_a_reference(posttrain: dict[str, Any], needed: bool) -> None:
+    assert needs_reference(tree(posttrain).posttrain) is needed
+
+
+def test_a_loss_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="'sigmo' is not one of sigmoid, hinge"):
+        tree({"method": "dpo", "dpo": {"loss_type": "sigmo"}})
