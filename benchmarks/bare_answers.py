@@ -1,23 +1,28 @@
-"""`python -m benchmarks.bare_answers WHO MODEL ROWS`: answers to questions about pictures; prints its seconds.
+"""`python -m benchmarks.bare_answers MODEL ROWS ROUNDS`: answers to questions about pictures by three contenders, who
+take turns in one process; prints the process seconds of each round, and what each has said.
 
-WHO is `ours`, what `mm infer` does once its model is loaded; `bare`, transformers' processor and `generate` in batches;
-or `single`, the same one row at a time. Reading, decoding and writing are part of all three. `make MODEL FOLDER` writes
-the model with larger weights, whose answers depend on what it sees.
+They are `ours`, what `mm infer` does once its model is loaded; `bare`, transformers' processor and `generate` in
+batches; and `single`, the same one row at a time. Reading, decoding and writing are part of all three. `make MODEL
+FOLDER` writes the model with larger weights, whose answers depend on what it sees.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Answering = Callable[[Path, Path], list[str]]
+"""Answers a file of rows into another."""
 TOKENS, BATCH = 16, 32
 
 
-def ours(model: Path, rows: Path) -> tuple[float, list[str]]:
+def ours(model: Path) -> Answering:
     """By the package."""
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
@@ -35,10 +40,10 @@ def ours(model: Path, rows: Path) -> tuple[float, list[str]]:
         answers.sort()
         return [answers.records[row]["answer"] for row in sorted(answers.records)]
 
-    return timed(answered, rows)
+    return answered
 
 
-def plain(model: Path, rows: Path, batch_size: int) -> tuple[float, list[str]]:
+def plain(model: Path, batch_size: int) -> Answering:
     """By transformers alone."""
     from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -64,7 +69,7 @@ def plain(model: Path, rows: Path, batch_size: int) -> tuple[float, list[str]]:
         out.write_text("".join(json.dumps({"answer": text}) + "\n" for text in said), encoding="utf-8")
         return [text.strip() for text in said]
 
-    return timed(answered, rows)
+    return answered
 
 
 def make(model: Path, folder: Path) -> None:
@@ -92,24 +97,34 @@ def turns(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
 
 
-def timed(answered: Any, rows: Path) -> tuple[float, list[str]]:
-    """Process seconds of the second time: foreign load does not count, nor what happens once."""
+def timed(answered: Answering, rows: Path) -> tuple[float, list[str]]:
+    """Process seconds, which leave the load of others out, and the answers."""
     with tempfile.TemporaryDirectory() as folder:
-        answered(rows, Path(folder) / "first.jsonl")
+        gc.collect()  # nobody pays for what another has left
         begun_s = time.process_time()
-        said = answered(rows, Path(folder) / "second.jsonl")
+        said = answered(rows, Path(folder) / "answers.jsonl")
         return time.process_time() - begun_s, said
 
 
-def main(who: str, model: str, rows: str) -> None:
+def compare(model: Path, rows: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each round, after one that warms up, and the answers."""
+    everyone = {"ours": ours(model), "bare": plain(model, BATCH), "single": plain(model, 1)}
+    answers = {who: timed(answered, rows)[1] for who, answered in everyone.items()}
+    seconds = []
+    for number in range(rounds):
+        order = list(everyone)[number % 3 :] + list(everyone)[: number % 3]
+        seconds.append({who: timed(everyone[who], rows)[0] for who in order})
+    return {"rounds": seconds, "answers": answers}
+
+
+def main(words: list[str]) -> None:
     """Print seconds and answers."""
-    if who == "make":
-        make(Path(model), Path(rows))
+    if words[0] == "make":
+        make(Path(words[1]), Path(words[2]))
         return
-    do = {"ours": ours, "bare": lambda m, r: plain(m, r, BATCH), "single": lambda m, r: plain(m, r, 1)}
-    seconds, said = do[who](Path(model), Path(rows))
-    print(json.dumps({"seconds": seconds, "answers": said}))
+    model, rows, rounds = words
+    print(json.dumps(compare(Path(model), Path(rows), int(rounds))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

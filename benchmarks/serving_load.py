@@ -1,7 +1,8 @@
 """`python -m benchmarks.serving_load ADDRESS ROWS CLIENTS REQUESTS`: clients that ask a server at once, each one
 question after the other, and stream the answers. Prints times as JSON. It imports no torch: it is not what is measured.
 
-`python -m benchmarks.serving_load direct MODEL ROWS CLIENTS REQUESTS` asks the engine of such a server without HTTP.
+`python -m benchmarks.serving_load direct MODEL ROWS CLIENTS REQUESTS` asks the engine of such a server without HTTP;
+`widen MODEL FOLDER` writes a model with more weights.
 """
 
 from __future__ import annotations
@@ -115,8 +116,30 @@ def direct(model: Path, rows: Path, clients: int, requests: int) -> dict[str, An
     return summary(answers, time.perf_counter() - begun_s)
 
 
+def widen(model: Path, folder: Path) -> None:
+    """Write a Qwen3-VL of the same kind with eleven million random weights."""
+    import shutil
+
+    from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+    prepare_for_transformers()
+    import torch
+    from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(model)
+    text = config.text_config
+    text.hidden_size = config.vision_config.out_hidden_size = 384
+    text.intermediate_size, text.num_hidden_layers = 1024, 6
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+
+
 def main(words: list[str]) -> None:
     """Do what is asked, and print it."""
+    if words[0] == "widen":
+        widen(Path(words[1]), Path(words[2]))
+        return
     if words[0] == "direct":
         model, rows, clients, requests = words[1:]
         told = direct(Path(model), Path(rows), int(clients), int(requests))

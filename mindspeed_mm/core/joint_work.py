@@ -1,4 +1,8 @@
-"""Work that is cheaper done together: one thread takes what waits, joins what goes together, and does it as a batch."""
+"""Work that is cheaper done together: one thread takes what waits, joins what goes together, and does it as a batch.
+
+Whoever asks again once a batch is done comes back a moment after it. A worker that took the first of them alone would
+keep all others waiting for a batch of one, and so on for ever: it waits for that moment.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+LONGEST_GATHERING_S = 0.1
+PAUSE_S = 0.05
+"""When nothing has come for so long, nobody else is about to."""
+_GATHERING_SHARE = 0.25
+"""Of the time that the batch before has taken: the most that waiting can cost."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -34,9 +43,13 @@ class _Place(Generic[Job, Result]):
 class JointWorker(Generic[Job, Result]):
     """A thread that works on what is submitted, in order of arrival; what arrives meanwhile waits for the next batch.
 
+    The next batch begins once as many jobs wait as there were when the last one ended, or once no more come; a single
+    job after a single job begins at once.
+
     Args:
         work: Does a batch; the results in its order. Only this thread calls it.
         fits: Whether a job may join those of a batch.
+        most: Jobs of a batch.
         name: Of the thread.
     """
 
@@ -44,12 +57,15 @@ class JointWorker(Generic[Job, Result]):
         self,
         work: Callable[[Sequence[Job]], Sequence[Result]],
         fits: Callable[[Sequence[Job], Job], bool],
+        most: int,
         name: str = "work",
     ) -> None:
-        self._work, self._fits = work, fits
+        self._work, self._fits, self._most = work, fits, most
         self._waiting: deque[_Place[Job, Result]] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._expected, self._last_s = 0, 0.0
+        """How many were answered or waited when the batch before ended, and how long it took."""
         self.counts = WorkCounts()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -94,15 +110,19 @@ class JointWorker(Generic[Job, Result]):
             self.counts.running = 0
             self.counts.batches += 1
             self.counts.jobs += len(batch)
-            self.counts.busy_s += time.monotonic() - begun_s
+            self._expected, self._last_s = len(batch) + len(self._waiting), time.monotonic() - begun_s
+            self.counts.busy_s += self._last_s
 
     def _next_batch(self) -> list[_Place[Job, Result]]:
         """The oldest job with all that fit to it; empty when there will be no more."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._gather()
                 batch: list[_Place[Job, Result]] = []
                 for place in list(self._waiting):
+                    if len(batch) == self._most:
+                        break
                     if batch and not self._fits([each.job for each in batch], place.job):
                         continue
                     self._waiting.remove(place)
@@ -110,6 +130,14 @@ class JointWorker(Generic[Job, Result]):
                         batch.append(place)
                 if batch or (self._closed and not self._waiting):
                     return batch
+
+    def _gather(self) -> None:
+        """Wait for as many jobs as there were when the batch before ended, as long as they keep coming."""
+        end_s = time.monotonic() + min(LONGEST_GATHERING_S, _GATHERING_SHARE * self._last_s)
+        while len(self._waiting) < min(self._expected, self._most) and not self._closed:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not self._changed.wait(min(left_s, PAUSE_S)):
+                return
 
     def _answer(self, batch: Sequence[_Place[Job, Result]]) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from mindspeed_mm.core import joint_work
 from mindspeed_mm.core.joint_work import JointWorker
 
 WAIT_S = 20
@@ -30,7 +31,7 @@ class Recorder:
 
 
 def both_odd_or_even(batch: Sequence[int], number: int) -> bool:
-    return len(batch) < 3 and all(each % 2 == number % 2 for each in batch)
+    return all(each % 2 == number % 2 for each in batch)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def worker(recorder: Recorder) -> Iterator[JointWorker[int, int]]:
-    worker = JointWorker(recorder.work, both_odd_or_even)
+    worker = JointWorker(recorder.work, both_odd_or_even, 3)
     yield worker
     recorder.let.set()
     worker.close(WAIT_S)
@@ -96,3 +97,43 @@ def test_closing_finishes_what_is_there(worker: JointWorker[int, int], recorder:
     recorder.let.set()
     closer.join(WAIT_S)
     assert waiting.done() and waiting.result() == 2
+
+
+def test_those_who_come_back_a_moment_later_are_joined(
+    worker: JointWorker[int, int], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that ask again as soon as they are answered; without the wait, every other batch would be of one."""
+    for name in ("LONGEST_GATHERING_S", "PAUSE_S", "_GATHERING_SHARE"):
+        monkeypatch.setattr(joint_work, name, 1e4)  # what is joined is not to depend on this machine's speed
+
+    def client(number: int, times: int) -> None:
+        for _ in range(times):
+            assert worker.submit(number).result(WAIT_S) == 2 * number
+
+    threads = [threading.Thread(target=client, args=pair, daemon=True) for pair in ((1, 7), (3, 6), (5, 6))]
+    threads[0].start()
+    assert recorder.begun.wait(WAIT_S)
+    for thread in threads[1:]:
+        thread.start()
+    while worker.waiting < 2:
+        time.sleep(0.001)
+    recorder.let.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [sorted(batch) for batch in recorder.batches] == [[1], *[[1, 3, 5]] * 6]
+
+
+def test_who_does_not_come_back_is_not_waited_for(worker: JointWorker[int, int], recorder: Recorder) -> None:
+    recorder.let.set()
+    waits: list[float | None] = []
+    worker._changed.wait = lambda timeout=None: waits.append(timeout) or False  # type: ignore[method-assign]
+    worker._last_s = 10.0
+    try:
+        for expected, waited in ((1, []), (2, [joint_work.PAUSE_S]), (2, [joint_work.PAUSE_S] * 2)):
+            worker._expected = expected
+            worker._waiting.append(object())  # type: ignore[arg-type]
+            worker._gather()
+            worker._waiting.clear()
+            assert waits == waited
+    finally:
+        del worker._changed.wait

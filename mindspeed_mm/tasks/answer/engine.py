@@ -29,11 +29,13 @@ class AnswerEngine:
 
     def __init__(self, generator: Generator, *, most_rows: int = 32, most_tokens: int = 2**17) -> None:
         self.generator = generator
-        self._most_rows, self._most_tokens = most_rows, most_tokens
+        self._most_tokens = most_tokens
         self._hears_one_sound = is_whisper(generator.encoder.processor)
         beams = getattr(getattr(generator, "model", None), "generation_config", None)
         self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
-        self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(generator.answer_live, self._fits, "answers")
+        self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(
+            generator.answer_live, self._fits, most_rows, "answers"
+        )
         # Tokenizers are not made for several threads.
         self._encoder = ThreadPoolExecutor(1, "encoder")
 
@@ -65,8 +67,7 @@ class AnswerEngine:
         lengths = [len(each.question.input_ids) for each in rows]
         new = [each.sampling.max_new_tokens for each in rows]
         return (
-            len(rows) <= self._most_rows
-            and len({each.adapter for each in rows}) == 1
+            len({each.adapter for each in rows}) == 1
             and len(rows) * (max(lengths) + max(new)) <= self._most_tokens
             and (not self._hears_one_sound or len(set(lengths)) == 1)
             and (not self._ends_alike or len(set(new)) == 1)

@@ -37,8 +37,8 @@ class DrawEngine:
 
     def __init__(self, sampler: DiffusionSampler, defaults: SamplingArguments, *, most_samples: int = 4) -> None:
         self.sampler, self.defaults = sampler, defaults
-        self._most = 1 if sampler.adapter.task in sampler.adapter.one_by_one else most_samples
-        self._worker: JointWorker[DrawJob, np.ndarray] = JointWorker(self._make, self._fits, "samples")
+        most = 1 if sampler.adapter.task in sampler.adapter.one_by_one else most_samples
+        self._worker: JointWorker[DrawJob, np.ndarray] = JointWorker(self._make, self._fits, most, "samples")
 
     @property
     def counts(self) -> WorkCounts:
@@ -71,11 +71,7 @@ class DrawEngine:
 
     def _fits(self, batch: Sequence[DrawJob], job: DrawJob) -> bool:
         first = batch[0]
-        return (
-            len(batch) < self._most
-            and job.sampling == first.sampling
-            and job.order.prompt.negative_prompt == first.order.prompt.negative_prompt
-        )
+        return job.sampling == first.sampling and job.order.prompt.negative_prompt == first.order.prompt.negative_prompt
 
     def _make(self, batch: Sequence[DrawJob]) -> list[np.ndarray]:
         return self.sampler.make([job.order for job in batch], batch[0].sampling)

@@ -33,6 +33,8 @@ from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
 
 PIECES_EVERY_S = 0.05
 """The first piece of a stream is sent at once, the next ones as people can read them."""
+_SMALL_BYTES = 2**14
+"""Smaller requests are read in less time than another thread needs to begin."""
 _HEARTBEAT_S = 15.0
 """A stream says nothing for no longer than this, so that nobody in between takes it for dead."""
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -51,7 +53,11 @@ class ChatRoutes:
     async def complete(self, request: Request) -> Response:
         """A chat completion, whole or in pieces."""
         async with within_limit(self.limits):
-            call = await to_thread.run_sync(read_chat, await request.body(), self.limits)
+            body = await request.body()
+            if len(body) <= _SMALL_BYTES:
+                call = read_chat(body, self.limits)
+            else:
+                call = await to_thread.run_sync(read_chat, body, self.limits)
             adapter = self.names.chosen(call.model)
             begun_s = time.monotonic()
             question = await self._encoded(call.sample)
@@ -79,8 +85,9 @@ class ChatRoutes:
 
     async def _encoded(self, sample: Sample) -> EncodedQuestion:
         try:
-            media = await to_thread.run_sync(self.gate.admit, sample.media)
-            checked = replace(sample, media=media)
+            checked = sample
+            if sample.media:
+                checked = replace(sample, media=await to_thread.run_sync(self.gate.admit, sample.media))
             question = await asyncio.wrap_future(self.engine.encode(checked, self.gate.loader))
         except MMError as error:
             raise RefusedError.of(error) from error
@@ -145,20 +152,20 @@ class _Turn:
             yield _event(error.body())
             return
         future.add_done_callback(lambda _: None if loop.is_closed() else tell(None))
+        # Each send costs as much as a token of a small model: what is told together is sent together.
+        begin = _event({**head, "choices": [_delta(role="assistant", content="")]})
         try:
-            yield _event({**head, "choices": [_delta(role="assistant", content="")]})
             async with within_limit(self.routes.limits):
                 async for piece in _until_none(told):
                     if piece is None:
                         yield ": waiting\n\n"
                     elif said := _deltas(parts.take(piece)):
                         self._note_first()
-                        for delta in said:
-                            yield _event({**head, "choices": [delta]})
+                        yield begin + "".join(_event({**head, "choices": [delta]}) for delta in said)
+                        begin = ""
             answer = future.result()
             self.routes.told(self.question, answer)
-            for event in self._end(head, row, parts, answer):
-                yield event
+            yield begin + "".join(self._end(head, row, parts, answer))
         except RefusedError as error:
             yield _event(error.body())
         except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
