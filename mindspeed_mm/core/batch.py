@@ -75,6 +75,7 @@ BATCH_KEYS: dict[str, str] = {
     "mask_latents": "(B, C, H, W) mask of the part that is filled, folded into the positions of latents",
     "control_latents": "(B, C, T, H, W) latents of a control video and its folded mask",
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
+    "prompts": "list of B encoded prompts, which the model answers itself before it is trained on the answers",
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
@@ -85,7 +86,7 @@ PAIR_SIDES = ("chosen", "rejected")
 """Prefixes of the two sides of a preference pair: a batch holds every text key twice, behind one of these and an
 underscore."""
 
-TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_labels"})
+TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_labels", "prompts"})
 """What a loss is taken from; a batch holds one of them."""
 
 

@@ -100,6 +100,8 @@ class HeadLoss:
         rows: torch.Tensor,
         targets: torch.Tensor,
         suppressed: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
     ) -> torch.Tensor:
         """(n,) log p(target) of a model's own last hidden states, in fp32 at least; differentiable.
 
@@ -110,6 +112,7 @@ class HeadLoss:
             targets: (n,) ids.
             suppressed: (s,) ids that the model is never to give (placeholders of media): they are left out of the
                 softmax.
+            temperature: Logits are divided by it.
 
         Raises:
             ConfigError: The model returns no logits, or changes them in a way that slices cannot follow.
@@ -118,8 +121,10 @@ class HeadLoss:
             with self._rows.select(rows):
                 logits = output_of(model(**inputs), "logits")
             logits_NV = logits.reshape(-1, logits.shape[-1])
-            return token_log_probs(logits_NV, targets, suppressed=suppressed, vocabulary=self.vocabulary)
-        request = LogProbRequest(targets, suppressed, self.vocabulary)
+            return token_log_probs(
+                logits_NV, targets, suppressed=suppressed, temperature=temperature, vocabulary=self.vocabulary
+            )
+        request = LogProbRequest(targets, suppressed, temperature, self.vocabulary)
         with self._rows.select(rows, request):
             returned = output_of(model(**inputs), "logits")
         check_untouched(model, returned, request.found, self._behind)

@@ -47,6 +47,7 @@ class LogProbRequest:
     """(n,) ids."""
     suppressed: torch.Tensor | None = None
     """(s,) ids that are left out of the softmax."""
+    temperature: float = 1.0
     vocabulary: VocabularyShare | None = None
     found: RecordingTensor | None = None
     """(n,); the head fills them in."""
@@ -113,7 +114,14 @@ class SlicedHead:
     def _log_probs(self, hidden_NH: torch.Tensor, request: LogProbRequest) -> torch.Tensor:
         rows = self._slices.size(len(request.targets))
         plan = LossPlan(rows, behind=self._behind or None, vocabulary=request.vocabulary)
-        return recomputed_log_probs(self._forward, hidden_NH, request.targets, plan, suppressed=request.suppressed)
+        return recomputed_log_probs(
+            self._forward,
+            hidden_NH,
+            request.targets,
+            plan,
+            suppressed=request.suppressed,
+            temperature=request.temperature,
+        )
 
     def _sums(self, hidden_NH: torch.Tensor, request: LossRequest) -> LossSums:
         targets, weights, head = request.targets, request.weights, self._head

@@ -23,6 +23,7 @@ def token_log_probs(
     targets_N: Tensor,
     *,
     suppressed: Tensor | None = None,
+    temperature: float = 1.0,
     vocabulary: VocabularyShare | None = None,
 ) -> Tensor:
     """(N,) log softmax(logits)[target], in fp32 at least; differentiable.
@@ -31,9 +32,12 @@ def token_log_probs(
         logits_NV: (N, V).
         targets_N: (N,) ids in the whole vocabulary.
         suppressed: (S,) ids in the whole vocabulary that are left out of the softmax, as if their logits were -∞.
+        temperature: Logits are divided by it.
         vocabulary: The other ranks' parts.
     """
     logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
+    if temperature != 1:
+        logits_NV = logits_NV / temperature
     if suppressed is not None and len(suppressed):
         own = suppressed
         if vocabulary is not None:
@@ -52,6 +56,7 @@ def recomputed_log_probs(
     plan: LossPlan,
     *,
     suppressed: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """The same for rows that go through a head in slices: the logits of a slice are computed once more in the backward
     pass.
@@ -62,11 +67,14 @@ def recomputed_log_probs(
         targets_N: (N,).
         plan: How the rows go through; it has no z-loss.
         suppressed: As above.
+        temperature: As above.
     """
 
     def run(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = plan.behind(logits_of(hidden)) if plan.behind else logits_of(hidden)
-        return token_log_probs(logits, targets, suppressed=suppressed, vocabulary=plan.vocabulary)
+        return token_log_probs(
+            logits, targets, suppressed=suppressed, temperature=temperature, vocabulary=plan.vocabulary
+        )
 
     found = []
     for part in plan.slices(len(targets_N)):

@@ -189,8 +189,9 @@ class BasicParameters(OpenSection):
     """Prepare samples in the background even where `num_workers` is 0, in one worker process."""
     async_preprocess_buffer_size: Positive | None = None
     """Number of samples that `async_preprocess` keeps ready; null: `prefetch_factor` micro-batches."""
-    stage: Literal["sft", "pretrain", "rm"] = "sft"
-    """Training stage that the rows are for; `pretrain` trains on all of their text."""
+    stage: Literal["sft", "pretrain", "rm", "prompt"] = "sft"
+    """Training stage that the rows are for; `pretrain` trains on all of their text, `rm` on preference pairs; of
+    `prompt` rows, which `posttrain.method: grpo` makes of all others, the model answers the last turn itself."""
     mix: MixPlan | None = None
     """Proportions in which several datasets are sampled."""
     truncation: Literal["drop", "shrink", "error"] = "drop"

@@ -111,6 +111,15 @@ def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | No
     return Reward(name, weight, judge, _extra_of(judge))
 
 
+def takes_setting(name: str, setting: str) -> bool:
+    """Whether a reward has a setting of this name.
+
+    Raises:
+        ConfigError: There is no such reward.
+    """
+    return setting in _keywords(reward_register.get(name))
+
+
 def _check_options(name: str, made: Any, options: Mapping[str, Any]) -> None:
     signature = inspect.signature(made)
     own = () if inspect.isclass(made) else ("prompts", "completions", "rows", *_extra_of(made))
@@ -139,11 +148,11 @@ def scores_of(rewards: Sequence[Reward], judged: Judged) -> torch.Tensor:
     return torch.stack(columns, dim=1)
 
 
-def check_judged(scores_AR: torch.Tensor, rewards: Sequence[Reward]) -> None:
+def check_judged(scores_AR: torch.Tensor, names: Sequence[str]) -> None:
     """Raise `DataError` when nobody judged anything; the scores are those of all ranks."""
     if scores_AR.numel() and bool(scores_AR.isnan().all()):
         raise DataError(
-            f"no reward judged any answer of the step: {', '.join(reward.name for reward in rewards)} returned null",
+            f"no reward judged any answer of the step: {', '.join(names)} returned null",
             key="posttrain.rewards",
             way_out="Check what they are given with mm posttrain score, or add a reward that judges all rows.",
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
@@ -19,6 +20,7 @@ from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
@@ -30,6 +32,8 @@ from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
+from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective, build_text_rollouts
+from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -73,6 +77,18 @@ class Family(ABC):
     @abstractmethod
     def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """Write the whole model as its library loads it; called by all ranks. It may be sharded."""
+
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+        """What draws and judges the samples that the model is trained on.
+
+        Raises:
+            ConfigError: This kind of model, or this model, cannot draw them.
+        """
+        raise ConfigError(
+            f"{self.arguments.posttrain.method} is not built for this kind of model",
+            key="posttrain.method",
+            way_out="Leave it out.",
+        )
 
     def sampling_hook(self, model: nn.Module, job: Job, record: RunRecord) -> SampleHook | None:
         """The hook that shows what the model makes while it is trained; None where nothing is asked for, or this kind
@@ -119,12 +135,19 @@ class LanguageFamily(Family):
         return _QUESTIONS.get(tasks.pop() if tasks else "text")
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
-        """Cross-entropy of the next token, with the terms that stand beside it."""
+        """Cross-entropy of the next token, with the terms that stand beside it; or a policy gradient."""
+        if self.arguments.posttrain.method == "grpo":
+            return build_policy_objective(self.arguments, assembled, data)
         return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
         """The same; statistics of routers are summed over no ranks."""
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
+
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+        """The model answers prompts."""
+        assert isinstance(objective, PolicyObjective)
+        return build_text_rollouts(self.arguments, assembled, job, data, objective)
 
     def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """As `from_pretrained` of transformers loads it."""

@@ -124,10 +124,9 @@ def test_a_reward_that_answers_badly(returned: Any, message: str) -> None:
 
 
 def test_nothing_judged_is_an_error() -> None:
-    rewards = [build_reward("contains")]
-    check_judged(torch.tensor([[math.nan], [1.0]]), rewards)
+    check_judged(torch.tensor([[math.nan], [1.0]]), ["contains"])
     with pytest.raises(DataError, match="no reward judged any answer"):
-        check_judged(torch.full((2, 1), math.nan), rewards)
+        check_judged(torch.full((2, 1), math.nan), ["contains"])
 
 
 # --- a server --------------------------------------------------------------------------------------------------------

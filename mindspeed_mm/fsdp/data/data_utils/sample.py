@@ -94,6 +94,22 @@ class EncodedPair(TypedDict):
     rejected: EncodedSample
 
 
+class EncodedPrompt(TypedDict):
+    """A row that the model is to answer itself."""
+
+    sample_id: str
+    row: int
+    """Number of the row in its data set."""
+    input_ids: np.ndarray
+    """(L,) int64, up to where the answer begins."""
+    media: list[Any]
+    """As of `EncodedSample`."""
+    text: str
+    """What the user said last."""
+    columns: dict[str, Any]
+    """All columns of the row; `solution` where it has a right answer."""
+
+
 class SampleSize(NamedTuple):
     """What a sample costs, known before it is encoded."""
 

@@ -21,6 +21,17 @@ from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 Part = TypeVar("Part")
 
 
+class RolloutPlace(NamedTuple):
+    """How far a run is that trains on samples of its own."""
+
+    number: int
+    """The rollout that the last step was part of."""
+    used: int
+    """Steps that were taken of it."""
+    digest: str
+    """Of its file."""
+
+
 @dataclass(frozen=True)
 class DataPosition:
     """How far into the data a run is."""
@@ -35,20 +46,25 @@ class DataPosition:
     over."""
     overdue: int = 0
     """How many of those that wait, the oldest, an epoch before left over."""
+    rollout: RolloutPlace | None = None
+    """Where samples are answers to the drawn prompts: the position is the one behind the prompts of this rollout."""
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         waiting = {"pending": [list(pick) for pick in self.pending]} if self.pending else {}
         carried = {"carried": list(self.carried)} if self.carried else {}
         overdue = {"overdue": self.overdue} if self.overdue else {}
-        return {"epoch": self.epoch, "index": self.index, **waiting, **carried, **overdue}
+        rollout = {"rollout": list(self.rollout)} if self.rollout is not None else {}
+        return {"epoch": self.epoch, "index": self.index, **waiting, **carried, **overdue, **rollout}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> DataPosition:
         """Back from a checkpoint."""
         pending = tuple(Pick(int(epoch), int(row)) for epoch, row in state.get("pending", ()))
         carried = tuple(int(row) for row in state.get("carried", ()))
-        return cls(int(state["epoch"]), int(state["index"]), pending, carried, int(state.get("overdue", 0)))
+        rollout = RolloutPlace(*state["rollout"]) if "rollout" in state else None
+        overdue = int(state.get("overdue", 0))
+        return cls(int(state["epoch"]), int(state["index"]), pending, carried, overdue, rollout)
 
 
 class MicroBatch(NamedTuple):

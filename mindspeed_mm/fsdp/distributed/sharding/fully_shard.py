@@ -257,6 +257,38 @@ def gathered_before(model: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+@contextmanager
+def resident(model: nn.Module) -> Iterator[None]:
+    """Inside, every unit is whole and stays so: for many forward passes in a row, as when tokens are drawn one after
+    the other. Each unit is gathered once, and ranks need not make equally many passes. No gradients."""
+    modules = fsdp_modules(model)
+    if modules:
+        modules[0]._get_fsdp_state()._lazy_init()  # units that are gathered before the root knows them refuse it later
+    kept = [(group, group.post_forward_mesh_info) for module in modules for group in _groups_of(module)]
+    for group, _ in kept:
+        group.post_forward_mesh_info = None
+    handles = [module.unshard(async_op=True) for module in modules]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+    try:
+        yield
+    finally:
+        for group, before in kept:
+            group.post_forward_mesh_info = before
+        for module in modules:
+            module.reshard()
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a unit; torch 2.11 has one at most."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:
     """Precision of a unit: gradients are summed in fp32 when parameters compute in less. The output dtype is the
     root's alone (`root_options`), since a block that returned another dtype than it takes would break the next one."""

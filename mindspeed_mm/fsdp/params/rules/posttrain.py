@@ -158,10 +158,22 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.grpo.num_generations",
             way_out="Set it to 2 or more.",
         )
-    ranks = arguments.parallel.data_parallel_size
-    samples = training.micro_batch_size * training.gradient_accumulation_steps
-    if ranks is not None and samples * ranks * posttrain.grpo.steps_per_generation % group:
-        yield group_problem(arguments, ranks)
+    if training.micro_batch_size * training.gradient_accumulation_steps % group:
+        yield group_problem(arguments)
+    if arguments.parallel.pipeline_parallel_size > 1 and posttrain.rollout.backend == "transformers":
+        yield Problem(
+            "transformers samples with the model that is trained, and its layers are on several ranks: "
+            f"parallel.pipeline_parallel_size is {arguments.parallel.pipeline_parallel_size}",
+            key=f"{_KEY}.rollout.backend",
+            way_out="Spread the model by fully_shard_parallel_size or tensor_parallel_size.",
+        )
+    if training.val_interval and _has_held_out(arguments):
+        yield Problem(
+            "held-out rows are measured by a loss on their answers, and posttrain.method: "
+            f"{posttrain.method} trains on other ones",
+            key="training.val_interval",
+            way_out="Set it to 0; mm evaluate scores answers to held-out rows.",
+        )
     if not posttrain.rewards:
         yield Problem(
             f"is empty, and posttrain.method: {posttrain.method} learns from rewards",
@@ -175,13 +187,19 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
     yield from _of_the_rollout(arguments, posttrain.rollout)
 
 
-def group_problem(arguments: Arguments, data_ranks: int) -> Problem:
-    """Says that the samples of an optimizer step are no whole number of groups."""
+def _has_held_out(arguments: Arguments) -> bool:
+    basic = arguments.data.dataset_param.basic_parameters
+    asked = (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None)
+    return any(value is not None for value in asked)
+
+
+def group_problem(arguments: Arguments) -> Problem:
+    """Says that the samples of a rank and optimizer step are no whole number of groups."""
     training, grpo = arguments.training, arguments.posttrain.grpo
-    samples = training.micro_batch_size * training.gradient_accumulation_steps * data_ranks * grpo.steps_per_generation
+    samples = training.micro_batch_size * training.gradient_accumulation_steps
     return Problem(
-        f"{grpo.num_generations} samples of a prompt do not fit the {samples} samples of a generation "
-        "(training.micro_batch_size × gradient_accumulation_steps × data ranks × steps_per_generation)",
+        f"{grpo.num_generations} samples of a prompt, which stay on one rank, do not fit the {samples} samples of a "
+        "rank and step (training.micro_batch_size × gradient_accumulation_steps)",
         key=f"{_KEY}.grpo.num_generations",
         way_out="Make that number a multiple of it.",
     )

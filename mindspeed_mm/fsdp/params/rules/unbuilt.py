@@ -57,7 +57,16 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
-    "posttrain.method": (None,),
+    "posttrain.method": (None, "grpo"),
+    "posttrain.grpo.beta": (0.0,),
+    "posttrain.grpo.entropy_coef": (0.0,),
+    "posttrain.grpo.clip_range": (1e-4,),
+    "posttrain.grpo.adv_clip_max": (5.0,),
+    "posttrain.grpo.ratio_norm": (False,),
+    "posttrain.rollout.backend": ("transformers",),
+    "posttrain.rollout.base_url": (None,),
+    "posttrain.rollout.weight_sync": ("disk",),
+    "posttrain.rollout.ahead": (0,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

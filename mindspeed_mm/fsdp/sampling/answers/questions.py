@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
+from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
@@ -46,7 +47,7 @@ class Question:
     @property
     def text(self) -> str:
         """What the user said last, without the media."""
-        return _text_of(self.messages[-1]["content"])
+        return words_of(self.messages[-1]["content"])
 
     @property
     def image_names(self) -> list[str]:
@@ -110,7 +111,7 @@ def _read_question(
     row, place = reader.read(index), reader.place(index)
     sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
     _check_media_exist(sample, media_dir)
-    expected = _text_of(answer["content"])
+    expected = words_of(answer["content"])
     return Question(
         row=place.row,
         id=text_field(row, "id", str(place)),
@@ -135,42 +136,9 @@ def question_of(
     Raises:
         DataError: The row is off, or has no answer although one is needed.
     """
-    sample = convert_row(_as_conversation(row, row_format, needs_answer), row_format, place)
+    sample = convert_row(with_answer(row, row_format, needs_answer=needs_answer), row_format, place)
     *messages, answer = sample.messages
     return Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools), answer
-
-
-def _as_conversation(row: dict[str, Any], row_format: RowFormat, needs_answer: bool) -> dict[str, Any]:
-    """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one."""
-    if row_format.formatting == "alpaca":
-        response = row_format.response or "output"
-        return row if needs_answer or row.get(response) is not None else {**row, response: ""}
-    if isinstance(row.get("prompt"), str):
-        row = _prompt_as_conversation(row)
-    names = (row_format.messages, "messages", "conversations")
-    column = next((name for name in names if name and isinstance(row.get(name), list)), None)
-    if needs_answer or column is None or _ends_with_answer(row[column], row_format):
-        return row
-    return {**row, column: [*row[column], {"role": "assistant", "content": ""}]}
-
-
-def _prompt_as_conversation(row: dict[str, Any]) -> dict[str, Any]:
-    prompt, marks = row["prompt"], ""
-    media: dict[str, list[Any]] = {}
-    for kind in ("image", "video", "audio"):
-        named = row.get(f"{kind}s", row.get(kind)) or []
-        media[f"{kind}s"] = named if isinstance(named, list) else [named]
-        marks += "" if f"<{kind}>" in prompt else f"<{kind}>" * len(media[f"{kind}s"])
-    turns = [{"role": "user", "content": marks + prompt}]
-    if isinstance(row.get("answer"), str):
-        turns.append({"role": "assistant", "content": row["answer"]})
-    return {**row, "messages": turns, **media}
-
-
-def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    role = last.get(row_format.role_tag, last.get("role", last.get("from")))
-    return role in (row_format.assistant_tag, "assistant", "gpt")
 
 
 def _check_media_exist(sample: Sample, media_dir: Path) -> None:
@@ -188,9 +156,3 @@ def _check_media_exist(sample: Sample, media_dir: Path) -> None:
                 key=f"{item.kind}s",
                 way_out=f"Relative paths start at '{media_dir}'.",
             )
-
-
-def _text_of(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)

@@ -11,7 +11,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
 from mindspeed_mm.fsdp.train.run.job import Job
 
 Pass = Callable[[], Iterator[list[Batch]]]
@@ -87,7 +87,7 @@ class RunData:
 def build_data(arguments: Arguments, job: Job) -> RunData:
     """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
     that wait for it wait in no collective, and nothing limits them."""
-    data = arguments.data
+    data = arguments.data if not draws_samples(arguments) else prompts_of(arguments.data)
     sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
     is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
     with job.setup("reading the data") if is_short else nullcontext():
@@ -95,6 +95,19 @@ def build_data(arguments: Arguments, job: Job) -> RunData:
             data.dataset_param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param
         )
     return RunData(train, validation)
+
+
+def draws_samples(arguments: Arguments) -> bool:
+    """Whether the model is trained on what it samples itself."""
+    return arguments.posttrain.method in ("grpo", "nft")
+
+
+def prompts_of(data: DataArguments) -> DataArguments:
+    """The section with its rows as prompts, and none that are held out: what is sampled is measured by rewards."""
+    param = data.dataset_param
+    basic = param.basic_parameters.model_copy(update={"stage": "prompt"})
+    param = param.model_copy(update={"basic_parameters": basic})
+    return data.model_copy(update={"dataset_param": param, "val_dataset_param": None})
 
 
 def build_loader(arguments: Arguments, job: Job, dataset: MMDataset, packs: bool | None = None) -> MMDataLoader:

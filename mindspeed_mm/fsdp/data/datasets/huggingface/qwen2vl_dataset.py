@@ -17,11 +17,19 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncode
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
+from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, with_answer
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, RowLocation, Sample, SampleSize
+from mindspeed_mm.fsdp.data.data_utils.sample import (
+    EncodedPair,
+    EncodedPrompt,
+    EncodedSample,
+    RowLocation,
+    Sample,
+    SampleSize,
+)
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import require_language, tell_language
@@ -85,20 +93,24 @@ class Qwen2VLDataset(MMDataset):
         """Whether there is a row `index`."""
         return bool(self._rows.has(index)) if self.streams else index < len(self)
 
-    def __getitem__(self, index: int) -> EncodedSample | EncodedPair:
-        """Sample `index`, encoded; of a preference row both answers.
+    def __getitem__(self, index: int) -> EncodedSample | EncodedPair | EncodedPrompt:
+        """Sample `index`, encoded; of a preference row both answers, of a prompt what comes before the answer.
 
         Raises:
             TooLongError: It does not fit `cutoff_len`.
             DataError: The row, its media or its label mask are off.
         """
+        if self.basic_parameters.stage == "prompt":
+            return encoded_prompt(self._encoder, self.sample(index), index, self.row(index))
         return self._encoder.encode(self.sample(index))
 
     def sample(self, index: int) -> Sample:
-        """Row `index`, converted but not encoded."""
+        """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
         row, place = self.conversation(index), self._rows.place(index)
         if self._is_text:
             return convert_text(row, place)
+        if self.basic_parameters.stage == "prompt":
+            row = with_answer(row, self._rows.row_format(index))
         sample = convert_row(row, self._rows.row_format(index), place)
         return with_media_beside(sample, str(self._rows.folder(index).absolute())) if self._looks_beside else sample
 
@@ -148,6 +160,8 @@ class Qwen2VLDataset(MMDataset):
             positions = build_positions(
                 preprocess.model_name_or_path, self.processor, trust_remote_code=preprocess.trust_remote_code
             )
+        if self.basic_parameters.stage == "prompt":
+            return collated_prompts
         if self.basic_parameters.stage == "rm" and collate_param.model_name is None:
             collate_param = collate_param.model_copy(update={"model_name": "pairwise"})
         return build_collator(self.processor, self.plugin, collate_param, positions=positions)

@@ -1,0 +1,104 @@
+"""Rows that the model answers itself: the conversation up to its last turn, and the answer that is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.encode import SampleEncoder
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample
+
+_COLUMNS = ("messages", "conversations", "prompt")
+
+
+def with_answer(row: dict[str, Any], row_format: RowFormat, *, needs_answer: bool = False) -> dict[str, Any]:
+    """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one, unless
+    one is needed. A `prompt` of plain text, with media beside it, becomes such a list."""
+    if row_format.formatting == "alpaca":
+        response = row_format.response or "output"
+        return row if needs_answer or row.get(response) is not None else {**row, response: ""}
+    if isinstance(row.get("prompt"), str):
+        row = _prompt_as_conversation(row)
+    names = (row_format.messages, *_COLUMNS)
+    column = next((name for name in names if name and isinstance(row.get(name), list)), None)
+    if column == "prompt":  # verl's rows
+        row, column = {**row, "messages": row["prompt"]}, "messages"
+    if needs_answer or column is None or _ends_with_answer(row[column], row_format):
+        return row
+    return {**row, column: [*row[column], _answer(row[column], row_format)]}
+
+
+def _answer(turns: list[Any], row_format: RowFormat) -> dict[str, str]:
+    """An empty turn of the model, in the words of the other turns."""
+    if turns and isinstance(turns[0], dict) and "from" in turns[0]:
+        return {"from": "gpt", "value": ""}
+    return {"role": "assistant", "content": ""}
+
+
+def _prompt_as_conversation(row: dict[str, Any]) -> dict[str, Any]:
+    prompt, marks = row["prompt"], ""
+    media: dict[str, list[Any]] = {}
+    for kind in ("image", "video", "audio"):
+        named = row.get(f"{kind}s", row.get(kind)) or []
+        media[f"{kind}s"] = named if isinstance(named, list) else [named]
+        marks += "" if f"<{kind}>" in prompt else f"<{kind}>" * len(media[f"{kind}s"])
+    turns = [{"role": "user", "content": marks + prompt}]
+    if isinstance(row.get("answer"), str):
+        turns.append({"role": "assistant", "content": row["answer"]})
+    return {**row, "messages": turns, **media}
+
+
+def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
+    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    role = last.get(row_format.role_tag, last.get("role", last.get("from")))
+    return role in (row_format.assistant_tag, "assistant", "gpt")
+
+
+def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: dict[str, Any]) -> EncodedPrompt:
+    """A conversation that ends with the model's turn, up to it; that turn's words become the solution.
+
+    Raises:
+        DataError: The row is off, or its answer holds media.
+    """
+    *messages, answer = sample.messages
+    media = sample.media[: _count_media(messages)]
+    if len(media) < len(sample.media):
+        raise DataError(
+            "the answer holds media, and a model that answers gives words",
+            where=str(sample.place),
+            key="messages",
+            way_out="Leave the media out of the last turn.",
+        )
+    question = encoder.encode_question(
+        replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
+    )
+    truth = words_of(answer["content"])
+    return {
+        "sample_id": str(sample.place),
+        "row": index,
+        "input_ids": question.input_ids,
+        "media": list(question.media),
+        "text": words_of(messages[-1]["content"]) if messages else "",
+        "columns": {**columns, "solution": truth} if truth and columns.get("solution") is None else dict(columns),
+    }
+
+
+def collated_prompts(samples: Sequence[EncodedPrompt]) -> Batch:
+    """A batch of prompts: they stay as they are until they are answered."""
+    return {"prompts": list(samples), "sample_ids": [sample["sample_id"] for sample in samples]}
+
+
+def words_of(content: str | list[dict[str, Any]]) -> str:
+    """The text of a turn, without its media."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def _count_media(messages: Sequence[dict[str, Any]]) -> int:
+    contents = [message["content"] for message in messages]
+    return sum(part["type"] != "text" for content in contents if not isinstance(content, str) for part in content)

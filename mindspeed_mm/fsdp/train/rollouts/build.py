@@ -1,0 +1,184 @@
+"""Builds what `posttrain.method: grpo` asks for: the loader of rollouts, the loss, and what draws answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data import build_mm_dataloader
+from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
+from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, takes_setting
+from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
+from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
+from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+
+_OF_MEDIA = re.compile(
+    r"(image|video|audio|vision|boi|eoi|boa|eoa)\w*_(token_id|token_index)|(image|video|audio)_token"
+)
+"""Keys of configurations that name tokens of media."""
+
+
+def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> RolloutLoader:
+    """The loader of a run that trains on its own samples."""
+    training, posttrain = arguments.training, arguments.posttrain
+    grpo = posttrain.grpo
+    samples = training.micro_batch_size * training.gradient_accumulation_steps
+    loader = build_mm_dataloader(
+        prompts,
+        # Reading a prompt takes less than answering it: workers would wait.
+        arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "enable_preload": False}),
+        packs=False,
+        micro_batch_size=samples // grpo.num_generations,
+        gradient_accumulation_steps=grpo.steps_per_generation,
+        dp_rank=job.state.data_rank,
+        dp_size=job.state.data_size,
+        seed=training.seed,
+        dataset_param=arguments.data.dataset_param,
+        group=job.data_group,
+    )
+    plan = RolloutPlan(
+        grpo.num_generations,
+        grpo.steps_per_generation,
+        grpo.num_iterations,
+        scale=grpo.scale_rewards,
+        aggregation=grpo.multi_objective_aggregation,
+    )
+    keeps = posttrain.rollout.keep
+    # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
+    folder = Path(training.save) if training.save and (keeps or plan.uses > 1) else None
+    return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps)
+
+
+def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
+    """What the loss sums."""
+    return PolicyRule(
+        loss_type=grpo.loss_type,
+        level=grpo.importance_sampling_level,
+        epsilon=grpo.epsilon,
+        epsilon_high=grpo.epsilon_high,
+        delta=grpo.delta,
+        beta=grpo.beta,
+        corrects_kl=grpo.use_bias_correction_kl,
+        entropy_coef=grpo.entropy_coef,
+        max_completion_length=rollout.max_completion_length,
+    )
+
+
+def build_policy_objective(arguments: Arguments, assembled: Assembled, data: RunData) -> PolicyObjective:
+    """The loss on sampled answers.
+
+    Raises:
+        ConfigError: The model has no output head.
+    """
+    head = assembled.applied.head
+    if head is None:
+        raise ConfigError(
+            f"{type(assembled.model).__name__} has no output head that makes logits of a vocabulary",
+            key="posttrain.method",
+            way_out="grpo is for causal language models.",
+        )
+    rollout = arguments.posttrain.rollout
+    corrects = rollout.backend != "transformers" and rollout.correction != "none"
+    return PolicyObjective(
+        assembled.model,
+        head,
+        policy_rule(arguments.posttrain.grpo, rollout),
+        suppressed=never_drawn(assembled.model, data.train.processor),
+        temperature=rollout.temperature,
+        correction=(rollout.correction, rollout.correction_max) if corrects else None,
+    )
+
+
+def build_text_rollouts(
+    arguments: Arguments, assembled: Assembled, job: Job, data: RunData, objective: PolicyObjective
+) -> TextRollouts:
+    """What draws answers.
+
+    Raises:
+        ConfigError: The model does not generate, or a reward is unknown.
+    """
+    model, dataset, training = assembled.model, data.train, arguments.training
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(
+            f"{type(model).__name__} has no `generate`",
+            key="posttrain.method",
+            way_out="grpo needs a language model of transformers.",
+        )
+    rollout = arguments.posttrain.rollout
+    rule = DrawRule(
+        training.seed,
+        rollout.max_completion_length,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        never_drawn(model, dataset.processor),
+    )
+    return TextRollouts(
+        model,
+        job.device,
+        dataset,
+        build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
+        objective,
+        rule,
+        build_rewards(arguments),
+        micro_batch_size=training.micro_batch_size,
+        batch_size=rollout.batch_size or training.micro_batch_size,
+        end_ids=end_ids(model, dataset),
+        longest=longest_of(model.config),
+        masks_truncated=arguments.posttrain.grpo.mask_truncated_completions,
+    )
+
+
+def build_rewards(arguments: Arguments) -> list[Reward]:
+    """The rewards that the section names.
+
+    Raises:
+        ConfigError: One is unknown, or does not take its settings.
+    """
+    rewards = []
+    for each in arguments.posttrain.rewards:
+        limit = {"timeout_s": each.timeout_s} if takes_setting(each.name, "timeout_s") else {}
+        rewards.append(build_reward(each.name, each.weight, {**limit, **each.settings}))
+    return rewards
+
+
+def never_drawn(model: nn.Module, processor: Any) -> tuple[int, ...]:
+    """Ids that a model must not give: tokens of media, behind which it would look for media, and ids that its tokenizer
+    does not know."""
+    config, found = model.config, set[int]()
+    for section in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+        values = section.to_dict() if section is not None else {}
+        found |= {value for key, value in values.items() if isinstance(value, int) and _OF_MEDIA.fullmatch(key)}
+    words = int(config.get_text_config().vocab_size)
+    known = len(tokenizer_of(processor))
+    return tuple(sorted({*found, *range(known, words)}))
+
+
+def end_ids(model: nn.Module, dataset: MMDataset) -> list[int]:
+    """Tokens that end an answer: those of the generation configuration, and those by which training ends one."""
+    tokenizer, template = tokenizer_of(dataset.processor), dataset.template
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = list(configured) if isinstance(configured, list | tuple) else [configured]
+    words = (tokenizer.eos_token, template.turn_end if template is not None else None)
+    ends += [tokenizer.convert_tokens_to_ids(word) for word in words if word is not None]
+    return sorted({end for end in ends if end is not None})
+
+
+def longest_of(config: Any) -> int | None:
+    """Tokens that the model takes, as far as its configuration says."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(longest) if longest else None

@@ -1,0 +1,72 @@
+"""Rollouts as files, from which a run that was killed goes on: `rollouts/rollout_0000012.jsonl`.
+
+The first line tells what drew the samples; each further line is a sample of some rank, in the order of the step:
+another number of ranks reads the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+
+FOLDER = "rollouts"
+
+
+@dataclass(frozen=True)
+class StoredRollout:
+    """A rollout of all ranks."""
+
+    header: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+    digest: str
+    """Of the file."""
+
+
+def rollout_file(folder: Path, number: int) -> Path:
+    """Where a rollout of a run stands."""
+    return folder / FOLDER / f"rollout_{number:07}.jsonl"
+
+
+def digest_of(text: str) -> str:
+    """What a checkpoint remembers of a file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def text_of(header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The content of a file; numbers as they are, to the last bit."""
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (header, *samples))
+
+
+def write_rollout(folder: Path, number: int, text: str) -> None:
+    """Write a file; it appears when it is whole.
+
+    Raises:
+        MachineError: The disk is full, or the folder cannot be written.
+    """
+    path = rollout_file(folder, number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, text)
+
+
+def read_rollout(folder: Path, number: int) -> StoredRollout | None:
+    """The rollout of this number; None where there is none, or what is there is broken."""
+    path = rollout_file(folder, number)
+    try:
+        text = path.read_text(encoding="utf-8")
+        header, *samples = [json.loads(line) for line in text.split("\n") if line]
+    except (OSError, ValueError):
+        return None
+    return StoredRollout(header, samples, digest_of(text)) if len(samples) == header.get("samples") else None
+
+
+def remove_rollouts_before(folder: Path, number: int) -> None:
+    """Remove the files of earlier rollouts."""
+    for path in sorted((folder / FOLDER).glob("rollout_*.jsonl")):
+        if path.stem < rollout_file(folder, number).stem:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,278 @@
+"""The loader of runs that train on their own samples: prompts → samples → rewards → advantages → micro-batches.
+
+It stands where other runs have their data loader. A rollout is drawn when its first step is asked for, by the weights
+of that moment, and serves `steps × iterations` optimizer steps. Which prompts make a step, and what is drawn for them,
+depends on no number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
+from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
+from mindspeed_mm.fsdp.loss.advantages import group_advantages
+from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
+from mindspeed_mm.fsdp.train.rollouts import files
+from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics
+from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan, RolloutSource
+from mindspeed_mm.fsdp.train.rollouts.weights import weights_mark
+from mindspeed_mm.fsdp.train.run.job import Job
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """This rank's samples of one rollout, step by step, group by group."""
+
+    number: int
+    prompts: list[list[Any]]
+    """Of each step, each prompt as often as it has samples."""
+    samples: list[list[Any]]
+    advantages: list[torch.Tensor]
+    digest: str = ""
+    """Of its file."""
+
+
+class RolloutLoader:
+    """Draws samples and yields their micro-batches, one optimizer step at a time.
+
+    Args:
+        prompts: Yields the prompts of a rollout: a batch (`prompts`) for each step of it.
+        plan: How rollouts become steps.
+        job: This rank.
+        folder: Where rollouts are kept; None: nowhere.
+        keeps_all: Leave the files of rollouts that are used up.
+    """
+
+    def __init__(
+        self, prompts: MMDataLoader, plan: RolloutPlan, job: Job, *, folder: Path | None, keeps_all: bool = True
+    ) -> None:
+        self._prompts, self._plan, self._job = prompts, plan, job
+        self._folder, self._keeps_all = folder, keeps_all
+        self.source: RolloutSource | None = None
+        """Set when the model stands, before the first step."""
+        self._model: nn.Module | None = None
+        self.dataset, self.counts, self.mix = prompts.dataset, prompts.counts, prompts.mix
+        self.position = prompts.position
+        self.metrics = RolloutMetrics()
+
+    def draw_from(self, source: RolloutSource, model: nn.Module) -> None:
+        """Say what draws samples, and whose weights decide what they are; before the first step."""
+        self.source, self._model = source, model
+
+    # --- what a run asks of its loader --------------------------------------------------------------------------------
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        plan = self._plan
+        own = {"num_generations": plan.group_size, "steps_per_generation": plan.steps, "iterations": plan.iterations}
+        return {**self._prompts.batching, **own}
+
+    most_tokens: int | None = None
+
+    @property
+    def estimate_note(self) -> str:
+        """As of the prompts."""
+        return self._prompts.estimate_note
+
+    @property
+    def bad_samples(self) -> dict[str, str]:
+        """Prompts that could not be used → reason."""
+        return self._prompts.bad_samples
+
+    @property
+    def untold_bad_samples(self) -> int:
+        """How many of them the other ranks do not know of."""
+        return self._prompts.untold_bad_samples
+
+    def learn_bad_samples(self, found: dict[str, str]) -> None:
+        """What all ranks found, or a run found before it was stopped."""
+        self._prompts.learn_bad_samples(found)
+
+    def describe(self) -> str:
+        """For the log."""
+        plan = self._plan
+        uses = f", each used for {plan.uses} steps" if plan.uses > 1 else ""
+        return f"{len(self.dataset):,} prompts, {plan.group_size} samples of each{uses}"
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps until so many epochs of prompts are done."""
+        return self._prompts.steps_for(epochs) * self._plan.uses
+
+    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+        """Take up a position that was saved."""
+        note = self._prompts.go_on(replace(position, rollout=None), before, may_skip=may_skip)
+        self.position = replace(self._prompts.position, rollout=position.rollout)
+        return note
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers for the log, since the last call."""
+        own = self.source.take_metrics() if self.source is not None else {}
+        return {**self.metrics.take(), **own}
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Steps from the current position on.
+
+        Raises:
+            DataError: A prompt or a reward is off.
+            CheckpointError: The run stopped within a rollout whose file is gone.
+        """
+        place = self.position.rollout
+        number = place.number + 1 if place is not None else 0
+        if place is not None and place.used < self._plan.uses:
+            yield from self._steps(self._resumed(place), self._prompts.position, place.used)
+        for prompts in self._prompts:
+            rollout = self._rollout(number, [batch["prompts"] for batch in prompts])
+            yield from self._steps(rollout, self._prompts.position, 0)
+            number += 1
+
+    def _steps(self, rollout: Rollout, after: DataPosition, used: int) -> Iterator[list[Batch]]:
+        assert self.source is not None
+        for use in range(used, self._plan.uses):
+            step = use % self._plan.steps
+            self.position = replace(after, rollout=RolloutPlace(rollout.number, use + 1, rollout.digest))
+            yield self.source.batches(
+                rollout.prompts[step], rollout.samples[step], rollout.advantages[step], is_fresh=use == 0
+            )
+
+    # --- a rollout ----------------------------------------------------------------------------------------------------
+
+    def _rollout(self, number: int, prompts: list[list[Any]]) -> Rollout:
+        """Drawn and judged; or read, where the very same weights drew it before."""
+        repeated = [self._repeated(each) for each in prompts]
+        keys = [self._keys(number, each) for each in repeated]
+        assert self._model is not None
+        mark = weights_mark(self._model) if self._folder is not None else 0
+        header = {"rollout": number, "weights": mark, "samples": self._plan.group_size * self._prompts_of_all(prompts)}
+        stored = self._stored(number, header)
+        if stored is not None:
+            return self._read(number, repeated, stored)
+        return self._drawn(header, repeated, keys)
+
+    def _drawn(self, header: dict[str, Any], prompts: list[list[Any]], keys: list[list[str]]) -> Rollout:
+        assert self.source is not None
+        source = self.source
+        begun = time.perf_counter()
+        with source.drawing():
+            samples = [source.draw(*each) for each in zip(prompts, keys, strict=True)]
+        drawn = time.perf_counter()
+        scores = [source.judge(*each) for each in zip(prompts, samples, strict=True)] if self._is_first else []
+        judged = time.perf_counter()
+        own = []
+        for step, its_scores in enumerate(scores):
+            records = [source.record(*each) for each in zip(prompts[step], samples[step], strict=True)]
+            own.append([{"step": step, "key": key, **record} for key, record in zip(keys[step], records, strict=True)])
+            for record, values in zip(own[-1], its_scores.tolist(), strict=True):
+                record["scores"] = [None if value != value else value for value in values]
+        everyone = self._gathered(own)
+        lines = [record for of_step in everyone for of_rank in of_step for record in of_rank]
+        advantages = self._with_advantages(lines, len(everyone[0]))
+        text = files.text_of(header, lines)
+        if self._folder is not None and self._job.rank == 0:
+            files.write_rollout(self._folder, header["rollout"], text)
+            if not self._keeps_all:
+                files.remove_rollouts_before(self._folder, header["rollout"] - 1)
+        facts = [source.facts(each) for each in samples]
+        self.metrics.count(lines, source.reward_names, facts, drawn - begun, judged - drawn)
+        return Rollout(header["rollout"], prompts, samples, advantages, files.digest_of(text))
+
+    def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
+        """Those of this rank, step by step; every line gets its own."""
+        assert self.source is not None
+        scores = torch.tensor(
+            [[float("nan") if value is None else value for value in line["scores"]] for line in lines],
+            dtype=torch.float64,
+        )
+        check_judged(scores, self.source.reward_names)
+        plan = self._plan
+        found = group_advantages(
+            scores, self.source.reward_weights, plan.group_size, scale=plan.scale, aggregation=plan.aggregation
+        )
+        self.metrics.judge(found)
+        for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
+            line["reward"] = None if reward != reward else reward
+            line["advantage"] = advantage
+        by_step = found.values.view(plan.steps, ranks, -1)
+        return list(by_step[:, self._job.state.data_rank])
+
+    def _read(self, number: int, prompts: list[list[Any]], stored: files.StoredRollout) -> Rollout:
+        """This rank's part of a file."""
+        assert self.source is not None
+        ranks, rank = self._job.state.data_size, self._job.state.data_rank
+        samples, advantages = [], []
+        for step in range(self._plan.steps):
+            lines = [line for line in stored.samples if line["step"] == step]
+            share = len(lines) // ranks
+            own = lines[rank * share : (rank + 1) * share]
+            samples.append([self.source.restore(line) for line in own])
+            advantages.append(torch.tensor([line["advantage"] for line in own], dtype=torch.float64))
+        return Rollout(number, prompts, samples, advantages, stored.digest)
+
+    def _resumed(self, place: RolloutPlace) -> Rollout:
+        """The rollout that a run stopped within."""
+        stored = files.read_rollout(self._folder, place.number) if self._folder is not None else None
+        if stored is None or stored.digest != place.digest:
+            state = "is not the one that the checkpoint was saved with" if stored else "is missing or broken"
+            raise CheckpointError(
+                f"the checkpoint was saved within rollout {place.number}, and its file {state}",
+                where=str(files.rollout_file(self._folder or Path(), place.number)),
+                key="posttrain.rollout.keep",
+                way_out="Put the file back, or resume from an earlier checkpoint.",
+            )
+        prompts = []
+        ranks, rank = self._job.state.data_size, self._job.state.data_rank
+        for step in range(self._plan.steps):
+            rows = [line["row"] for line in stored.samples if line["step"] == step][:: self._plan.group_size]
+            share = len(rows) // ranks
+            prompts.append(self._repeated([self.dataset[row] for row in rows[rank * share : (rank + 1) * share]]))
+        return self._read(place.number, prompts, stored)
+
+    def _stored(self, number: int, header: Mapping[str, Any]) -> files.StoredRollout | None:
+        """A file of this very rollout, where all ranks see it."""
+        if self._folder is None:
+            return None
+        found = files.read_rollout(self._folder, number)
+        same = found is not None and dict(found.header) == dict(header)
+        return found if all(self._of_all(same)) else None
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank speaks for those that work on the same samples."""
+        return bool(self._job.state.is_first_of_its_samples)
+
+    def _of_all(self, value: Any) -> list[Any]:
+        if self._job.world_size == 1:
+            return [value]
+        found = [value] * self._job.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def _gathered(self, own: list[list[Any]]) -> list[list[list[Any]]]:
+        """Step → data rank → its records."""
+        state = self._job.state
+        told = [each for each in self._of_all((state.data_rank, own) if self._is_first else None) if each is not None]
+        by_rank = [records for _, records in sorted(told, key=lambda each: each[0])]
+        return [[records[step] for records in by_rank] for step in range(self._plan.steps)]
+
+    def _repeated(self, prompts: Sequence[Any]) -> list[Any]:
+        return [prompt for prompt in prompts for _ in range(self._plan.group_size)]
+
+    def _keys(self, number: int, prompts: Sequence[Any]) -> list[str]:
+        size = self._plan.group_size
+        return [f"{number}/{prompt['sample_id']}/{place % size}" for place, prompt in enumerate(prompts)]
+
+    def _prompts_of_all(self, prompts: list[list[Any]]) -> int:
+        return sum(map(len, prompts)) * self._job.state.data_size

@@ -1,0 +1,75 @@
+"""What the log says of rollouts: time, speed, rewards, lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_mm.fsdp.loss.advantages import Advantages
+
+
+class RolloutMetrics:
+    """Numbers of the rollouts since the last line of the log. Times and what `facts` tells are this rank's, rewards
+    those of all ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._rewards: list[torch.Tensor] = []
+        self._scores: list[torch.Tensor] = []
+        self._names: Sequence[str] = ()
+        self._flat: list[float] = []
+        self._samples = 0
+
+    def count(
+        self,
+        lines: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        facts: Sequence[Mapping[str, float]],
+        drawing_s: float,
+        judging_s: float,
+    ) -> None:
+        """A rollout that was drawn."""
+        self._add("rollout_s", drawing_s)
+        self._add("reward_s", judging_s)
+        for each in facts:
+            self._samples += int(each["samples"])
+            for name, value in each.items():
+                self._add(name, value)
+        self._names = names
+        scores = [[math.nan if value is None else value for value in line["scores"]] for line in lines]
+        self._scores.append(torch.tensor(scores, dtype=torch.float64))
+
+    def judge(self, found: Advantages) -> None:
+        """What rewards came to."""
+        self._rewards.append(found.rewards)
+        self._flat.append(found.without_spread)
+
+    def take(self) -> dict[str, float]:
+        """The numbers; empty where nothing was drawn."""
+        if not self._rewards:
+            return {}
+        rewards, sums = torch.cat(self._rewards), dict(self._sums)
+        known = rewards[~rewards.isnan()]
+        metrics = {
+            "reward": float(known.mean()),
+            "reward_std": float(known.std()) if len(known) > 1 else 0.0,
+            "groups_without_spread": sum(self._flat) / len(self._flat),
+            "rollout_s": sums.pop("rollout_s"),
+            "reward_s": sums.pop("reward_s"),
+        }
+        sums.pop("samples")
+        tokens = sums.get("completion_tokens")
+        if tokens is not None and metrics["rollout_s"]:
+            metrics["rollout_tokens_per_s"] = tokens / metrics["rollout_s"]
+        metrics |= {name: value / max(1, self._samples) for name, value in sums.items()}
+        if len(self._names) > 1:
+            means = torch.cat(self._scores).nanmean(dim=0).tolist()
+            metrics |= {f"reward/{name}": mean for name, mean in zip(self._names, means, strict=True)}
+        self.__init__()  # type: ignore[misc]
+        return metrics
+
+    def _add(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value

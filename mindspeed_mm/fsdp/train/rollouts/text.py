@@ -1,0 +1,222 @@
+"""Rollouts of language models: answers that the model itself draws, with its parameters whole for so long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padded_rows
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
+from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, scores_of
+from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
+from mindspeed_mm.fsdp.train.train_engine import move
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+
+
+class TextRollouts:
+    """Draws answers, has them judged and makes batches of them.
+
+    Args:
+        model: Sharded, or plain.
+        device: Where it is.
+        dataset: Of prompts; its processor and media plugin are used.
+        collate: Samples → batch, as other training has it.
+        objective: The loss, which tells of its ratios.
+        rule: How tokens are drawn.
+        rewards: Judge answers.
+        micro_batch_size: Answers that are trained on at a time.
+        batch_size: Answers that are drawn at a time.
+        end_ids: Tokens that end an answer.
+        longest: Tokens of prompt and answer that the model takes; None: it does not say.
+        masks_truncated: Leave answers out of the loss that were cut at the longest length.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dataset: MMDataset,
+        collate: Collator,
+        objective: PolicyObjective,
+        rule: DrawRule,
+        rewards: Sequence[Reward],
+        *,
+        micro_batch_size: int,
+        batch_size: int,
+        end_ids: Sequence[int],
+        longest: int | None = None,
+        masks_truncated: bool = False,
+    ) -> None:
+        self._model, self._device, self._dataset, self._collate = model, device, dataset, collate
+        self._objective, self._rule, self._rewards = objective, rule, rewards
+        self._micro_batch_size, self._batch_size = micro_batch_size, batch_size
+        self._end_ids, self._longest, self._masks_truncated = list(end_ids), longest, masks_truncated
+        self._tokenizer = tokenizer_of(dataset.processor)
+        self.reward_names = [reward.name for reward in rewards]
+        self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+        self.whole_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Joins the parts of a vocabulary that is split over ranks."""
+
+    # --- drawing ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """See `RolloutSource`."""
+        with torch.no_grad(), resident(self._model):
+            self._model.eval()
+            try:
+                yield
+            finally:
+                self._model.train()
+
+    def draw(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
+        """See `RolloutSource`. Prompts of like length are drawn together.
+
+        Raises:
+            DataError: A prompt and the longest answer are more than the model takes.
+        """
+        self._check_lengths(prompts)
+        order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]["input_ids"]), place))
+        found: dict[int, DrawnAnswer] = {}
+        for start in range(0, len(order), self._batch_size):
+            places = order[start : start + self._batch_size]
+            answers = self._drawn([prompts[place] for place in places], [keys[place] for place in places])
+            found |= dict(zip(places, answers, strict=True))
+        return [found[place] for place in range(len(prompts))]
+
+    def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
+        plugin, pad_id = self._dataset.plugin, self._tokenizer.pad_token_id
+        rows = [{"input_ids": each["input_ids"], **plugin.token_marks(each["input_ids"])} for each in prompts]
+        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}
+        media = [item for prompt in prompts for item in prompt["media"]]
+        inputs = {**left_padded_rows(rows, fills), **(plugin.collate(media) if media else {})}
+        return draw_answers(
+            self._model,
+            move(inputs, self._device),
+            keys,
+            self._rule,
+            end_ids=self._end_ids,
+            pad_id=pad_id,
+            whole=self.whole_logits,
+        )
+
+    def _check_lengths(self, prompts: Sequence[EncodedPrompt]) -> None:
+        for prompt in prompts:
+            length = len(prompt["input_ids"]) + self._rule.max_new_tokens
+            if self._longest is not None and length > self._longest:
+                raise DataError(
+                    f"the prompt's {len(prompt['input_ids'])} tokens and an answer of up to "
+                    f"{self._rule.max_new_tokens} are {length}, and the model takes {self._longest}",
+                    where=prompt["sample_id"],
+                    key="posttrain.rollout.max_completion_length",
+                    way_out="Lower it, or leave such rows out.",
+                )
+
+    # --- judging ------------------------------------------------------------------------------------------------------
+
+    def text_of(self, answer: DrawnAnswer) -> str:
+        """Its words, as a reader has them."""
+        return str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+
+    def judge(self, prompts: Sequence[EncodedPrompt], samples: Sequence[DrawnAnswer]) -> torch.Tensor:
+        """See `RolloutSource`."""
+        judged = Judged(
+            [prompt["text"] for prompt in prompts],
+            [self.text_of(answer) for answer in samples],
+            [{"id": prompt["sample_id"], **prompt["columns"]} for prompt in prompts],
+            [answer.token_ids for answer in samples],
+            [prompt["sample_id"] for prompt in prompts],
+        )
+        return scores_of(self._rewards, judged)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> dict[str, Any]:
+        """See `RolloutSource`."""
+        return {
+            "row": prompt["row"],
+            "id": prompt["sample_id"],
+            "prompt": prompt["text"],
+            "text": self.text_of(sample),
+            "token_ids": sample.token_ids,
+            "log_probs": sample.log_probs,
+            "entropy": sample.entropy,
+            "truncated": sample.is_truncated,
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> DrawnAnswer:
+        """See `RolloutSource`."""
+        return DrawnAnswer(
+            list(record["token_ids"]), list(record["log_probs"]), record["entropy"], is_truncated=record["truncated"]
+        )
+
+    def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
+        """See `RolloutSource`."""
+        return {
+            "samples": len(samples),
+            "completion_tokens": sum(len(answer.token_ids) for answer in samples),
+            "truncated_share": sum(answer.is_truncated for answer in samples),
+            "entropy": sum(answer.entropy for answer in samples),
+        }
+
+    def take_metrics(self) -> dict[str, float]:
+        """See `RolloutSource`."""
+        return self._objective.take_metrics()
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        samples: Sequence[DrawnAnswer],
+        advantages: torch.Tensor,
+        *,
+        is_fresh: bool,
+    ) -> list[Batch]:
+        """See `RolloutSource`."""
+        size = self._micro_batch_size
+        return [
+            self._batch(prompts[start:][:size], samples[start:][:size], advantages[start:][:size], is_fresh)
+            for start in range(0, len(samples), size)
+        ]
+
+    def _batch(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        samples: Sequence[DrawnAnswer],
+        advantages: torch.Tensor,
+        is_fresh: bool,
+    ) -> Batch:
+        kept = [not (self._masks_truncated and answer.is_truncated) for answer in samples]
+        rows = [_row(*each) for each in zip(prompts, samples, kept, strict=True)]
+        log_probs = [answer.log_probs for answer, is_kept in zip(samples, kept, strict=True) if is_kept]
+        return self._collate(rows) | {
+            "_advantages": advantages,
+            "_sampled": torch.tensor([value for each in log_probs for value in each], dtype=torch.float64),
+            "_fresh": is_fresh,
+        }
+
+
+def _row(prompt: EncodedPrompt, answer: DrawnAnswer, is_trained: bool) -> EncodedSample:
+    """Prompt and answer as other training has them; the answer's tokens are labels."""
+    ids = np.concatenate([prompt["input_ids"], np.array(answer.token_ids, dtype=np.int64)])
+    labels = np.full_like(ids, IGNORED_LABEL)
+    if is_trained:
+        labels[len(prompt["input_ids"]) :] = answer.token_ids
+    return {
+        "sample_id": prompt["sample_id"],
+        "input_ids": ids,
+        "labels": labels,
+        "media": prompt["media"],
+        "shrunk": False,
+    }

@@ -1,0 +1,130 @@
+"""Training on the model's own answers, in one process: what is drawn, learnt, and replayed by a resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.fsdp.posttrain_rewards import reward_register
+from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from tests.helpers.tiny_run import make_tiny_run
+
+POSTTRAIN = {
+    "method": "grpo",
+    "grpo": {"num_generations": 4},
+    "rollout": {"max_completion_length": 6},
+    "rewards": [{"name": "of_words"}],
+}
+TRAINING = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "train_iters": 4, "lr": 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def of_words() -> Any:
+    """How many different letters an answer has: nearly every group has spread."""
+
+    def judge(prompts: Any, completions: Any, rows: Any) -> list[float]:
+        assert all(row["solution"] and row["images"] is not None for row in rows)
+        return [float(len(set(text))) for text in completions]
+
+    reward_register.register("of_words")(judge)
+    yield
+    reward_register._entries.pop("of_words")
+
+
+def configured(folder: Path, training: dict[str, Any] | None = None, **posttrain: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = {key: {**value, **posttrain.pop(key, {})} if isinstance(value, dict) else value
+                for key, value in POSTTRAIN.items()}  # fmt: skip
+    return make_tiny_run(folder, training=TRAINING | (training or {}), posttrain=sections | posttrain)
+
+
+def trained(path: Path, steps: int | None = None) -> StepRecorder:
+    recorder = StepRecorder()
+    Trainer(str(path), TrainOptions(steps=steps), hooks=[recorder]).train()
+    return recorder
+
+
+def lines(folder: Path, number: int) -> list[dict[str, Any]]:
+    text = (folder / "rollouts" / f"rollout_{number:07}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line][1:]
+
+
+def test_a_run_that_was_killed_within_a_rollout_goes_on_with_it(tmp_path: Path) -> None:
+    """Two steps and two iterations of each rollout; the checkpoint is behind the second of four."""
+    grpo = {"num_generations": 4, "steps_per_generation": 2, "num_iterations": 2}
+    save = tmp_path / "run"
+    path = configured(tmp_path, {"save": str(save), "save_interval": 1, "train_iters": 5}, grpo=grpo)
+    whole = trained(path)
+    first = lines(save, 0)
+    assert [line["step"] for line in first] == [0] * 8 + [1] * 8
+    assert len({tuple(line["token_ids"]) for line in first}) > 4
+    groups = [first[i : i + 4] for i in range(0, 16, 4)]
+    for group in groups:
+        assert len({line["id"] for line in group}) == 1
+        rewards = torch.tensor([line["reward"] for line in group], dtype=torch.float64)
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        assert torch.allclose(torch.tensor([line["advantage"] for line in group]).double(), expected, atol=1e-12)
+    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    drawn = next(each for each in metrics if "reward" in each)
+    assert drawn["log_prob_gap"] < 1e-5 and drawn["clip_share"] == 0 and drawn["rollout_s"] > 0
+    for number in (3, 4, 5):
+        name = f"iter_{number:07}"
+        for file in sorted((save / name).rglob("*"), reverse=True):
+            file.unlink() if file.is_file() else file.rmdir()
+        (save / name).rmdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("2\n")
+    again = trained(path)
+    assert len(again.steps) == 3
+    for name, weight in whole.steps[-1]["weights"].items():
+        assert torch.equal(weight, again.steps[-1]["weights"][name]), name
+    assert lines(save, 0) == first
+
+
+def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
+    grpo = {"num_generations": 4, "num_iterations": 2}
+    save = tmp_path / "run"
+    path = configured(tmp_path, {"save": str(save), "save_interval": 1, "train_iters": 2}, grpo=grpo)
+    trained(path, steps=1)
+    file = save / "rollouts" / "rollout_0000000.jsonl"
+    file.write_text(file.read_text(encoding="utf-8").replace('"truncated": true', '"truncated": false', 1))
+    with pytest.raises(CheckpointError, match="rollout 0, and its file is not the one"):
+        trained(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="is missing or broken"):
+        trained(path)
+
+
+def test_what_cannot_be_answered_or_built_is_named(tmp_path: Path) -> None:
+    path = configured(tmp_path, rollout={"max_completion_length": 100_000})
+    with pytest.raises(DataError, match="and the model takes"):
+        trained(path, steps=1)
+    path = configured(tmp_path, rewards=[{"name": "of_word"}])
+    with pytest.raises(ConfigError, match="Did you mean 'of_words'"):
+        trained(path, steps=1)
+
+
+def test_prompts_without_an_answer_and_those_of_verl(tmp_path: Path) -> None:
+    """Rows end with the user's turn; the right answer is a column."""
+    path = configured(tmp_path, {"save": str(tmp_path / "run"), "train_iters": 1})
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Say {n}."}], "reward_model": {"ground_truth": str(n)}, "images": []}
+        for n in range(8)
+    ]
+    rows[1::2] = [
+        {"messages": row["prompt"], "answer": row["reward_model"]["ground_truth"], "images": []} for row in rows[1::2]
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+
+    def judge(prompts: Any, completions: Any, rows: Any) -> list[float]:
+        seen.extend((prompt, solution_of(row)) for prompt, row in zip(prompts, rows, strict=True))
+        return [float(number) for number, _ in enumerate(completions)]
+
+    reward_register._entries["of_words"] = judge
+    trained(path)
+    assert len(seen) == 8 and all(prompt == f"Say {truth}." for prompt, truth in seen)
