@@ -147,7 +147,14 @@ def run_in(tree: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("entry", ["train/trainer.py", "tasks/funasr/trainer.py", "tasks/cosyvoice3/train.py"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "train/trainer.py",
+        pytest.param("tasks/funasr/trainer.py", marks=pytest.mark.slow),
+        pytest.param("tasks/cosyvoice3/train.py", marks=pytest.mark.slow),
+    ],
+)
 def test_the_steps_train_by_torchrun(tree: Path, entry: str) -> None:
     out = tree / f"out-{entry.replace('/', '-')}"
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}"]

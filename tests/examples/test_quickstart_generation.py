@@ -34,7 +34,7 @@ PARTS = {
 LINE = re.compile(r"generated: (.+) (\d+\.\d) % \(n=400, 95 % interval \d+\.\d–\d+\.\d %\)")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["digits_flux", pytest.param("moving_digits_wan", marks=pytest.mark.slow)])
 def test_two_steps_of_the_whole_road(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

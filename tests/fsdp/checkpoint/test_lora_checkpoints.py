@@ -174,6 +174,7 @@ EXACT = (*COMMON, "parallel.fsdp_plan.param_dtype=fp64", "training.adam_fused=fa
 SHORT = (*COMMON, "parallel.fsdp_plan.param_dtype=bf16")
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(yamls: dict[str, Path]) -> None:
     """In fp64 as one process; with a base in bf16 and adapters in fp32 in one unit it runs, close to fp64. The planted
     fault, gradients averaged over the ranks, is found."""

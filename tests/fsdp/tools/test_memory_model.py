@@ -174,7 +174,7 @@ def _two_ranks_of_pictures(yaml: str, words: tuple[str, ...]) -> None:
     assert deviation(predicted, real) < PROMISED
 
 
-AN_AXIS_EACH = {("vlm", plan) for plan in ("fsdp2", "tp2", "pp2 1f1b", "ulysses2")} | {("vlm moe", "ep2")}
+AN_AXIS_EACH = {("vlm", plan) for plan in ("fsdp2", "tp2", "pp2 1f1b")} | {("vlm moe", "ep2")}
 """Cells of the matrix that every run measures; the others are slow."""
 CELLS = cells(*MAKERS)
 CARRIES_UNEVEN_LOADS = {("vlm moe", "pp2 × vpp2 × ep2"), ("vlm moe", "pp2 zbv × ep2")}

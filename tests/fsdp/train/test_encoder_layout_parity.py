@@ -38,15 +38,15 @@ RECOMPUTE, COPIES = "features.recompute=true", "parallel.fully_shard_parallel_si
 
 CASES = {
     "balance, dp2": Case("pictures", 2, 2, 1, (BALANCE,)),
-    "balance, dp2, a row at a time": Case("pictures", 2, 2, 4, (BALANCE,)),
     "balance, dp2, videos, copies": Case("videos", 2, 2, 4, (BALANCE, COPIES)),
     "balance, dp2, text": Case("text", 2, 2, 1, (BALANCE,)),
     "tp2, whole tower": Case("pictures", 2, 1, 8, (TP, WHOLE_TOWER, RECOMPUTE)),
     "ring2, whole media": Case("pictures", 2, 1, 2, (RING, *WHOLE_MEDIA)),
     "dp2, tower ulysses2": Case("pictures", 2, 2, 4, (BALANCE, TEAM_ULYSSES)),
-    "balance, dp2 × ulysses2, whole media": Case("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
 }
 SLOW = {
+    "balance, dp2, a row at a time": Case("pictures", 2, 2, 4, (BALANCE,)),
+    "balance, dp2 × ulysses2, whole media": Case("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
     "balance, dp2 × tp2, whole tower": Case("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
     "balance, dp2 × tp2": Case("pictures", 4, 2, 2, (BALANCE, TP)),
     "balance, dp2 × ring2": Case("pictures", 4, 2, 4, (BALANCE, RING)),

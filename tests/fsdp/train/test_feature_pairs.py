@@ -52,7 +52,7 @@ TOGETHER = (
     ("chunk_mbs", "activation offload", "chunk loss", "muon", "z-loss"),
     ("recompute", "attention kept", "zero-2", "pregather", "by sample", "memory profile"),
 )
-"""What the default run looks at."""
+"""What is tried at once before every pair is."""
 
 ALL = [(family, names) for family in ("vlm", "wan") for names in configurations(family)]
 
@@ -121,7 +121,11 @@ def _fails(root: str, family: str, names: tuple[str, ...]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("names", TOGETHER, ids=" + ".join)
+@pytest.mark.parametrize(
+    "names",
+    [names if "compile" not in names else pytest.param(names, marks=pytest.mark.slow) for names in TOGETHER],
+    ids=" + ".join,
+)
 def test_several_at_once(root: str, names: tuple[str, ...]) -> None:
     check(root, "vlm", names)
 

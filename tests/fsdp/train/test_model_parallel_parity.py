@@ -27,19 +27,19 @@ RECOMPUTE = "features.recompute=true"
 
 CASES = {
     "vlm tp2": Case("vlm", 2, 1, 2, (TP,)),
-    "vlm tp2, recompute": Case("vlm", 2, 1, 1, (TP, "features.recompute=true")),
     "vlm ring2": Case("vlm", 2, 1, 2, (RING,)),
     "vlm ulysses2, recompute": Case("vlm", 2, 1, 1, (ULYSSES, "features.recompute=true")),
     "flux tp2": Case("flux", 2, 1, 2, (TP,)),
-    "flux ring2": Case("flux", 2, 1, 1, (RING,)),
     "t2v ulysses2": Case("t2v", 2, 1, 2, (ULYSSES,)),
     "vlm fsdp2 × tp2": Case("vlm", 4, 2, 1, (TP,)),
     "vlm fsdp2 × ring2": Case("vlm", 4, 2, 2, (RING,)),
-    "vlm ring2 × ulysses2": Case("vlm", 4, 1, 2, (RING, ULYSSES)),
     "vlm tp2 × ring2, sequence": Case("vlm", 4, 1, 2, (TP, RING, SEQUENCE_EVERYWHERE)),
-    "moe tp2 × ring2": Case("moe", 4, 1, 2, (TP, RING)),
 }
 SLOW = {
+    "moe tp2 × ring2": Case("moe", 4, 1, 2, (TP, RING)),
+    "vlm ring2 × ulysses2": Case("vlm", 4, 1, 2, (RING, ULYSSES)),
+    "flux ring2": Case("flux", 2, 1, 1, (RING,)),
+    "vlm tp2, recompute": Case("vlm", 2, 1, 1, (TP, "features.recompute=true")),
     "flux tp2 × ulysses2": Case("flux", 4, 1, 1, (TP, ULYSSES)),
     "vlm hsdp × tp2": Case("vlm", 4, 2, 1, (TP, "parallel.fully_shard_parallel_size=1")),
     "vlm hsdp × ring2": Case("vlm", 4, 2, 1, (RING, "parallel.fully_shard_parallel_size=2")),

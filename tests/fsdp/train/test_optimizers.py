@@ -64,6 +64,7 @@ EQUAL = {  # name → (model, what one process does, what two ranks do)
 SLOW = {
     "swap",
     "offload",
+    "swap in bf16, zero-2",
     "muon, offload",
     "swap, offload, ep2",
     "muon fsdp2, experts",

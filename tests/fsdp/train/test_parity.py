@@ -36,13 +36,15 @@ RUNS = ParityRuns(
     __file__,
     cases={
         "accumulation 2": Case("vlm", 1, 1, 2),
-        "accumulation 4": Case("vlm", 1, 1, 4),
         "fsdp 2": Case("vlm", 2, 2, 1),
-        "fsdp 2, accumulation 2": Case("vlm", 2, 2, 2),
         "fsdp 4, accumulation 2": Case("vlm", 4, 4, 2),
         "zero-2": Case("vlm", 2, 2, 2, ("parallel.fsdp_plan.reshard_after_forward=false",)),
         "hsdp 2x2": Case("vlm", 4, 4, 1, (HYBRID,)),
         "replicated 2": Case("vlm", 2, 2, 2, ("parallel.fully_shard_parallel_size=1",)),
+    },
+    slow={
+        "accumulation 4": Case("vlm", 1, 1, 4),
+        "fsdp 2, accumulation 2": Case("vlm", 2, 2, 2),
     },
     faults={
         "rank's own denominator": Fault("fsdp 2", "rank's own denominator"),
