@@ -39,6 +39,7 @@ LANGUAGE_ONLY = (
     "beams",
     "hide_thoughts",
     "adapters",
+    "plan",
 )
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
@@ -51,6 +52,7 @@ SETTINGS = (
 """Options that are fields of a `sampling` section."""
 QUESTIONS_AT_A_TIME = 32
 
+Medium = Literal["image", "video", "audio"]
 POSITIVE = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 
@@ -165,6 +167,12 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     help="Language models: adapters that rows of --data choose by their field 'adapter'; may be repeated.",
 )
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
+@click.option(
+    "--plan",
+    type=PATH,
+    help="Language models: YAML whose 'parallel' section spreads a model that is too large for one device over the "
+    "processes, which then answer each row together.",
+)
 @click.option("--nproc", type=POSITIVE, default=1, help="Number of processes on this host; they share rows or prompts.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
@@ -293,62 +301,57 @@ def words_of(context: click.Context) -> list[str]:
 
 def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     """Answer one prompt, or every row of a file."""
-    prompts, data, out = options["prompts"], options["data"], options["out"]
-    media: list[tuple[Literal["image", "video", "audio"], Path]] = []
-    media += [("image", path) for path in options["images"]]
-    media += [("video", path) for path in options["videos"]] + [("audio", path) for path in options["audios"]]
-    for kind, _ in media if data is not None else ():
-        way_out = f"Name each {kind} in the rows of --data."
-        raise UsageError(f"--{kind} can only be used with --prompt", key=f"--{kind}", way_out=way_out)
-    if bool(prompts or media) == (data is not None):
-        raise UsageError("give either --prompt or --data", way_out="See mm infer --help.")
-    if len(prompts) > 1:
-        raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
-    if data is not None and out is None:
-        raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
-    if data is None and options["nproc"] > 1:
-        raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
+    media = language_media(options)
+    check_source(options, media)
     check_choice(options)
-    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
-    from mindspeed_mm.tasks import train
-    from mindspeed_mm.tasks.answer import infer  # torch: the help does without
-    from mindspeed_mm.tasks.launch.launcher import launch
+    from mindspeed_mm.tasks.launch.launcher import launch  # torch: the help does without
 
-    if data is not None and starts_ranks(options["nproc"]):
+    if options["data"] is not None and starts_ranks(options["nproc"]):
         return launch(options["nproc"], ["infer", *words_of(context)], None)
-    longest = options["max_new_tokens"]
     names = ("temperature", "top_p", "top_k", "seed", "beams")
-    choice: dict[str, Any] = {
-        "sampling": Sampling(longest, **{name: options[name] for name in names}),
+    settings: dict[str, Any] = {
+        "max_new_tokens": options["max_new_tokens"],
+        "lora": options["lora"],
+        "config": options["config"],
+        "sampling": Sampling(options["max_new_tokens"], **{name: options[name] for name in names}),
         "hides_thoughts": options["hide_thoughts"],
     }
-    if data is None:
-        answer = infer.answer_prompt(
-            model,
-            next(iter(prompts), ""),
-            [MediaItem(kind, str(path.absolute())) for kind, path in media],
-            max_new_tokens=longest,
-            lora=options["lora"],
-            config=options["config"],
-            **choice,
-        )
-        click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
-        return 0
+    if options["data"] is None:
+        return answer_prompt(model, options, media, settings)
+    return answer_rows(model, options, settings)
+
+
+def answer_prompt(
+    model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
+) -> int:
+    """Answer the one prompt, and print what is said."""
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+    from mindspeed_mm.tasks.answer import infer
+
+    shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
+    said = infer.answer_prompt(model, next(iter(options["prompts"]), ""), shown, **settings)
+    click.echo(json.dumps(asdict(said), ensure_ascii=False) if options["as_json"] else said.text)
+    return 0
+
+
+def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> int:
+    """Answer every row of the file, and print how many there were."""
+    from mindspeed_mm.tasks import train
+    from mindspeed_mm.tasks.answer import infer
+
     try:
         outcome = infer.run(
             model,
-            data,
-            out,
+            options["data"],
+            options["out"],
             batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
-            max_new_tokens=longest,
             media_dir=options["media_dir"],
             overwrite=options["overwrite"],
-            lora=options["lora"],
-            config=options["config"],
             adapters=read_adapters(options["adapters"]),
-            **choice,
+            plan=options["plan"],
+            **settings,
         )
     except Exception as error:
         if train.tell_launcher(error) and isinstance(error, MMError):
@@ -362,8 +365,33 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     kept = f", {outcome.kept} were already there" if outcome.kept else ""
     click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
+        longest = options["max_new_tokens"]
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
     return 0
+
+
+def language_media(options: dict[str, Any]) -> list[tuple[Medium, Path]]:
+    """The files that go with a prompt, by kind."""
+    kinds: tuple[Medium, ...] = ("image", "video", "audio")
+    return [(kind, path) for kind in kinds for path in options[f"{kind}s"]]
+
+
+def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> None:
+    """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
+    prompts, data = options["prompts"], options["data"]
+    for kind, _ in media if data is not None else ():
+        way_out = f"Name each {kind} in the rows of --data."
+        raise UsageError(f"--{kind} can only be used with --prompt", key=f"--{kind}", way_out=way_out)
+    if bool(prompts or media) == (data is not None):
+        raise UsageError("give either --prompt or --data", way_out="See mm infer --help.")
+    if len(prompts) > 1:
+        raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
+    if data is not None and options["out"] is None:
+        raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+    if data is None and options["plan"] is not None:
+        raise UsageError("a model is spread to answer rows", key="--plan", way_out="Put the question into --data.")
+    if data is None and options["nproc"] > 1:
+        raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
 
 
 def read_adapters(words: Sequence[str]) -> dict[str, Path]:

@@ -6,19 +6,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.spread import check_spread, load_spread
 from mindspeed_mm.tasks.answer.view import rows_view
-from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 _WAIT_S = 7 * 24 * 3600.0
 """Ranks wait for one another at the end, and one may have much more to do."""
@@ -82,10 +87,11 @@ def run(
     sampling: Sampling | None = None,
     hides_thoughts: bool = False,
     adapters: Mapping[str, Path] | None = None,
+    plan: Path | None = None,
 ) -> InferOutcome | None:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
 
-    As ranks of one job, processes share the rows.
+    As ranks of one job, processes share the rows; or, with `plan`, the model.
 
     Args:
         model: A Hugging Face folder or a run.
@@ -101,6 +107,7 @@ def run(
             draws from a seed of its own, so that an answer depends on nothing but its row.
         hides_thoughts: Leave what the model thinks out of the answers.
         adapters: Folders of adapters by name; a row's `adapter` chooses one of them, a row without has none.
+        plan: A YAML whose section `parallel` spreads the model over the ranks.
 
     Returns:
         How it went; None on ranks above 0.
@@ -108,38 +115,27 @@ def run(
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` holds answers of another model or input.
     """
-    if out.resolve() == data.resolve():
-        raise UsageError("--out is the file of questions itself", where=str(out), way_out="Choose another file.")
-    check_output_place(resolve_output(out), "--out")
-    if overwrite:
-        check_output_file(out, is_answers, "--out")
+    _check_files(data, out, overwrite=overwrite)
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
     _check_adapters(questions, adapters or {}, data)
-    chosen = _chosen(sampling, max_new_tokens)
-    asks = "" if (chosen, hides_thoughts) == (_chosen(None, max_new_tokens), False) else repr((chosen, hides_thoughts))
-    asks += "".join(f"{name}={replace(source, lora=path).fingerprint()}" for name, path in (adapters or {}).items())
-    mark = f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}{mark}"
+    settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}"
+    fingerprint += _mark(settings, max_new_tokens, source, adapters or {})
     with joined_ranks(_WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
-        if share := missing[ranks.rank :: ranks.world_size]:
+        share = missing if plan is not None else missing[ranks.rank :: ranks.world_size]
+        if share:
             answers = AnswerFile(out, fingerprint)
-            generator = load_generator(source.folder, source.lora, view, adapters)
+            generator = _loaded(source, view, adapters, plan, ranks)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
-            batches = answer_all(
-                generator,
-                share,
-                media,
-                sampling=chosen,
-                batch_size=batch_size,
-                is_shown=ranks.is_first,
-                hides_thoughts=hides_thoughts,
-            )
-            for batch in batches:
-                answers.append(batch)
+            for batch in answer_all(
+                generator, share, media, batch_size=batch_size, is_shown=ranks.is_first, **settings
+            ):
+                if plan is None or ranks.is_first:
+                    answers.append(batch)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:
             return None
@@ -147,6 +143,37 @@ def run(
         answers.sort()
     cut_off = sum(not record["finished"] for record in answers.records.values())
     return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _check_files(data: Path, out: Path, *, overwrite: bool) -> None:
+    """Raise `UsageError` where answers must not be written."""
+    if out.resolve() == data.resolve():
+        raise UsageError("--out is the file of questions itself", where=str(out), way_out="Choose another file.")
+    check_output_place(resolve_output(out), "--out")
+    if overwrite:
+        check_output_file(out, is_answers, "--out")
+
+
+def _mark(settings: dict[str, Any], max_new_tokens: int, source: ModelSource, adapters: Mapping[str, Path]) -> str:
+    """What tells answers with other settings apart; nothing where they are the usual ones."""
+    usual = {"sampling": _chosen(None, max_new_tokens), "hides_thoughts": False}
+    asks = "" if settings == usual else repr(tuple(settings.values()))
+    asks += "".join(f"{name}={replace(source, lora=path).fingerprint()}" for name, path in adapters.items())
+    return f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
+
+
+def _loaded(
+    source: ModelSource, view: RowsView, adapters: Mapping[str, Path] | None, plan: Path | None, ranks: Ranks
+) -> Generator:
+    """The whole model, or this rank's part of it."""
+    if plan is None:
+        return load_generator(source.folder, source.lora, view, adapters)
+    check_spread(ranks.world_size)
+    if source.lora is not None or adapters:
+        way_out = "Merge them first: mm merge."
+        raise UsageError("adapters are not spread over ranks", key="--plan", way_out=way_out)
+    encoder = QuestionEncoder(source.folder, view)
+    return Generator(load_spread(source.folder, plan), encoder, spread=True)
 
 
 def _check_adapters(questions: Sequence[Question], adapters: Mapping[str, Path], data: Path) -> None:

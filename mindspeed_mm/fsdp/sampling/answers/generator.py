@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
@@ -39,10 +41,16 @@ class Generator:
         model: A transformers model that generates.
         encoder: Shows it questions as training did.
         adapters: Names of adapters that rows may choose; a row that chooses none is answered without any.
+        spread: Ranks hold parts of the model, and all of them answer the same rows: the first one's scores decide.
     """
 
-    def __init__(self, model: Any, encoder: QuestionEncoder, adapters: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Any, encoder: QuestionEncoder, adapters: Sequence[str] = (), *, spread: bool = False
+    ) -> None:
         self.model = model.eval()
+        self._processors = [FirstRankDecides()] if spread else []
+        # Weights that are gathered for a moment have versions, which inference mode does not know.
+        self._without_gradients = torch.no_grad if spread else torch.inference_mode
         self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, encoder)
@@ -124,6 +132,9 @@ class Generator:
             for row, (token_ids, finished) in zip(rows, found, strict=True):
                 row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
         elif (beams := self._beams(rows)) > 1:
+            if self._processors:  # without its own way to towers, transformers takes pictures of other rows to beams
+                what = "beams are not searched by a model that is spread over ranks"
+                raise UsageError(what, key="--beams", way_out="Add --beams 1.")
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
@@ -146,7 +157,7 @@ class Generator:
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
         (most,) = {row.sampling.max_new_tokens for row in rows}
         ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
-        with torch.inference_mode():
+        with self._without_gradients():
             found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
         for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
             any(row.take(token, self._end_ids) for token in tokens)
@@ -162,19 +173,29 @@ class Generator:
                 [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)], device=device
             )
 
-        with torch.inference_mode():
+        with self._without_gradients():
             self.model.generate(
                 **inputs,
                 **ONE_BY_ONE,
                 eos_token_id=self._end_ids or None,
                 pad_token_id=self.tokenizer.pad_token_id,
                 max_new_tokens=max(row.sampling.max_new_tokens for row in rows),
-                logits_processor=[RowChoices(choices, padding, device)],
+                logits_processor=[RowChoices(choices, padding, device), *self._processors],
                 stopping_criteria=[is_over],
             )
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+class FirstRankDecides:
+    """A logits processor of transformers: all ranks go by the scores of the first, which rounding may tell apart."""
+
+    def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (B, V) → those of rank 0."""
+        scores = scores.contiguous()
+        dist.broadcast(scores, 0)
+        return scores
 
 
 def _batches(
