@@ -334,6 +334,8 @@ def export(
     merge: bool = False,
     transformer_only: bool = False,
     overwrite: bool = False,
+    single_file: bool = False,
+    lora_format: Literal["diffusers", "comfyui", "kohya"] = "diffusers",
     **unknown: Any,
 ) -> Exported:
     """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
@@ -348,6 +350,8 @@ def export(
         merge: For a run that trained adapters: write the whole model with the adapters merged.
         transformer_only: For a generator: leave out encoders and other components.
         overwrite: Replace what an earlier export or merge wrote at `target`.
+        single_file: For a generator: write the transformer as one file under its authors' names.
+        lora_format: For a generator's adapters: whose names the file uses.
 
     Returns:
         What was written: `folder`, `checkpoint`, `step`, `tensors`, `size_bytes`, `weights`, `kind`.
@@ -356,9 +360,10 @@ def export(
         MMError: Anything that a person can act on.
     """
     refuse_unknown(unknown, export)
-    check_flags(merge=merge, transformer_only=transformer_only, overwrite=overwrite)
+    check_flags(merge=merge, transformer_only=transformer_only, overwrite=overwrite, single_file=single_file)
     check_counts(0, step=step)
     check_choice("weights", weights, ("ema", "model"))
+    check_choice("lora_format", lora_format, ("diffusers", "comfyui", "kohya"))
     check_choice("dtype", dtype, ("bf16", "fp16", "fp32", "fp64"))
     from mindspeed_mm.tasks.export import export as task
     from mindspeed_mm.tasks.given.models import model_path
@@ -373,6 +378,8 @@ def export(
         merge=merge,
         transformer_only=transformer_only,
         overwrite=overwrite,
+        single_file=single_file,
+        lora_format=lora_format,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
     from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
 
 EXAMPLES = """
@@ -18,6 +19,7 @@ Examples:
   mm export runs/digits exported/digits
   mm export runs/digits exported/digits-400 --step 400 --dtype bf16 --json
   mm export runs/digits-lora exported/digits-merged --merge
+  mm export runs/wan-lora exported/wan-comfyui --lora-format comfyui
 """
 
 
@@ -47,6 +49,17 @@ Examples:
     "--merge", is_flag=True, help="For a run that trained adapters: write the whole model with the adapters merged."
 )
 @click.option("--transformer-only", is_flag=True, help="For a generator: leave out encoders and other components.")
+@click.option(
+    "--single-file",
+    is_flag=True,
+    help="For a generator: write the transformer as one file under its authors' names, as ComfyUI reads it.",
+)
+@click.option(
+    "--lora-format",
+    type=click.Choice(["diffusers", "comfyui", "kohya"]),
+    default="diffusers",
+    help="For a generator's adapters: whose names the file uses; default: those of diffusers.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote to OUT.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
@@ -58,6 +71,8 @@ def command(
     model_folder: Path | None,
     merge: bool,
     transformer_only: bool,
+    single_file: bool,
+    lora_format: LoraFormat,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -78,6 +93,8 @@ def command(
         model_folder=model_folder,
         merge=merge,
         transformer_only=transformer_only,
+        single_file=single_file,
+        lora_format=lora_format,
         overwrite=overwrite,
     )
     if as_json:

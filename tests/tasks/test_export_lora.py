@@ -38,19 +38,20 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 YAML = """\
 model: {{model_name_or_path: {model}}}
-training: {{save: {save}, lora: {{enable: true, rank: 4, alpha: 12, modules_to_save: {whole}}}}}
+training: {{save: {save}, lora: {lora}}}
 """
 
 
-def make_run(folder: Path, source: Path, whole: list[str] | None = None) -> tuple[Path, Any]:
-    """A run of one checkpoint, and the model as it ended."""
+def make_run(folder: Path, source: Path, whole: list[str] | None = None, **more: Any) -> tuple[Path, Any]:
+    """A run of one checkpoint, and the model as it ended; `more` is said of its adapters."""
+    lora = {"rank": 4, "alpha": 12, "modules_to_save": whole or [], **more}
     run = RunFolder(folder / "run")
     run.prepare()
-    run.config.write_text(YAML.format(model=source, save=run.path, whole=json.dumps(whole or [])))
+    run.config.write_text(YAML.format(model=source, save=run.path, lora=json.dumps({"enable": True, **lora})))
     config = load_config(run.config)
     run.resolved.write_text(dump_resolved(config))
     run.run_json.write_text(json.dumps({"model_name_or_path": str(source)}))
-    model = adapted_model(source, modules_to_save=whole or [])
+    model = adapted_model(source, **lora)
     context = {"base_weights": base_weights_mark(source)}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     CheckpointManager(run.path, config.arguments.training, context=context, note=print).save(3, model, optimizer, {})

@@ -14,6 +14,8 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.original.lora_names import LayerAdapter, LoraFormat, renamed_adapters
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -31,7 +33,9 @@ from mindspeed_mm.fsdp.models.lora.names import (
     INITIAL,
     LoraReport,
     adapter_weight,
+    base_name,
     initial_weights,
+    is_adapter_weight,
     split_adapter_weight,
 )
 from mindspeed_mm.fsdp.models.structure.share import whole_of
@@ -72,6 +76,7 @@ def write_adapters(
     *,
     dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
+    lora_format: LoraFormat = "diffusers",
 ) -> None:
     """Write adapters into a folder that exists.
 
@@ -82,6 +87,10 @@ def write_adapters(
         base: As above.
         dtype: As above.
         ranks: Given when reading is a collective.
+        lora_format: Of a generator's adapters, whose names they bear.
+
+    Raises:
+        UsageError: `lora_format` cannot hold these adapters.
     """
     lora = facts_of(model).lora
     assert lora is not None, "the model has no adapters"
@@ -92,8 +101,11 @@ def write_adapters(
         stem = DIFFUSERS_WEIGHTS.removesuffix(".safetensors")
         for folder, own, report in _of_transformers(model, tensors, lora):
             made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in own.items()}
+            metadata = diffusers_metadata(report)
+            if lora_format != "diffusers":
+                made, metadata = _renamed(model, folder, own, report, lora_format), {}
             ranks.first("making the folder", partial((draft / folder).mkdir, exist_ok=True))
-            write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=diffusers_metadata(report))
+            write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=metadata)
         return
     made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, tensors).items()}
     write_weights(made, draft, rule, inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
@@ -116,6 +128,39 @@ def _of_transformers(
         own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
         layers = {found[0] for found in map(split_adapter_weight, own) if found is not None}
         yield part, own, replace(lora, peft_targets=tuple(sorted(layers)))
+
+
+def _renamed(
+    model: nn.Module, part: str, tensors: Mapping[str, LazyTensor], lora: LoraReport, lora_format: LoraFormat
+) -> dict[str, LazyTensor]:
+    """Adapters of one transformer under another tool's names.
+
+    Args:
+        model: With adapters.
+        part: Name of the transformer in the model; empty where it is all of it.
+        tensors: What is trained of it, by its own names.
+        lora: Its adapters.
+        lora_format: Whose names.
+    """
+    halves: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        layer, side = split_adapter_weight(name) or (base_name(name), "")
+        if side not in ("A", "B"):
+            raise UsageError(
+                f"is no plain adapter of a linear layer, which is all that {lora_format} knows",
+                key=layer,
+                way_out="Export with --lora-format diffusers, or with --merge.",
+            )
+        halves.setdefault(layer, {})[side] = tensor
+    adapter, start = facts_of(model).adapter, f"{part}." if part else ""
+    assert adapter is not None
+    shapes = {
+        base_name(name).removeprefix(start): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name.startswith(start) and not is_adapter_weight(name)
+    }
+    layers = {layer: LayerAdapter(sides["A"], sides["B"], lora.scale) for layer, sides in halves.items()}
+    return renamed_adapters(layers, shapes, adapter.transformer_class, lora_format)
 
 
 def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -77,13 +77,11 @@ def write_transformer(
     for name in adapter.transformers:
         config, folder = adapter.config_of(name), draft / name
         ranks.first("writing the configuration", partial(_write_config, config, folder))
-        own, own_rule = (tensors, rule) if len(adapter.transformers) == 1 else _of_part(tensors, rule, f"{name}.")
+        own, own_rule = (tensors, rule) if len(adapter.transformers) == 1 else of_part(tensors, rule, f"{name}.")
         write_weights(own, folder, own_rule, max_shard_bytes, ranks, stem=STEM)
 
 
-def _of_part(
-    tensors: Mapping[str, LazyTensor], rule: DtypeRule, prefix: str
-) -> tuple[dict[str, LazyTensor], DtypeRule]:
+def of_part(tensors: Mapping[str, LazyTensor], rule: DtypeRule, prefix: str) -> tuple[dict[str, LazyTensor], DtypeRule]:
     """What belongs to one of two transformers, under its own keys."""
     own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     dtypes = {key.removeprefix(prefix): dtype for key, dtype in rule.of_key.items() if key.startswith(prefix)}

@@ -35,7 +35,7 @@ def usage_of(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         model_folder: What the run started from.
     """
     if kind_of_folder(model_folder).library == "diffusers":
-        return _of_generator(kind, model_folder)
+        return _of_generator(kind, folder, model_folder)
     whole = _of_model(folder if kind == "model" else model_folder)
     if kind == "model":
         return whole
@@ -61,7 +61,7 @@ def _of_model(folder: Path) -> Usage:
     return Usage("transformers", tag, code)
 
 
-def _of_generator(kind: ContentKind, model_folder: Path) -> Usage:
+def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     index = read_json_object(model_folder / GENERATOR_INDEX, ModelFolderError)
     name, transformer = str(index.get("_class_name", "")), str((index.get("transformer") or ["", ""])[1])
     is_video = "Video" in name or "3D" in transformer
@@ -73,6 +73,11 @@ def _of_generator(kind: ContentKind, model_folder: Path) -> Usage:
         return Usage(
             "diffusers", tag, (f"{first}, {transformer}", "", made, f"pipeline = {base}, transformer=transformer)")
         )
+    if kind == "single_file":
+        arguments = f'"{_HERE}/{{}}", config="path/to/{model_folder.name}", subfolder="transformer"'
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        lines = [f"transformer = {transformer}.from_single_file({arguments.format(file)})" for file in files]
+        return Usage("diffusers", tag, (f"from diffusers import {transformer}", "", *lines))
     if kind == "adapters":
         return Usage("diffusers", tag, (first, "", f"pipeline = {base})", f'pipeline.load_lora_weights("{_HERE}")'))
     result = "frames" if is_video else "images"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
@@ -44,9 +46,10 @@ from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.tasks.export.single_file import authors_files
 from mindspeed_mm.tasks.export.source import ExportSource
 
-ContentKind = Literal["model", "adapters", "generator", "transformer"]
+ContentKind = Literal["model", "adapters", "generator", "transformer", "single_file"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def open_contents(
     merge: bool,
     transformer_only: bool,
     max_shard_bytes: int,
+    single_file: bool = False,
+    lora_format: LoraFormat = "diffusers",
 ) -> Iterator[ExportContents]:
     """Find out what is to be written; inside, it can be.
 
@@ -110,29 +115,39 @@ def open_contents(
         merge: Of a run that trained adapters, write the whole model.
         transformer_only: Of a generator, leave the other components out.
         max_shard_bytes: Largest size of one file.
+        single_file: Of a generator, write the transformer as one file under its authors' names.
+        lora_format: Whose names a generator's adapters bear.
 
     Raises:
         CheckpointError: The checkpoint is of another model.
         ModelFolderError: The model folder does not fit.
-        UsageError: `transformer_only` where there is no generator.
+        UsageError: An option for generators where there is none, or for what is not written.
     """
-    if transformer_only and not source.kind.trained_part:
-        raise UsageError(
-            "the model is not a generator",
-            where=str(source.model_folder),
-            key="--transformer-only",
-            way_out="Leave it out.",
-        )
+    _check_for_generators(
+        source, {"--transformer-only": transformer_only, "--single-file": single_file, "--lora-format": lora_format}
+    )
     has_adapters = any(map(is_adapter_weight, reader.lazy()))
     if has_adapters and not merge:
-        yield _adapter_contents(source, reader, dtype)
+        if single_file:
+            raise UsageError("the run trained adapters", key="--single-file", way_out="Add --merge, or leave it out.")
+        yield _adapter_contents(source, reader, dtype, lora_format)
         return
+    if lora_format != "diffusers":
+        raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
     weights = weights_folder(outline, base_weights_folder(source) if has_adapters else source.model_folder)
     with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
         rule, view = dtypes_of_base(outline, weights, dtype), _view_of_run(source)
         whole = WholeModel(source.model_folder, outline, tensors, rule, max_shard_bytes, dtype, view, transformer_only)
-        yield whole.contents()
+        yield _single_file_contents(whole) if single_file else whole.contents()
+
+
+def _check_for_generators(source: ExportSource, options: Mapping[str, object]) -> None:
+    given = [name for name, value in options.items() if value not in (False, "diffusers")]
+    if given and not source.kind.trained_part:
+        raise UsageError(
+            "the model is not a generator", where=str(source.model_folder), key=given[0], way_out="Leave it out."
+        )
 
 
 @dataclass(frozen=True)
@@ -184,18 +199,33 @@ def _generator_contents(whole: WholeModel) -> ExportContents:
     return ExportContents(kind, len(whole.tensors), _size_bytes(whole.tensors, whole.rule), others, write)
 
 
+def _single_file_contents(whole: WholeModel) -> ExportContents:
+    adapter = facts_of(whole.outline).adapter
+    assert adapter is not None
+    files = authors_files(whole.tensors, whole.rule, adapter)
+
+    def write(draft: Path) -> None:
+        for file in files:
+            write_weights(file.tensors, draft, file.rule, inf, stem=file.name.removesuffix(".safetensors"))
+
+    size_bytes = sum(_size_bytes(file.tensors, file.rule) for file in files)
+    return ExportContents("single_file", sum(len(file.tensors) for file in files), size_bytes, 0, write)
+
+
 WHOLE_CONTENTS = {LANGUAGE: _model_contents, GENERATOR: _generator_contents}
 """Kind of model → what its whole folder holds."""
 
 
-def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> ExportContents:
+def _adapter_contents(
+    source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None, lora_format: LoraFormat
+) -> ExportContents:
     outline = _adapted_outline(source)
     tensors = reader.matched_to(outline)
     size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
     base, write_view = base_weights_folder(source), _view_of_run(source, only_template=True)
 
     def write(draft: Path) -> None:
-        write_adapters(outline, tensors, draft, base, dtype=dtype)
+        write_adapters(outline, tensors, draft, base, dtype=dtype, lora_format=lora_format)
         if write_view is not None:
             write_view(draft)
 

@@ -11,6 +11,7 @@ from mindspeed_mm.checkpoint.common.config import CommonModelConfig
 from mindspeed_mm.checkpoint.conversion.run import Writing
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.checkpoint.megatron.families import family_of
+from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
 from mindspeed_mm.checkpoint.ptd.conversions import megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import ModelFolderError
@@ -51,6 +52,8 @@ def run(
     transformer_only: bool = False,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    single_file: bool = False,
+    lora_format: LoraFormat = "diffusers",
 ) -> Exported:
     """Export a checkpoint. The folder appears when it is complete; memory holds one file of it at a time.
 
@@ -70,11 +73,14 @@ def run(
         transformer_only: Of a generator, write `transformer/` alone.
         overwrite: Replace what an earlier export or merge has written there.
         max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
+        single_file: Of a generator, write the transformer as one file under its authors' names.
+        lora_format: Of a generator's run that trained adapters, whose names they bear.
 
     Raises:
         CheckpointError: The checkpoint is damaged, absent or of another model.
         ModelFolderError: The model folder is gone or does not fit.
-        UsageError: The target may not be written (`check_target`), or `transformer_only` where there is no generator.
+        UsageError: The target may not be written (`check_target`), or an option for generators
+            where there is none.
         MachineError: The target cannot be written.
     """
     check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
@@ -89,6 +95,8 @@ def run(
         merge=merge,
         transformer_only=transformer_only,
         max_shard_bytes=max_shard_bytes,
+        single_file=single_file,
+        lora_format=lora_format,
     )
     with opened as contents:
         return _write(contents, found, reader.weights, target, overwrite=overwrite)

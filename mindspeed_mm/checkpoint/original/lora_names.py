@@ -1,0 +1,146 @@
+"""Adapters of a generator as ComfyUI and kohya's scripts name them: after the layers of the authors' own files.
+
+    diffusers   transformer.blocks.0.attn1.to_q.lora_A.weight
+    ComfyUI     diffusion_model.blocks.0.self_attn.q.lora_down.weight     and .alpha
+    kohya       lora_unet_blocks_0_self_attn_q.lora_down.weight           and .alpha
+
+Where the authors have one layer for several of diffusers, several adapters become one: their A's stand below one
+another, their B's on the diagonal of a matrix of zeros. A layer of these without an adapter has one of zeros, so that
+all parts have the same rank: by that, readers take the parts out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.original.flux import FLUX
+from mindspeed_mm.checkpoint.original.generator import Naming
+from mindspeed_mm.checkpoint.original.wan import VACE, WAN
+from mindspeed_mm.core.errors import UsageError
+
+LoraFormat = Literal["diffusers", "comfyui", "kohya"]
+NAMES: dict[str, KeyMap] = {
+    **{family.class_name: family.rules(Naming.ORIGINAL).inverse for family in (FLUX, WAN, VACE)},
+    "QwenImageTransformer2DModel": KeyMap([], keep_others=True),  # the authors' names are diffusers'
+}
+"""Class of the transformer → diffusers' names to the authors'."""
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """What is added to the weight of one linear layer: scale · B·A."""
+
+    a: LazyTensor
+    """(rank, inputs)."""
+    b: LazyTensor
+    """(outputs, rank)."""
+    scale: float
+
+
+def renamed_adapters(
+    adapters: Mapping[str, LayerAdapter],
+    weights: Mapping[str, tuple[int, ...]],
+    class_name: str,
+    lora_format: LoraFormat,
+) -> dict[str, LazyTensor]:
+    """A file's tensors.
+
+    Args:
+        adapters: By the names of layers in diffusers.
+        weights: Shapes of the transformer's weights, by diffusers' keys.
+        class_name: Of the transformer in diffusers.
+        lora_format: `comfyui` or `kohya`.
+
+    Raises:
+        UsageError: The names of this model's layers, or of one of them, are not known there.
+    """
+    if class_name not in NAMES:
+        raise UsageError(
+            f"the names of {class_name} are not known to {lora_format}; they are for {', '.join(NAMES)}",
+            key="--lora-format",
+            way_out="Export with --lora-format diffusers.",
+        )
+    names, made = NAMES[class_name], dict[str, LazyTensor]()
+    shapes = {key: _zeros(shape) for key, shape in weights.items()}
+    left = set(adapters)
+    for step in names.steps(shapes):
+        parts = [source.removesuffix(".weight") for source in step.sources]
+        if left.isdisjoint(parts) or not all(source.endswith(".weight") for source in step.sources):
+            continue
+        left.difference_update(parts)
+        made |= _of_one_layer(names, step, [weights[source] for source in step.sources], adapters, lora_format)
+    if left:
+        raise UsageError(
+            f"{lora_format} has no name for it", key=min(left), way_out="Export with --lora-format diffusers."
+        )
+    return made
+
+
+def _of_one_layer(
+    names: KeyMap,
+    step: RuleMatch,
+    shapes: list[tuple[int, ...]],
+    adapters: Mapping[str, LayerAdapter],
+    lora_format: LoraFormat,
+) -> dict[str, LazyTensor]:
+    """The adapter of one of the authors' layers, made of those of its parts.
+
+    Args:
+        names: From diffusers to the authors.
+        step: What makes the layer's weight.
+        shapes: Of the weights of its parts.
+        adapters: Of any parts, by their names in diffusers.
+        lora_format: As above.
+    """
+    parts = [adapters.get(source.removesuffix(".weight")) for source in step.sources]
+    there = [part for part in parts if part is not None]
+    rank, scale, dtype = max(part.a.shape[0] for part in there), there[0].scale, there[0].a.dtype
+    whole_rank, inputs = rank * len(parts), there[0].a.shape[1]
+    diagonal = {
+        source: _up(part, slice(number * rank, (number + 1) * rank), (shape[0], whole_rank), scale, dtype)
+        for number, (source, part, shape) in enumerate(zip(step.sources, parts, shapes, strict=True))
+    }
+    downs = [_down(part, (rank, inputs), dtype) for part in parts]
+    down = downs[0] if len(downs) == 1 else Computed(downs, torch.cat, (whole_rank, inputs), dtype)
+    (key, up) = next(iter(names.steps(diagonal)[0].targets.items()))
+    layer = key.removesuffix(".weight")
+    layer = f"diffusion_model.{layer}" if lora_format == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
+    alpha = Computed([], lambda _: torch.tensor(scale * whole_rank), (), torch.float32)
+    return {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up, f"{layer}.alpha": alpha}
+
+
+def _down(part: LayerAdapter | None, shape: tuple[int, int], dtype: torch.dtype) -> LazyTensor:
+    """A, with rows of zeros below it where others have a larger rank."""
+
+    def padded(read: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.zeros(shape, dtype=dtype)
+        for a in read:
+            rows[: len(a)] = a
+        return rows
+
+    return Computed([part.a] if part else [], padded, shape, dtype)
+
+
+def _up(
+    part: LayerAdapter | None, columns: slice, shape: tuple[int, int], scale: float, dtype: torch.dtype
+) -> LazyTensor:
+    """B in its columns of a matrix of zeros, made to fit the common scale."""
+
+    def padded(read: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.zeros(shape, dtype=dtype)
+        for b in read:
+            assert part is not None
+            rows[:, columns.start : columns.start + b.shape[1]] = b if part.scale == scale else b * (part.scale / scale)
+        return rows
+
+    return Computed([part.b] if part else [], padded, shape, dtype)
+
+
+def _zeros(shape: tuple[int, ...]) -> LazyTensor:
+    return Computed([], lambda _: torch.zeros(shape), shape, torch.float32)
