@@ -56,10 +56,10 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--engine",
-    type=click.Choice(["own", "vllm"]),
+    type=click.Choice(["own", "vllm", "sglang"]),
     default="own",
     show_default=True,
-    help="Who answers; vllm must be installed.",
+    help="Who answers; vllm and sglang must be installed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 @limit_options

@@ -17,12 +17,12 @@ from starlette.responses import Response, StreamingResponse
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.tasks.serve.backend import Backend, as_fields
 from mindspeed_mm.tasks.serve.chat_request import ChatFields, len_of_text, read_fields
 from mindspeed_mm.tasks.serve.form import read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.names import Names
-from mindspeed_mm.tasks.serve.vllm import Backend, as_fields
 from mindspeed_mm.tasks.serve.waiting import within_limit
 
 _BLOCK_BYTES = 2**16
@@ -68,7 +68,7 @@ class PassingRoutes:
         except DataError as error:
             raise RefusedError.of(error) from error
         known = {name: value for name, value in as_fields(fields).items() if name != "max_tokens"}
-        return {**known, "messages": messages, "model": self.names.shown, "max_completion_tokens": asked}
+        return {**known, "messages": messages, "model": self.backend.model, "max_completion_tokens": asked}
 
     def _message(self, message: Any, number: int, counted: list[MediaItem]) -> Any:
         content = message.get("content") if isinstance(message, dict) else None

@@ -22,8 +22,8 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
-from mindspeed_mm.tasks.serve import vllm
 from mindspeed_mm.tasks.serve.app import Access, Engine, build_app
+from mindspeed_mm.tasks.serve.backend import Served, running
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
 
@@ -54,7 +54,7 @@ class ServeRequest:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Folders of adapters by the names that requests call them by, as a model of its own."""
     engine: str = OWN
-    """Who answers: this package, or `vllm`."""
+    """Who answers: this package, or one of `backend.ENGINES`."""
 
     @property
     def shown_name(self) -> str:
@@ -111,8 +111,8 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     """The model, ready to answer.
 
     Raises:
-        UsageError: vLLM answers for no generator.
-        MachineError: vLLM is not installed, or did not start.
+        UsageError: Another engine answers for no generator.
+        MachineError: The other engine is not installed, or did not start.
         MMError: The folder is not a model.
     """
     is_generator = kind_of_path(request.model) is GENERATOR
@@ -131,8 +131,7 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
             load_generator(source.folder, source.lora, view, request.adapters), most_rows=request.batch_size
         )
         return
-    port = vllm.free_port()
-    with vllm.running(vllm.command_of(source.folder, request.shown_name, port, view, source.lora), port) as backend:
+    with running(request.engine, Served(source.folder, request.shown_name, view, source.lora)) as backend:
         yield backend
 
 

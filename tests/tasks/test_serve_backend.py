@@ -1,4 +1,4 @@
-"""`mm serve --engine vllm`, with a stand-in for vLLM: how it is started and ended, what reaches it, what does not."""
+"""`mm serve --engine vllm` and `sglang`, with a stand-in: how they are started and ended, what reaches them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from openai import OpenAI
 from PIL import Image
 
 from mindspeed_mm.core.errors import MachineError, UsageError
-from mindspeed_mm.tasks.serve import serve, vllm
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.tasks.serve import backend, serve
 from mindspeed_mm.tasks.serve.app import Access
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.served import NAME, served
@@ -33,6 +35,12 @@ if os.environ.get("STAND_IN_FAILS"):
     sys.exit(7)
 note = lambda value: open(log, "a").write(json.dumps(value) + "\\n")
 note({{"words": words, "pid": os.getpid()}})
+if "--config" in words:
+    settings = words[words.index("--config") + 1]
+    assert os.stat(os.path.dirname(settings)).st_mode & 0o77 == 0
+    key = json.load(open(settings))["api-key"]
+else:
+    key = os.environ["VLLM_API_KEY"]
 
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -41,7 +49,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        is_known = self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
+        is_known = self.headers["Authorization"] == "Bearer " + key
         note({{"path": self.path, "known": is_known, "body": body.decode("latin-1")}})
         if b"stream" in body:
             self.send_response(200)
@@ -77,12 +85,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the stand-in notes; it is found as `vllm`."""
-    executable = tmp_path / "bin" / "vllm"
-    executable.parent.mkdir()
-    executable.write_text(STAND_IN)
-    executable.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{executable.parent}{os.pathsep}{os.environ['PATH']}")
+    """What the stand-in notes; it is found as `vllm` and as `sglang`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("vllm", "sglang"):
+        (folder / name).write_text(STAND_IN)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log.jsonl"))
     return tmp_path / "log.jsonl"
 
@@ -98,7 +107,7 @@ def client(folder: Path, log: Path, tmp_path: Path) -> Iterator[OpenAI]:
     config.write_text(f"model: {{model_name_or_path: {folder}}}\ndata: {{dataset_param: {{{preprocess}}}}}\n")
     request = serve.ServeRequest(folder, name=NAME, engine="vllm", config=config)
     with serve.engine_of(request) as engine:
-        assert isinstance(engine, vllm.Backend)
+        assert isinstance(engine, backend.Backend)
         with served(engine, Limits(max_pixels=10_000, max_samples=2), Access()) as address:
             yield OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
 
@@ -165,7 +174,7 @@ def test_an_engine_that_is_gone(client: OpenAI, log: Path) -> None:
 
 def test_it_ends_with_the_server(folder: Path, log: Path) -> None:
     with serve.engine_of(serve.ServeRequest(folder, engine="vllm")) as engine:
-        assert isinstance(engine, vllm.Backend) and engine.is_ready()
+        assert isinstance(engine, backend.Backend) and engine.is_ready()
         port = engine.port
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
@@ -173,13 +182,45 @@ def test_it_ends_with_the_server(folder: Path, log: Path) -> None:
     assert done.returncode == 1, done.stdout
 
 
+def test_sglang_is_started_and_asked(folder: Path, log: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    preprocess = "preprocess_parameters: {image_max_pixels: 4096}"
+    config.write_text(f"model: {{model_name_or_path: {folder}}}\ndata: {{dataset_param: {{{preprocess}}}}}\n")
+    with (
+        serve.engine_of(serve.ServeRequest(folder, name=NAME, engine="sglang", config=config)) as engine,
+        served(engine) as address,
+    ):
+        client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        answer = client.chat.completions.create(model=NAME, messages=shown(picture(32)))
+        words, pid = noted(log)[0]["words"], noted(log)[0]["pid"]
+        assert isinstance(engine, backend.Backend)
+        assert engine.key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert answer.choices[0].message.content == "three"
+    assert words[:3] == ["serve", "--model-path", str(folder)] and words[words.index("--host") + 1] == "127.0.0.1"
+    assert json.loads(words[words.index("--mm-process-config") + 1]) == {"image": {"max_pixels": 4096}}
+    passed = noted(log)[-1]
+    assert passed["known"] and json.loads(passed["body"])["model"] == NAME
+
+
+def test_adapters_of_either(folder: Path, log: Path, tmp_path: Path) -> None:
+    served = backend.Served(folder, NAME, RowsView(DatasetParam()), tmp_path)
+    for start, model, words in (
+        (backend.start_vllm, NAME, ["--lora-modules", f"{NAME}={tmp_path}"]),
+        (backend.start_sglang, f"{NAME}:adapters", ["--lora-paths", f"adapters={tmp_path}"]),
+    ):
+        made = start(served, "key", 1)
+        assert made.model == model and made.words[-2:] == words and "--enable-lora" in made.words
+
+
 def test_where_it_cannot_be(folder: Path, log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STAND_IN_FAILS", "1")
     with pytest.raises(MachineError, match="ended with exit code 7"), serve.engine_of(_asked(folder)):
         pass
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="vLLM is not installed"), serve.engine_of(_asked(folder)):
-        pass
+    for name, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        asked = serve.ServeRequest(folder, engine=name)
+        with pytest.raises(MachineError, match=f"{title} is not installed"), serve.engine_of(asked):
+            pass
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(UsageError, match="made here alone"), serve.engine_of(_asked(tmp_path)):
         pass
