@@ -32,9 +32,9 @@ from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
 own tokens by them."""
-_BY_ROW = ("_targets", "_weights")
+_BY_ROW = ("_targets", "_weights", "_segment", "_sampled")
 """What an objective prepares for each of its `_rows`."""
-_WHOLE = ("_labelled_samples", "_weight_sum")
+_WHOLE = ("_labelled_samples", "_weight_sum", "_advantages", "_tokens", "_fresh")
 """What it prepares of the whole batch."""
 _FILLS = {
     "input_ids": 0,

@@ -28,6 +28,12 @@ class SplitVocabulary:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._ranks.group)
         return numbers
 
+    def whole(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """(N, V) of all ranks' parts, on every rank; without gradient."""
+        parts = [torch.empty_like(logits_NV) for _ in range(dist.get_world_size(self._ranks.group))]
+        dist.all_gather(parts, logits_NV.contiguous(), group=self._ranks.group)
+        return torch.cat(parts, dim=-1)
+
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in a new tensor."""
         return all_reduce(numbers, self._ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padde
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
@@ -64,8 +65,8 @@ class TextRollouts:
         self._tokenizer = tokenizer_of(dataset.processor)
         self.reward_names = [reward.name for reward in rewards]
         self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
-        self.whole_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Joins the parts of a vocabulary that is split over ranks."""
+        vocabulary = split_vocabulary(model)
+        self._whole_logits = vocabulary.whole if vocabulary is not None else None
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class TextRollouts:
             self._rule,
             end_ids=self._end_ids,
             pad_id=pad_id,
-            whole=self.whole_logits,
+            whole=self._whole_logits,
         )
 
     def _check_lengths(self, prompts: Sequence[EncodedPrompt]) -> None:

@@ -1,0 +1,105 @@
+"""Training on the model's own answers over several ranks: the same answers and the same weights as in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.params.loader import Given
+from mindspeed_mm.fsdp.posttrain_rewards import reward_register
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_run import make_tiny_run
+
+GROUP = 4
+STEPS = 3
+PLANS: dict[str, tuple[int, int, list[str]]] = {
+    "FSDP2": (2, 2, []),
+    "TP2": (2, 1, ["parallel.tensor_parallel_size=2"]),
+    "CP2": (2, 1, ["parallel.ulysses_parallel_size=2"]),
+    "HSDP": (2, 2, ["parallel.fully_shard_parallel_size=1"]),
+    "FSDP2 TP2": (4, 2, ["parallel.tensor_parallel_size=2"]),
+}
+"""Name → ranks, ranks that hold different answers, overrides."""
+
+
+def trained(path: str, words: list[str]) -> dict[str, Any]:
+    """The steps of a rank."""
+
+    def judge(prompts: Any, completions: Any, rows: Any) -> list[float]:
+        return [float(len(set(text))) for text in completions]
+
+    reward_register.register("of_words")(judge)
+    try:
+        recorder = StepRecorder()
+        Trainer(load_with_plugins(Path(path), words), hooks=[recorder]).train()
+    finally:
+        reward_register._entries.pop("of_words")
+    last = recorder.steps[-1]
+    return {"weights": last["weights"], "losses": [float(step["loss"]) for step in recorder.steps]}
+
+
+def run_of(folder: Path, name: str, data_ranks: int, words: list[str]) -> tuple[str, list[str]]:
+    posttrain: Given = {
+        "method": "grpo",
+        "grpo": {"num_generations": GROUP, "steps_per_generation": 2, "scale_rewards": "batch"},
+        "rollout": {"max_completion_length": 6},
+        "rewards": [{"name": "of_words"}],
+    }
+    path = make_tiny_run(
+        folder, posttrain=posttrain, training={"train_iters": STEPS, "lr": 1e-3, "lr_decay_style": "constant"}
+    )
+    accumulation = 4 // data_ranks
+    own = [f"training.micro_batch_size={GROUP}", f"training.gradient_accumulation_steps={accumulation}"]
+    return str(path), [*own, f"training.save={folder / name}", "training.save_interval=100", *words]
+
+
+def drawn(folder: Path) -> list[Any]:
+    found = []
+    for file in sorted((folder / "rollouts").glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+            record = json.loads(line)
+            found.append((record["key"], record["token_ids"], round(record["advantage"], 6)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any]]:
+    """What one process draws and learns."""
+    folder = tmp_path_factory.mktemp("alone")
+    found = trained(*run_of(folder, "run", 1, []))
+    return drawn(folder / "run"), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_draws_and_learns_as_one_process(name: str, tmp_path: Path, alone: Any) -> None:
+    ranks, data_ranks, words = PLANS[name]
+    answers, expected = alone
+    found = run_ranks(ranks, trained, *run_of(tmp_path, "ranks", data_ranks, words), timeout_s=220)
+    assert drawn(tmp_path / "ranks") == answers
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+    for weight_name, weight in expected["weights"].items():
+        assert torch.allclose(found[0]["weights"][weight_name], weight, rtol=0, atol=3e-5), weight_name
+
+
+def stopped(path: str, words: list[str]) -> None:
+    """The first step of two of a rollout."""
+    trained(path, [*words, "training.train_iters=1"])
+
+
+@pytest.mark.slow
+def test_a_rollout_of_two_ranks_is_gone_on_with_by_one(tmp_path: Path, alone: Any) -> None:
+    answers, expected = alone
+    path, words = run_of(tmp_path, "run", 2, [])
+    run_ranks(2, stopped, path, words, timeout_s=120)
+    path, words = run_of(tmp_path, "run", 1, [])
+    found = trained(path, words)
+    assert drawn(tmp_path / "run") == answers
+    for weight_name, weight in expected["weights"].items():
+        assert torch.allclose(found["weights"][weight_name], weight, rtol=0, atol=3e-5), weight_name
