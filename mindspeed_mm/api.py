@@ -27,9 +27,9 @@ from mindspeed_mm.tasks.given.configuration import GivenConfig
 from mindspeed_mm.tasks.given.rows import named_path, optional_path
 
 if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.sampling.answers.scored import Evaluation
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
     from mindspeed_mm.tasks.check.check import CheckResult
-    from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
     from mindspeed_mm.tasks.evaluate.loss import LossEvaluation
     from mindspeed_mm.tasks.export.export import Exported
     from mindspeed_mm.tasks.given.run_view import Run

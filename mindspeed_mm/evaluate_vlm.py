@@ -7,11 +7,11 @@ from pathlib import Path
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.sampling.answers.scored import Evaluation
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.evaluate import evaluate
-from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
 from mindspeed_mm.tasks.evaluate.published import evaluate as published
 from mindspeed_mm.tasks.evaluate.published.evaluate import PublishedRequest, PublishedResult
 from mindspeed_mm.tasks.evaluate.published.sets import SETS

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm import evaluate_vlm, finetune_ocr, inference_vlm
+from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.extract import extract
@@ -76,9 +77,7 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert run(monkeypatch, evaluate_vlm, "--mm-model", model, "--load", str(folder)) == 0
     expected = evaluate.run(folder, rows, out=tmp_path / "expected", max_new_tokens=2)
     assert capsys.readouterr().out.splitlines() == expected.lines()
-    assert (tmp_path / "scores" / evaluate.SAMPLES).read_text() == (
-        tmp_path / "expected" / evaluate.SAMPLES
-    ).read_text()
+    assert (tmp_path / "scores" / scored.SAMPLES).read_text() == (tmp_path / "expected" / scored.SAMPLES).read_text()
     monkeypatch.setenv("RANK", "1")
     for entry in (evaluate_vlm, inference_vlm):
         assert run(monkeypatch, entry, "--mm-model", model, "--load", str(folder)) == 0
@@ -95,7 +94,7 @@ def test_scores_of_a_published_set(
     model = write_json(tmp_path, "evaluate", settings)
     assert run(monkeypatch, evaluate_vlm, "--mm-model", model, "--load", str(folder)) == 0
     assert capsys.readouterr().out.startswith("AI2D: 0.0 % (n=1, ")
-    assert json.loads((tmp_path / "scores" / evaluate.RESULTS).read_text())["benchmark"] == "ai2d_test"
+    assert json.loads((tmp_path / "scores" / scored.RESULTS).read_text())["benchmark"] == "ai2d_test"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
 from mindspeed_mm.core.errors import MMError
 
 if TYPE_CHECKING:
-    from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
+    from mindspeed_mm.fsdp.sampling.answers.scored import Evaluation
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -13,8 +13,8 @@ from scans import NAMES, SIDE, Scan
 
 from mindspeed_mm.core.artifacts import read_jsonl
 from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.fsdp.sampling.answers.scored import Evaluation, write_evaluation
 from mindspeed_mm.fsdp.sampling.answers.scoring import Score, score
-from mindspeed_mm.tasks.evaluate.evaluate import Evaluation, write_evaluation
 
 GOAL = 0.95
 """Share that each judge must find right."""

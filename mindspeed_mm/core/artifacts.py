@@ -244,6 +244,7 @@ class RunFolder:
         self.log = self.path / "log"
         self.evaluation = self.path / "eval"
         self.samples = self.path / "samples"
+        self.best = self.path / "best.json"
         self.report = self.path / "report.html"
         self.lock_file = self.path / ".lock"
 

@@ -13,6 +13,7 @@ from tests.helpers.refusal import (
 PROFILE, MEMORY = "tools.profile", "tools.memory_profile"
 RUN = "{folder}/out"
 LOW_PRECISION = "training.quantization_plan"
+EVALUATE = "training.evaluate"
 
 
 def with_a_file_above(folder: Path) -> None:
@@ -111,5 +112,48 @@ RUNS = (
         "is a file",
         "training.save",
         spoil=with_a_file_above,
+    ),
+    Refusal(
+        "evaluation without questions",
+        (f"{EVALUATE}.interval=5",),
+        "no questions to answer",
+        f"{EVALUATE}.interval",
+    ),
+    Refusal(
+        "evaluation of a model that is split into stages",
+        (f"{EVALUATE}.interval=5", f"{EVALUATE}.data={{folder}}/rows.jsonl", "parallel.pipeline_parallel_size=2"),
+        "no rank can gather the model",
+        f"{EVALUATE}.interval",
+        ranks=2,
+    ),
+    Refusal(
+        "patience with no metric",
+        (f"{EVALUATE}.patience=2",),
+        "no metric that it is about",
+        f"{EVALUATE}.patience",
+    ),
+    Refusal(
+        "the best by a loss that is not measured",
+        (f"{EVALUATE}.best_metric=val_loss", f"training.save={RUN}"),
+        "measured by validation, and there is none",
+        f"{EVALUATE}.best_metric",
+    ),
+    Refusal(
+        "the best by a number that nobody measures",
+        (f"{EVALUATE}.best_metric=bleu", f"training.save={RUN}"),
+        "not a number that this run measures",
+        f"{EVALUATE}.best_metric",
+    ),
+    Refusal(
+        "the best by an evaluation that does not come",
+        (f"{EVALUATE}.best_metric=eval_accuracy", f"training.save={RUN}"),
+        "measured by evaluation, and there is none",
+        f"{EVALUATE}.best_metric",
+    ),
+    Refusal(
+        "the best of a run without a folder",
+        (f"{EVALUATE}.best_metric=eval_accuracy",),
+        "no run folder to keep the best checkpoint in",
+        f"{EVALUATE}.best_metric",
     ),
 )

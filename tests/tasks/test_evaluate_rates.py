@@ -12,10 +12,10 @@ import pytest
 
 import mindspeed_mm
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, bootstrap_interval
-from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.report import page
 from tests.helpers.runs import mm
 
@@ -80,18 +80,18 @@ def test_the_interval_covers_the_rate_as_often_as_it_says() -> None:
     assert 88 <= sum(held) <= 100
 
 
-def evaluated(comparison: Comparison) -> evaluate.Evaluation:
+def evaluated(comparison: Comparison) -> scored.Evaluation:
     told = [("one two", "one two"), ("one", "one two"), ("three four", "four")]
     answered = [(replace(ask("Say it."), expected=expected), Answer((), given, True)) for given, expected in told]
     facts = {"model": "m", "data": "d", "media_dir": ".", "max_new_tokens": 1, "cut_off": 0, "seconds": 0.0}
-    return evaluate.evaluate_answers(answered, facts, comparison)
+    return scored.evaluate_answers(answered, facts, comparison)
 
 
 def test_what_is_written_is_taken_for_ours_and_shown(tmp_path: Path) -> None:
     evaluation = evaluated(Comparison("wer", ignore_case=True))
     assert evaluation.lines()[0].startswith("word error rate, all: 40.0 % (2 of 5, n=3, 95 % interval ")
-    evaluate.write_evaluation(evaluation, tmp_path)
-    evaluate.check_evaluation_folder(tmp_path)
+    scored.write_evaluation(evaluation, tmp_path)
+    scored.check_evaluation_folder(tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["metric"], results["measure"], results["ignore_case"]) == ("wer", "word error rate", True)
     assert results["overall"]["rate"] == 0.4
@@ -104,12 +104,12 @@ def test_what_is_written_is_taken_for_ours_and_shown(tmp_path: Path) -> None:
 
 
 def test_an_exact_evaluation_is_taken_for_ours_too(tmp_path: Path) -> None:
-    evaluate.write_evaluation(evaluated(Comparison()), tmp_path)
-    evaluate.check_evaluation_folder(tmp_path)
-    evaluate.write_evaluation(evaluated(Comparison("cer")), tmp_path)
+    scored.write_evaluation(evaluated(Comparison()), tmp_path)
+    scored.check_evaluation_folder(tmp_path)
+    scored.write_evaluation(evaluated(Comparison("cer")), tmp_path)
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UsageError):
-        evaluate.check_evaluation_folder(tmp_path)
+        scored.check_evaluation_folder(tmp_path)
 
 
 @pytest.mark.parametrize("words", [("--metric", "wer"), ("--ignore-case",), ("--ignore-punctuation",)])

@@ -59,6 +59,8 @@ class CheckpointManager:
         self.context = context
         self.note = note
         self.ranks = Ranks(training.save_timeout_s)
+        self.kept_step: int | None = None
+        """Its checkpoint is never deleted."""
         self._last_saved: int | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if training.save_async else None
         self._under_way: Future[None] | None = None
@@ -120,6 +122,10 @@ class CheckpointManager:
         """Wait for the save that is under way; how it failed, if it did."""
         future, self._under_way = self._under_way, None
         return future.exception() if future is not None else None
+
+    def is_saved(self, iteration: int) -> bool:
+        """Whether the save of a step was committed, or is under way."""
+        return self._last_saved == iteration or self._under_way is not None
 
     def find_latest(self, *, allow_fresh: bool = False, clears_drafts: bool = True) -> CommittedCheckpoint | None:
         """The newest good checkpoint of this run's folder; see `committed.find_latest`."""
@@ -214,7 +220,7 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         try:
-            gone = prune(self.save_folder, self.training.save_total_limit)
+            gone = prune(self.save_folder, self.training.save_total_limit, self.kept_step)
         except OSError as error:  # the new checkpoint is committed: nothing is lost
             self.note(f"warning: old checkpoints could not be deleted: {error}")
             return

@@ -58,6 +58,7 @@ FREE_KEYS = (
     "training.allow_*",
     "training.clip_grad_foreach",
     "training.adam_fused",
+    "training.evaluate.*",
     "training.gradient_accumulation_steps",
     "training.init_model_with_meta_device",
     "training.load*",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, EmaArguments, SamplingArguments
+from mindspeed_mm.fsdp.params.evaluate_args import EvaluateArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.value_types import (
     Dtype,
@@ -231,3 +232,5 @@ class TrainingArguments(Section):
     """Exponential moving average of the trained weights."""
     sampling: SamplingArguments = Field(default_factory=SamplingArguments)
     """Samples that a generator makes while it is trained."""
+    evaluate: EvaluateArguments = Field(default_factory=EvaluateArguments)
+    """Held-out questions that a language model answers while it is trained, the best checkpoint, and early stopping."""

@@ -259,11 +259,17 @@ class TrainEngine:
             loss_scale=scale,
         )
 
-    def stop(self) -> None:
+    def stop(self, *, together: bool = False) -> None:
         """End the run after this step and save; for hooks. Several ranks end after the next step, in which they agree
-        on it."""
+        on it, unless all of them call this `together`."""
         self.stop_wanted = True
-        self.stopping = self.stopping or self.all_ranks is None
+        self.stopping = self.stopping or together or self.all_ranks is None
+
+    def note_validation(self, terms: Mapping[str, float]) -> None:
+        """Keep what a validation after this step has measured, beside what another one has."""
+        if self.validated_step != self.iteration:
+            self.validated_step, self.validation = self.iteration, {}
+        self.validation = {**self.validation, **terms}
 
     def state(self) -> LoopState:
         """What a checkpoint keeps of the loop itself."""

@@ -97,6 +97,7 @@ def run(
         check.attempt("resume", check.resume, needs=("paths", "first samples"))
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
         check.attempt("samples", check.samples, needs="module patterns")
+        check.attempt("held-out questions", check.held_out_questions, needs=("paths", "module patterns"))
         # Of ranks that cannot be, nothing is predicted.
         ranks_fit = ("parallel sizes",) if check.nproc else ()
         check.attempt("memory", check.memory, needs=(*ranks_fit, "features", "batch keys"))
@@ -389,6 +390,17 @@ class _Check:
         from mindspeed_mm.fsdp.train.hooks.sampling import check_sampling
 
         check_sampling(self.adapter, training.sampling, training.save)
+
+    def held_out_questions(self) -> None:
+        """What is asked while training can be read and shown, and the model answers."""
+        arguments = self.config.arguments
+        if not arguments.training.evaluate.interval:
+            return
+        from mindspeed_mm.fsdp.train.hooks.evaluation import HeldOutQuestions, check_generates
+
+        check_generates(self.outline.model)
+        held_out = HeldOutQuestions.of(arguments)
+        held_out.encoder.encode(held_out.questions[0].sample, held_out.media())
 
     def memory(self) -> None:
         """What a rank would hold with the first batch; a warning where the device has less."""

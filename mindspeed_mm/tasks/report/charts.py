@@ -36,10 +36,15 @@ class Chart:
     log: bool = False
     smooth: bool = False
     from_zero: bool = False
+    is_rare: bool = False
+    """Measured every so many steps: each measurement is marked."""
 
 
 CHARTS = (
     Chart("Loss", "loss", log=True, smooth=True),
+    Chart("Held-out accuracy, %", "eval_accuracy", scale=100, is_rare=True),
+    Chart("Held-out word error rate, %", "eval_wer", scale=100, is_rare=True),
+    Chart("Held-out character error rate, %", "eval_cer", scale=100, is_rare=True),
     Chart("Gradient norm", "grad_norm", log=True, smooth=True),
     Chart("Learning rate", "lr"),
     Chart("Throughput, tokens a second", "tokens_per_s", from_zero=True),
@@ -51,8 +56,12 @@ CHARTS = (
 
 def draw_charts(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Title and SVG of every chart that some run has numbers for. Runs keep their colour in all of them."""
-    drawable = [chart for chart in CHARTS if any(points(run.steps, chart.key) for run in runs)]
+    drawable = [chart for chart in CHARTS if any(points(_records(run, chart), chart.key) for run in runs)]
     return [(chart.title, _draw(chart, runs)) for chart in drawable]
+
+
+def _records(run: ReportedRun, chart: Chart) -> Sequence[Record]:
+    return run.evaluations if chart.is_rare else run.steps
 
 
 def points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
@@ -98,7 +107,7 @@ def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
 
 
 def _draw_run(axes: Any, chart: Chart, run: ReportedRun, colour: str) -> None:
-    curve = [(step, value * chart.scale) for step, value in points(run.steps, chart.key)]
+    curve = [(step, value * chart.scale) for step, value in points(_records(run, chart), chart.key)]
     if chart.log:
         curve = [(step, value) for step, value in curve if value > 0]
     if not curve:
@@ -107,7 +116,8 @@ def _draw_run(axes: Any, chart: Chart, run: ReportedRun, colour: str) -> None:
         axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=0.7, alpha=0.35)
         steps, values = zip(*curve, strict=True)
         curve = list(zip(steps, smoothed(values, len(values) / (len(values) + _SMOOTHING_WINDOWS)), strict=True))
-    axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=1.4, label="training")
+    style = "o-" if chart.is_rare else "-"
+    axes.plot(*zip(*thinned(curve), strict=True), style, color=colour, linewidth=1.4, markersize=3, label="training")
     if chart.key == "loss" and run.validations:
         validation = [(step, value) for step, value in points(run.validations, "val_loss") if value > 0]
         axes.plot(*zip(*thinned(validation), strict=True), "o--", color=colour, markersize=3, linewidth=0.9)

@@ -27,17 +27,21 @@ class ReportedRun:
     steps: list[Record]
     """Logged steps, ascending, each once: what a resumed run did again replaces what it did before."""
     validations: list[Record]
+    evaluations: list[Record]
+    """Scores of held-out questions while training."""
     events: list[Record]
     facts: Record
     """`run.json`: versions, machine, command, exit status."""
     configuration: str
     """`resolved.yaml`: each value with its origin, secrets taken out."""
     results: Record
-    """`eval/results.json`, or empty."""
+    """`eval/results.json`, else those of the last evaluation while training, or empty."""
     samples: list[Record]
     """Evaluated ones."""
     rounds: list[Round]
     """What a generator made while it was trained."""
+    best: Record
+    """`best.json`, or empty."""
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -55,18 +59,28 @@ def read_run(path: Path) -> ReportedRun:
         )
     metrics = read_jsonl(folder.metrics)
     resolved = folder.resolved.read_text(encoding="utf-8", errors="replace") if folder.resolved.exists() else ""
+    evaluation = _evaluation_folder(folder)
     return ReportedRun(
         name=path.resolve().name,
         path=path,
         steps=_latest_by_step([record for record in metrics if "loss" in record]),
         validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
+        evaluations=_latest_by_step([record for record in metrics if any(key.startswith("eval_") for key in record)]),
         events=read_jsonl(folder.events),
         facts=redact(_read_object(folder.run_json)),
         configuration=without_secrets(resolved),
-        results=_read_object(folder.evaluation / "results.json"),
-        samples=read_jsonl(folder.evaluation / "samples.jsonl"),
+        results=_read_object(evaluation / "results.json"),
+        samples=read_jsonl(evaluation / "samples.jsonl"),
         rounds=read_rounds(path),
+        best=_read_object(folder.best),
     )
+
+
+def _evaluation_folder(folder: RunFolder) -> Path:
+    """Where the results to show are: those of `mm evaluate`, else the last ones of the training."""
+    rounds = sorted(folder.evaluation.glob("while_training/iter_*/results.json"))
+    own = folder.evaluation / "results.json"
+    return rounds[-1].parent if rounds and not own.exists() else folder.evaluation
 
 
 def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:

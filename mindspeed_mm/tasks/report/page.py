@@ -94,11 +94,17 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
         ("steps", _steps(run)),
         ("training loss", _last(run.steps, "loss")),
         ("validation loss", ", ".join([_last(run.validations, "val_loss"), *_other_terms(run.validations)])),
+        ("best", _best(run)),
         ("time", _duration(run)),
         ("tokens a second", _median(run.steps, "tokens_per_s")),
         ("waiting for data", _percent(run.steps, "data_share")),
         ("peak memory", _peak_memory(run.steps)),
     ]
+
+
+def _best(run: ReportedRun) -> str:
+    found = run.best
+    return f"{found['metric']} {found['value']:.4f} at step {found['step']}" if "step" in found else "–"
 
 
 def _findings(results: Record) -> list[str]:

@@ -276,6 +276,9 @@ def resident(model: nn.Module) -> Iterator[None]:
     finally:
         for group, before in kept:
             group.post_forward_mesh_info = before
+            # Each pass is noted for a backward pass, which clears the notes; thousands of tokens have none.
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
         for module in modules:
             module.reshard()
 

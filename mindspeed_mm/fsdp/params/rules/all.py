@@ -11,6 +11,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards, models_of_datasets
+from mindspeed_mm.fsdp.params.rules.evaluate import evaluation_fits
 from mindspeed_mm.fsdp.params.rules.lora import lora_problems
 from mindspeed_mm.fsdp.params.rules.loss import loss_problems
 from mindspeed_mm.fsdp.params.rules.memory import memory_problems
@@ -211,6 +212,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _pixel_limits_are_in_order,
     _prompts_and_history_do_not_contradict,
     _validation_has_one_source,
+    evaluation_fits,
     _rows_fit_the_model,
     _prefetch_has_workers,
     tools_problems,

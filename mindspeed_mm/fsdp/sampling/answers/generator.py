@@ -42,15 +42,22 @@ class Generator:
         encoder: Shows it questions as training did.
         adapters: Names of adapters that rows may choose; a row that chooses none is answered without any.
         spread: Ranks hold parts of the model, and all of them answer the same rows: the first one's scores decide.
+        trains: The model will be trained on: it stays out of inference mode, whose tensors know no gradients.
     """
 
     def __init__(
-        self, model: Any, encoder: QuestionEncoder, adapters: Sequence[str] = (), *, spread: bool = False
+        self,
+        model: Any,
+        encoder: QuestionEncoder,
+        adapters: Sequence[str] = (),
+        *,
+        spread: bool = False,
+        trains: bool = False,
     ) -> None:
         self.model = model.eval()
         self._processors = [FirstRankDecides()] if spread else []
         # Weights that are gathered for a moment have versions, which inference mode does not know.
-        self._without_gradients = torch.no_grad if spread else torch.inference_mode
+        self._without_gradients = torch.no_grad if spread or trains else torch.inference_mode
         self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, encoder)

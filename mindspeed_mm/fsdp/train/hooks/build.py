@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mindspeed_mm.fsdp.train.hooks.adapter_start import adapter_start_hook
+from mindspeed_mm.fsdp.train.hooks.best import best_hook
 from mindspeed_mm.fsdp.train.hooks.checkpoint import checkpoint_hook
 from mindspeed_mm.fsdp.train.hooks.compile import compile_hook
 from mindspeed_mm.fsdp.train.hooks.data import data_hook
+from mindspeed_mm.fsdp.train.hooks.evaluation import evaluation_hook
 from mindspeed_mm.fsdp.train.hooks.garbage import garbage_hook
 from mindspeed_mm.fsdp.train.hooks.log import log_hook
 from mindspeed_mm.fsdp.train.hooks.memory_profile import memory_profile_hook
@@ -17,23 +17,23 @@ from mindspeed_mm.fsdp.train.hooks.validation import validation_hook
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook
 
-BUILDERS: tuple[Callable[[RunParts], Hook | None], ...] = (
-    adapter_start_hook,
-    log_hook,
-    checkpoint_hook,  # before validation: what fails there, or is cut off, finds the weights committed
-    validation_hook,
-    lambda parts: parts.family.sampling_hook(parts.assembled.model, parts.job, parts.record),
-    data_hook,
-    compile_hook,
-    scales_hook,
-    garbage_hook,
-    memory_profile_hook,
-    time_profile_hook,  # the last: what others do is not recorded
-)
-"""Each says whether its hook applies to a run: None when it does not."""
-
 
 def build_hooks(parts: RunParts) -> list[Hook]:
-    """The hooks that apply."""
-    built = [build(parts) for build in BUILDERS]
+    """The hooks that apply: what makes each says whether its hook does, None when it does not."""
+    checkpoints, validation, evaluation = checkpoint_hook(parts), validation_hook(parts), evaluation_hook(parts)
+    built = [
+        adapter_start_hook(parts),
+        log_hook(parts),
+        checkpoints,  # before what is measured: what fails there, or is cut off, finds the weights committed
+        validation,
+        evaluation,
+        best_hook(parts, checkpoints, [validation, evaluation]),
+        parts.family.sampling_hook(parts.assembled.model, parts.job, parts.record),
+        data_hook(parts),
+        compile_hook(parts),
+        scales_hook(parts),
+        garbage_hook(parts),
+        memory_profile_hook(parts),
+        time_profile_hook(parts),  # the last: what others do is not recorded
+    ]
     return [hook for hook in built if hook is not None]

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 
-def checkpoint_hook(parts: RunParts) -> Hook | None:
+def checkpoint_hook(parts: RunParts) -> CheckpointHook | None:
     """The hook, where there is a run folder to save in."""
     if parts.resume.manager is None:
         return None
@@ -83,8 +83,8 @@ class CheckpointHook(Hook):
     def on_train_end(self, engine: TrainEngine) -> None:
         """Save where a hook has ended the run, and wait for a save that is under way: one that fails is a failed
         run."""
-        if engine.stop_wanted and self._saved_step != engine.iteration:
-            self._save(engine)
+        if engine.stop_wanted:
+            self.ensure_saved(engine)
         self.on_failure(engine)
 
     def on_failure(self, engine: TrainEngine) -> None:
@@ -92,6 +92,13 @@ class CheckpointHook(Hook):
         with engine.phase("save", self._training.save_timeout_s):
             self._guarded(engine, self._manager.wait)
         self._tell()
+
+    def ensure_saved(self, engine: TrainEngine) -> bool:
+        """Save unless this step is saved; whether it is afterwards, or will be when the background has done it."""
+        is_resumed = engine.iteration == engine.first_iteration  # from this very checkpoint
+        if not is_resumed and self._saved_step != engine.iteration:
+            self._save(engine)
+        return is_resumed or self._manager.is_saved(engine.iteration)
 
     def _save(self, engine: TrainEngine) -> None:
         started = time.perf_counter()

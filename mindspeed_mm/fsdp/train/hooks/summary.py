@@ -48,7 +48,7 @@ class SummaryHook(Hook):
         """Keep the numbers."""
         self._last = (result.step, result.loss)
         self._lowest = min(self._lowest, self._last, key=lambda pair: pair[1])
-        if engine.validated_step == result.step:
+        if engine.validated_step == result.step and "val_loss" in engine.validation:
             self._last_validation = (result.step, engine.validation["val_loss"])
             self._lowest_validation = min(self._lowest_validation, self._last_validation, key=lambda pair: pair[1])
 

@@ -10,7 +10,7 @@ from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 
-def validation_hook(parts: RunParts) -> Hook | None:
+def validation_hook(parts: RunParts) -> ValidationHook | None:
     """The hook, where there are held-out samples and `training.val_interval` asks for it."""
     interval = parts.arguments.training.val_interval
     batches = parts.held_out() if interval > 0 else None
@@ -32,14 +32,21 @@ class ValidationHook(Hook):
         self._interval = interval
         self._record = record
 
+    def is_due(self, engine: TrainEngine, step: int) -> bool:
+        """Whether a pass follows this step."""
+        is_last = step == engine.schedule.total_steps
+        return is_last or (step % self._interval == 0 and not engine.stopping)
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Validate when it is time."""
-        is_last = result.step == engine.schedule.total_steps
-        if (result.step % self._interval and not is_last) or (engine.stopping and not is_last):
-            return
-        losses = engine.evaluate(self._batches())
+        if self.is_due(engine, result.step):
+            self.measure(engine)
+
+    def measure(self, engine: TrainEngine) -> None:
+        """Make a pass, and tell."""
+        losses, step = engine.evaluate(self._batches()), engine.iteration
         terms = {f"val_{name}": value for name, value in losses.items()}
-        self._record.metrics({"step": result.step, **terms})
-        engine.validated_step, engine.validation = result.step, terms
+        self._record.metrics({"step": step, **terms})
+        engine.note_validation(terms)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
-        self._record.event("validate", result.step, f"step {result.step}: validation {shown}", **losses)
+        self._record.event("validate", step, f"step {step}: validation {shown}", **losses)

@@ -17,12 +17,12 @@ from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.scored import RESULTS, SAMPLES
 from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score
 from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
-from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet

@@ -1,0 +1,95 @@
+"""Answers to questions whose answers are known, scored by task, and the two files that an evaluation writes."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.file_writing import any_of, check_output_file, first_line_has, is_object_of
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, Score
+from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
+
+RESULTS = "results.json"
+SAMPLES = "samples.jsonl"
+EXACT = Comparison()
+_SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
+_KEYS = ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds")
+_OPTIONAL = ("step", "lora", "measure", "metric", "ignore_case", "ignore_punctuation")
+_is_samples = any_of(first_line_has(*_SAMPLE_KEYS), first_line_has(*_SAMPLE_KEYS, "errors", "units"))
+_is_results = any_of(
+    *(is_object_of(_KEYS, _OPTIONAL, "overall", [field.name for field in fields(of)]) for of in (Score, ErrorRate))
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores by task, in the order of first appearance, and over all questions."""
+
+    tasks: dict[str, Score | ErrorRate]
+    overall: Score | ErrorRate
+    facts: dict[str, Any]
+    samples: list[dict[str, Any]]
+    comparison: Comparison = EXACT
+
+    @property
+    def scores(self) -> dict[str, Score | ErrorRate]:
+        """Task → score, and `overall`."""
+        return {**self.tasks, "overall": self.overall}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `results.json` holds."""
+        tasks = {name: score.to_dict() for name, score in self.tasks.items()}
+        return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
+
+    def lines(self) -> list[str]:
+        """The score of each task, for people."""
+        return [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
+
+
+def evaluate_answers(
+    answered: list[tuple[Question, Answer]], facts: dict[str, Any], comparison: Comparison = EXACT
+) -> Evaluation:
+    """Compare each answer with the expected one; thoughts are no part of either."""
+    by_task: dict[str, list[Outcome]] = defaultdict(list)
+    samples = []
+    for question, answer in answered:
+        outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
+        by_task[question.task].append(outcome)
+        samples.append(_sample(question, answer, outcome, comparison))
+    tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
+    overall = comparison.score([outcome for outcomes in by_task.values() for outcome in outcomes])
+    return Evaluation(tasks, overall, facts, samples, comparison)
+
+
+def check_evaluation_folder(out: Path) -> None:
+    """Raise `UsageError` when a folder holds files of these names that no evaluation wrote."""
+    check_output_file(out / SAMPLES, _is_samples, "--out")
+    check_output_file(out / RESULTS, _is_results, "--out")
+
+
+def write_evaluation(evaluation: Evaluation, out: Path) -> None:
+    """Write the samples, then the results: where results stand, the samples are theirs."""
+    (out / RESULTS).unlink(missing_ok=True)
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in evaluation.samples]
+    atomic_write_text(out / SAMPLES, "".join(lines))
+    atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")
+
+
+def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
+    names = question.image_names
+    return {
+        "id": question.id,
+        "task": question.task,
+        "image": names[0] if len(names) == 1 else names,
+        "question": question.text,
+        "expected": question.expected,
+        "given": answer.text,
+        "correct": outcome.correct,
+        **({} if comparison.metric == "exact" else {"errors": outcome.errors, "units": outcome.units}),
+    }
