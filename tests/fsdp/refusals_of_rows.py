@@ -141,7 +141,13 @@ FILES = (
         base="text",
     ),
     Refusal(
-        "no tokenizer", (), "the processor cannot be read", "", DATA, without_file("model/tokenizer.json"), base="text"
+        "no tokenizer",
+        (),
+        "the tokenizer has no vocabulary",
+        "",
+        DATA,
+        without_file("model/tokenizer.json"),
+        base="text",
     ),
 )
 
@@ -204,8 +210,8 @@ SIZES_OF_MEDIA = (
     Refusal(
         "one of Wan2.2's two transformers",
         (),
-        "this is a Wan2.2 pipeline",
-        "boundary_ratio",
+        "Wan2.2 A14B has two transformers",
+        "transformer_2",
         DATA,
         with_index(boundary_ratio=0.9),
         base="t2v",
