@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import click
 
@@ -24,6 +24,7 @@ Examples:
   mm chat models/Qwen3-VL-2B-Instruct
   mm chat runs/mine --lora runs/lora/export --temperature 0
   mm chat runs/digits/run --image three.png --system "Answer in one word."
+  mm chat http://127.0.0.1:8000/v1
 """
 COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you say next
 /system TEXT   set the system prompt, and begin anew
@@ -34,7 +35,7 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Picture to begin with.")
 @click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="Video to begin with.")
 @click.option("--audio", "audios", multiple=True, type=click.Path(path_type=Path), help="Sound to begin with.")
@@ -55,9 +56,11 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 @click.option(
     "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
 )
+@click.option("--name", default="", help="Of a server's models: the one to talk to; default: the first that it lists.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that a server asks for.")
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, once it is complete.")
 def command(
-    model: Path,
+    model: str,
     images: tuple[Path, ...],
     videos: tuple[Path, ...],
     audios: tuple[Path, ...],
@@ -68,24 +71,21 @@ def command(
     seed: int | None,
     lora: Path | None,
     config: Path | None,
+    name: str,
+    key_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Talk to MODEL, a Hugging Face folder or a run, in the terminal.
+    """Talk to MODEL, a Hugging Face folder, a run or the address of a running server, in the terminal.
 
     Answers appear while they are made; Ctrl-C stops one. /help lists what else can be typed.
     """
     if temperature == 0 and top_p is not None:
         raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
-    from mindspeed_mm.core.model_kinds import GENERATOR
-    from mindspeed_mm.tasks.model_kind import kind_of_path
-
-    if kind_of_path(model) is GENERATOR:
-        raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")
-    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-    from mindspeed_mm.tasks.answer import conversation  # torch: the help does without
-
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    chat = conversation.begin(model, sampling, system=system, lora=lora, config=config)
+    settings = Settings(max_new_tokens, temperature, top_p, seed)
+    if model.lower().startswith(("http://", "https://")):
+        chat = beside_server(model, name, key_file, settings, system, {"--lora": lora, "--config": config})
+    else:
+        chat = with_folder(Path(model), {"--name": name, "--key-file": key_file}, settings, system, lora, config)
     for path in images:
         chat.show("image", path)
     for path in videos:
@@ -97,6 +97,51 @@ def command(
     for line in said():
         if not reply(chat, line, as_json):
             return
+
+
+class Settings(NamedTuple):
+    """How tokens are chosen; as `Sampling` begins, which takes seconds to import."""
+
+    max_new_tokens: int
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+
+
+def beside_server(
+    address: str, name: str, key_file: Path | None, settings: Settings, system: str, others: dict[str, object]
+) -> Conversation:
+    """A conversation with a server's model."""
+    refuse(others, "is for models that are loaded here, and a server has loaded its own")
+    from mindspeed_mm.cli.serve import read_key
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+    from mindspeed_mm.tasks.answer import conversation, remote
+
+    key = read_key(key_file) if key_file is not None else None
+    return conversation.Conversation(remote.RemoteModel.at(address, name, key), Sampling(*settings), system)
+
+
+def with_folder(
+    model: Path, others: dict[str, object], settings: Settings, system: str, lora: Path | None, config: Path | None
+) -> Conversation:
+    """A conversation with a model that is loaded here."""
+    refuse(others, "is for servers")
+    from mindspeed_mm.core.model_kinds import GENERATOR
+    from mindspeed_mm.tasks.model_kind import kind_of_path
+
+    if kind_of_path(model) is GENERATOR:
+        raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+    from mindspeed_mm.tasks.answer import conversation  # torch: the help does without
+
+    return conversation.begin(model, Sampling(*settings), system=system, lora=lora, config=config)
+
+
+def refuse(given: dict[str, object], why: str) -> None:
+    """Raise `UsageError` for the first of these options that has a value."""
+    for option, value in given.items():
+        if value:
+            raise UsageError(why, key=option, way_out="Leave it out.")
 
 
 def said() -> Iterator[str]:

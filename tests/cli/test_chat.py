@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from mindspeed_mm.cli.chat import COMMANDS, command, obey
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.tasks.answer.conversation import begin
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.remote import RemoteModel
+from mindspeed_mm.tasks.serve.app import Access
+from tests.helpers.served import served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 5
@@ -33,7 +41,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def chatted(folder: Path, *lines: str, options: tuple[str, ...] = ("--temperature", "0")) -> Result:
+def chatted(folder: Path | str, *lines: str, options: tuple[str, ...] = ("--temperature", "0")) -> Result:
     words = [str(folder), "--max-new-tokens", str(TOKENS), *options]
     result = CliRunner().invoke(command, words, input="".join(f"{line}\n" for line in lines), catch_exceptions=False)
     assert result.exit_code == 0
@@ -93,8 +101,12 @@ def test_pieces_are_told_while_they_are_made(folder: Path) -> None:
 
 
 def test_sampling_is_what_is_asked_for(folder: Path) -> None:
+    chat = begin(folder, Sampling())
+
     def said(**settings: Any) -> str:
-        return begin(folder, Sampling(12, **settings)).say("hello", lambda _: None).text
+        chat.reset()
+        chat.sampling = Sampling(12, **settings)
+        return chat.say("hello", lambda _: None).text
 
     greedy = said(temperature=0)
     assert said(temperature=0, seed=3) == greedy
@@ -148,3 +160,64 @@ def test_answers_for_programs(folder: Path) -> None:
 def test_options_that_contradict(folder: Path) -> None:
     with pytest.raises(UsageError, match="does nothing with --temperature 0"):
         chatted(folder, options=("--temperature", "0", "--top-p", "0.5"))
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with served(AnswerEngine(load_generator(folder)), access=Access(key="right-key")) as address:
+        yield address
+
+
+def test_a_running_server_says_what_the_folder_says(folder: Path, picture: Path, address: str, tmp_path: Path) -> None:
+    (tmp_path / "key.txt").write_text("right-key\n")
+    lines = ("hello", f"/image {picture}", "what is this?", "/reset", "hello", "/save")
+    here = chatted(folder, *lines)
+    options = ("--temperature", "0", "--key-file", str(tmp_path / "key.txt"))
+    for base in (address, f"{address}/v1/"):
+        there = chatted(base, *lines, options=options)
+        assert (there.stdout, there.stderr) == (here.stdout, here.stderr)
+    answers = [json.loads(line) for line in chatted(address, "hello", options=(*options, "--json")).stdout.splitlines()]
+    assert answers == [{"token_ids": [], "text": here.stdout.splitlines()[0], "finished": False}]
+
+
+def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Path) -> None:
+    (tmp_path / "key.txt").write_text("right-key\n")
+    options = ("--key-file", str(tmp_path / "key.txt"))
+    result = chatted(address, "hello", "/exit", options=(*options, "--name", "other"))
+    assert "there is no model 'other' here, only 'tiny'" in result.stderr and "Traceback" not in result.stderr
+    for model, given, error, message in (
+        (address, (), UsageError, "the key is missing"),
+        ("http://127.0.0.1:9", (), MachineError, "does not answer"),
+        ("http://[::", (), UsageError, "is no address"),
+        (address, ("--lora", "x"), UsageError, "--lora"),
+        (str(folder), ("--name", "x"), UsageError, "is for servers"),
+    ):
+        with pytest.raises(error, match=message):
+            chatted(model, "hello", options=given)
+
+
+def test_thoughts_of_a_server_and_answers_that_break_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = RemoteModel("http://127.0.0.1:9/v1", "x")
+
+    def told(*events: Any) -> tuple[Answer, list[str]]:
+        lines = [
+            b": waiting\n",
+            *(b"data: " + json.dumps(event).encode() + b"\n" for event in events),
+            b"data: [DONE]\n",
+        ]
+        body = io.BytesIO(b"".join(lines))
+        body.status = 200  # type: ignore[attr-defined]
+        monkeypatch.setattr(RemoteModel, "_asked", lambda *_: body)
+        pieces: list[str] = []
+        return model.answer([{"role": "user", "content": "?"}], [], Sampling(4), pieces.append), pieces
+
+    def event(finish: str | None = None, **delta: str) -> dict[str, Any]:
+        return {"choices": [{"delta": delta, "finish_reason": finish}]}
+
+    answer, pieces = told(
+        event(reasoning_content="so"), event(reasoning_content=" so"), event(content="two"), event("stop")
+    )
+    assert (answer.text, answer.finished) == ("<think>so so</think>\ntwo", True) and "".join(pieces) == answer.text
+    assert not told(event(content="two"))[0].finished
+    with pytest.raises(MachineError, match="the model failed"):
+        told(event(content="one"), {"error": {"message": "the model failed"}})

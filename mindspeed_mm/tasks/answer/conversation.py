@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_mm.core.artifacts import append_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
@@ -23,17 +22,61 @@ _COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
 _is_saved = first_line_has("messages", *_COLUMNS.values())
 
 
+class Talker(Protocol):
+    """What answers."""
+
+    def answer(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediaItem],
+        sampling: Sampling,
+        tell: Callable[[str], None],
+    ) -> Answer:
+        """The answer to the last of some turns.
+
+        Args:
+            messages: As chat templates take them.
+            media: The files that they show, in order.
+            sampling: How tokens are chosen.
+            tell: Is given the answer piece by piece.
+
+        Raises:
+            MMError: A medium cannot be read, or the model takes none of its kind.
+        """
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of this process."""
+
+    generator: Generator
+
+    def answer(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediaItem],
+        sampling: Sampling,
+        tell: Callable[[str], None],
+    ) -> Answer:
+        """As `Talker` says."""
+        place = RowLocation("chat", sum(message["role"] == "user" for message in messages))
+        encoder = self.generator.encoder
+        loader = encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
+        question = encoder.encode(Sample(place, list(messages), [0.0] * len(messages), list(media)), loader)
+        return self.generator.answer_streamed(question, tell, sampling)
+
+
 @dataclass
 class Conversation:
     """What was said so far.
 
     Args:
-        generator: Answers.
+        model: Answers.
         sampling: How it chooses tokens.
         system: Stands before all turns; empty: what the model's template puts there.
     """
 
-    generator: Generator
+    model: Talker
     sampling: Sampling
     system: str = ""
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -68,9 +111,7 @@ class Conversation:
         media = [*self.media, *self.waiting]
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self.turns, turn]
-        sample = Sample(RowLocation("chat", len(self.turns) // 2 + 1), messages, [0.0] * len(messages), media)
-        question = self.generator.encoder.encode(sample, self._loader(media))
-        answer = self.generator.answer_streamed(question, tell, self.sampling)
+        answer = self.model.answer(messages, media, self.sampling, tell)
         self.turns += [turn, {"role": "assistant", "content": answer.text}]
         self.media, self.waiting = media, []
         return answer
@@ -99,9 +140,6 @@ class Conversation:
         make_writable_folder(target.parent)
         append_jsonl(target, self.row())
 
-    def _loader(self, media: list[MediaItem]) -> MediaLoader:
-        return self.generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
-
 
 def begin(
     model: Path, sampling: Sampling, *, system: str = "", lora: Path | None = None, config: Path | None = None
@@ -119,7 +157,8 @@ def begin(
         MMError: The folder is not a model.
     """
     source = with_adapters(resolve_model(model), lora)
-    return Conversation(load_generator(source.folder, source.lora, rows_view(source, config)), sampling, system)
+    generator = load_generator(source.folder, source.lora, rows_view(source, config))
+    return Conversation(LoadedModel(generator), sampling, system)
 
 
 def _with_marks(content: str | list[dict[str, Any]]) -> str:

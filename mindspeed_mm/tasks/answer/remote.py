@@ -1,0 +1,169 @@
+"""A model behind a server of OpenAI's interface, to talk to: `mm serve`, vLLM, SGLang and others."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import mimetypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mindspeed_mm.core.errors import MachineError, MMError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, END_THOUGHT
+
+TIMEOUT_S = 600.0
+"""Of silence."""
+_LONGEST_MESSAGE = 300
+_KINDS = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+"""What a file is where its name does not say."""
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model that a server answers for."""
+
+    address: str
+    """With `/v1`."""
+    name: str
+    key: str | None = None
+
+    @classmethod
+    def at(cls, address: str, name: str = "", key: str | None = None) -> RemoteModel:
+        """The model of a server: the one of this name, or the first that it lists.
+
+        Args:
+            address: Its base address; without a path, `/v1` is meant.
+            name: What it calls the model; empty: that of its list.
+            key: What it asks for, if anything.
+
+        Raises:
+            MMError: There is no such server, it does not answer, or lists no model.
+        """
+        base = address.rstrip("/")
+        try:
+            has_path = bool(urlsplit(base).path)
+        except ValueError as error:
+            raise UsageError(f"is no address: {error}", where=address) from error
+        server = cls(base if has_path else f"{base}/v1", name, key)
+        if name:
+            return server
+        with closing(server._asked("GET", "/models")) as answer:
+            listed = _json(answer.read()).get("data") or []
+        if not listed:
+            raise MachineError("the server lists no model", where=address, way_out="Name one: --name NAME.")
+        return cls(server.address, str(listed[0]["id"]), key)
+
+    def answer(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[MediaItem],
+        sampling: Sampling,
+        tell: Callable[[str], None],
+    ) -> Answer:
+        """As `LoadedModel.answer`; thoughts that the server tells apart stand in `<think>…</think>`."""
+        settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+        body = {
+            "model": self.name,
+            "messages": _with_media(messages, media),
+            "stream": True,
+            "max_tokens": sampling.max_new_tokens,
+            **{name: value for name, value in settings.items() if value is not None},
+        }
+        said, ending, thinks = "", "", False
+        with closing(self._asked("POST", "/chat/completions", json.dumps(body).encode())) as answer:
+            for choice in self._choices(answer):
+                thought, words = (choice["delta"].get(name) or "" for name in ("reasoning_content", "content"))
+                piece = (BEGIN_THOUGHT if thought and not thinks else "") + thought
+                thinks = thinks or bool(thought)
+                if words and thinks:
+                    piece, thinks = f"{piece}{END_THOUGHT}\n", False
+                if piece + words:
+                    tell(piece + words)
+                said, ending = said + piece + words, choice.get("finish_reason") or ending
+        return Answer((), said, finished=ending not in ("", "length"))
+
+    def _choices(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        """The choices of a stream of events."""
+        try:
+            for line in answer:
+                if not line.startswith(b"data:") or line[5:].strip() in (b"", b"[DONE]"):
+                    continue
+                event = _json(line[5:])
+                if "error" in event:
+                    raise self._error(answer.status, event)
+                yield from event.get("choices") or ()
+        except (OSError, http.client.HTTPException) as error:
+            raise MachineError(f"the answer broke off: {error}", where=self.address) from error
+
+    def _asked(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        """The server's answer, whose head has arrived.
+
+        Raises:
+            MMError: It does not answer, or refuses.
+        """
+        parts = urlsplit(self.address)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+            connection.request(method, parts.path + path, body, headers)
+            answer = connection.getresponse()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            way_out = "Start it with mm serve, or correct the address."
+            raise MachineError(f"the server does not answer: {error}", where=self.address, way_out=way_out) from error
+        if answer.status != http.client.OK:
+            with closing(answer):
+                raise self._error(answer.status, _json(answer.read()))
+        return answer
+
+    def _error(self, status: int, body: dict[str, Any]) -> MMError:
+        """What the server says is wrong, as an error of ours."""
+        told = body.get("error", body.get("detail", ""))
+        message = str(told.get("message", "") if isinstance(told, dict) else told)
+        line = " ".join(message.split())[:_LONGEST_MESSAGE] or "it does not say why"
+        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            return UsageError(f"the server refuses: {line}", where=self.address, key="--key-file")
+        return MachineError(f"the server refuses ({status}): {line}", where=self.address)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) -> list[dict[str, Any]]:
+    """Messages as servers take them: files in place of the marks that stand for them, in order."""
+    sources = iter(media)
+    found = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [part if part["type"] == "text" else _as_part(next(sources)) for part in content]
+        found.append({**message, "content": content})
+    return found
+
+
+def _as_part(item: MediaItem) -> dict[str, Any]:
+    """A file as data."""
+    path = Path(str(item.source))
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise MachineError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if item.kind == "audio":
+        return {"type": "input_audio", "input_audio": {"data": data, "format": path.suffix[1:].lower() or "wav"}}
+    kind = mimetypes.guess_type(path.name)[0] or _KINDS[item.kind]
+    return {"type": f"{item.kind}_url", f"{item.kind}_url": {"url": f"data:{kind};base64,{data}"}}
