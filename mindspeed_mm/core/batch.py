@@ -63,12 +63,16 @@ BATCH_KEYS: dict[str, str] = {
         f"pixels_{role}": f"(B, 3, T, H, W) uint8, the {role.replace('_', ' ')} that a sample is conditioned on"
         for role in ("first_frame", "last_frame", "source", "mask", "control")
     },
+    "sound": "(B, channels, samples) float32 in -1..1, the sound of clips that is encoded while training",
+    "fps": "list of B floats: frames a second of each clip as it is shown to the model; 0 of a picture",
     "captions": "list of B strings, of media that are encoded while training",
     "prompt_embeds": "(B, L, D) text features",
     "prompt_mask": "(B, L) int64, 1 on real text features; absent where a model takes no mask",
     "glyph_embeds": "(B, G, E) features of the words that a caption has in quotes (HunyuanVideo-1.5)",
     "glyph_mask": "(B, G) int64, 1 on real features of such words",
     "pooled_prompt_embeds": "(B, D) pooled text features",
+    "audio_latents": "(B, C, L, M) normalised latents of the sound of clips, which are learned beside `latents`",
+    "audio_prompt_embeds": "(B, L, E) text features for the sound",
     "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",
     "image_embeds": "(B, N, D) features of the image that a video goes on from",
     "source_latents": "(B, C, H, W) normalised latents of the picture that is edited",
@@ -79,7 +83,7 @@ BATCH_KEYS: dict[str, str] = {
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
-ENGINE_KEYS = frozenset({"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "blank_rows"})
+ENGINE_KEYS = frozenset({"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "fps", "blank_rows"})
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 
 PAIR_SIDES = ("chosen", "rejected")

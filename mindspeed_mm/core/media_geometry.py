@@ -15,10 +15,13 @@ class MediaSize:
     frames: int
     height: int
     width: int
+    sound: int = 0
+    """Positions of the latents of its sound, of models that learn it (`SoundGeometry`)."""
 
     def __str__(self) -> str:
         size = f"{self.height}×{self.width}"
-        return size if self.frames == 1 else f"{self.frames}×{size}"
+        size = size if self.frames == 1 else f"{self.frames}×{size}"
+        return f"{size} with {self.sound} positions of sound" if self.sound else size
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,27 @@ class MediaGeometry:
         frames = latent_shape[-3] if self.is_video else self.patch[0]
         patch_t, patch_h, patch_w = self.patch
         return (frames // patch_t) * (height // patch_h) * (width // patch_w)
+
+
+@dataclass(frozen=True)
+class SoundGeometry:
+    """What a family makes of the sound of a clip."""
+
+    sampling_rate: int
+    channels: int
+    """Of the wave."""
+    samples_per_position: int
+    """Of the wave, for a position of the latents in time."""
+    latent_channels: int
+    latent_bins: int
+
+    def positions(self, frames: int, fps: float) -> int:
+        """Positions of the sound of a clip, at least one."""
+        return max(1, round(frames / fps * (self.sampling_rate / self.samples_per_position)))
+
+    def latent_shape(self, positions: int) -> tuple[int, int, int]:
+        """(C, L, M): channels, positions in time, and bins of frequency."""
+        return (self.latent_channels, positions, self.latent_bins)
 
 
 def _nearest_multiple(value: int, step: int, least: int) -> int:

@@ -275,7 +275,7 @@ def check_samples(family: TinyFamily, model: Path, folder: Path) -> None:
         Prompt(number, text, "here", image=files.get("image"), others=others)
         for number, text in enumerate(CAPTIONS[:2])
     ]
-    ours = [made for batch in sampler.sample(prompts, sampling) for made in batch]
+    ours = [made.frames for batch in sampler.sample(prompts, sampling) for made in batch]
     pipeline = plain_pipeline(model, adapter.pipelines[adapter.task])
     adapter.prepare_pipeline(pipeline, sampling)
     pictures = {role.name: frames_of(files[role.prompt]) for role in adapter.roles.get(adapter.task, ())}

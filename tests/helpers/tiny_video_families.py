@@ -268,6 +268,78 @@ def make_tiny_ltx_video(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def make_tiny_ltx2(folder: Path, *, is_2_3: bool = False) -> None:
+    """LTX-2, or 2.3: gated attention, modulated captions, projections of captions in the connectors."""
+    from diffusers import (
+        AutoencoderKLLTX2Audio,
+        AutoencoderKLLTX2Video,
+        FlowMatchEulerDiscreteScheduler,
+        LTX2Pipeline,
+        LTX2VideoTransformer3DModel,
+    )
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    tokenizer = character_tokenizer()
+    tokenizer.model_max_length = 32
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    gemma3 = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    seen = {
+        "latent_channels": 8, "block_out_channels": (4, 8, 16, 32), "decoder_block_out_channels": (8, 16, 32),
+        "layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4, "scaling_factor": 0.9,
+        "spatial_compression_ratio": 32, "temporal_compression_ratio": 8,
+    }  # fmt: skip
+    heard = {
+        "base_channels": 8, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 16,
+        "resolution": 64,
+    }  # fmt: skip
+    vae = seeded(lambda: AutoencoderKLLTX2Video(**seen), 1)
+    audio_vae = seeded(lambda: AutoencoderKLLTX2Audio(**heard), 2)
+    with torch.no_grad():
+        for each in (vae, audio_vae):
+            each.latents_mean.copy_(torch.linspace(-0.3, 0.4, 8))
+            each.latents_std.copy_(torch.linspace(0.5, 2.0, 8))
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "cross_attention_dim": 24}
+    sounds = {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
+    registers = {"num_attention_heads": 2, "attention_head_dim": WIDTH // 2, "num_layers": 1}
+    registers |= {"num_learnable_registers": 16}
+    newer: dict[str, Any] = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True}
+    newer |= {"audio_cross_attn_mod": True, "use_prompt_embeddings": False, "perturbed_attn": True}
+    own = {"attention_head_dim": 12}, {"attention_head_dim": 8}
+    connectors = {
+        "caption_channels": WIDTH, "text_proj_in_factor": 3, "rope_type": "split",
+        **{f"video_connector_{k}": v for k, v in {**registers, **(own[0] if is_2_3 else {})}.items()},
+        **{f"audio_connector_{k}": v for k, v in {**registers, **(own[1] if is_2_3 else {})}.items()},
+    }  # fmt: skip
+    if is_2_3:
+        connectors |= {"per_modality_projections": True, "video_hidden_dim": 24, "audio_hidden_dim": 16}
+    transformer = {
+        "in_channels": 8, "out_channels": 8, "audio_in_channels": 8, "audio_out_channels": 8, "num_layers": 2,
+        "caption_channels": WIDTH, "rope_type": "split", **sizes, **{f"audio_{k}": v for k, v in sounds.items()},
+        **(newer if is_2_3 else {}),
+    }  # fmt: skip
+    vocoder = {
+        "in_channels": 32, "hidden_channels": 8, "upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2],
+        "resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3]], "output_sampling_rate": 8000,
+    }  # fmt: skip
+    dynamic = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "shift_terminal": 0.1}
+    LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **dynamic),
+        vae=vae,
+        audio_vae=audio_vae,
+        text_encoder=seeded(lambda: Gemma3ForConditionalGeneration(gemma3), 3),
+        tokenizer=tokenizer,
+        connectors=seeded(lambda: LTX2TextConnectors(**connectors), 4),
+        transformer=seeded(lambda: LTX2VideoTransformer3DModel(**transformer), 5),
+        vocoder=seeded(lambda: LTX2Vocoder(**vocoder), 6),
+    ).save_pretrained(folder)
+
+
 def make_tiny_sana_video(folder: Path) -> None:
     from diffusers import AutoencoderKLWan, DPMSolverMultistepScheduler, SanaVideoPipeline, SanaVideoTransformer3DModel
 

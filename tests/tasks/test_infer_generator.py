@@ -22,7 +22,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
-from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, SampleOrder
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, MadeSample, SampleOrder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.generate import GenerateRequest
@@ -201,7 +201,7 @@ def test_a_sample_that_another_rank_makes_anew_replaces_its_line(tmp_path: Path)
     order = SampleOrder(Prompt(0, "a\u2028cat", "--prompt"), 0)
     for rank, level in enumerate((10, 200)):
         assert folder.begin([order], overwrite=False) == set()
-        folder.write(order, np.full((1, 16, 16, 3), level, dtype=np.uint8), rank)
+        folder.write(order, MadeSample(np.full((1, 16, 16, 3), level, dtype=np.uint8)), rank)
         folder.finish()
         assert folder.begin([order], overwrite=False) == {(0, 0)}
         (image,) = tmp_path.glob("*.png")

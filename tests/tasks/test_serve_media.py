@@ -133,7 +133,7 @@ def test_clips(tmp_path: Path) -> None:
     engine = DrawEngine(*generate.load_generator(tmp_path))
     sampling = engine.defaults.model_copy(update={**SETTINGS, "height": 16, "width": 16, "num_frames": 5, "fps": 8.0})
     (job,) = engine.jobs(generate.Prompt(0, "a dog", "test", seed=3), sampling)
-    frames = engine.submit(job).result(60)
+    frames = engine.submit(job).result(60).frames
     assert frames.shape == (5, 16, 16, 3)
     assert base64.b64decode(answer["data"][0]["b64_json"]) == video_bytes(frames, 8)
 

@@ -20,6 +20,8 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
@@ -44,7 +46,8 @@ class Draw:
 
 class DenoisingObjective:
     """Mean squared error of the prediction: mean over a sample's latents, but for those that the model is given without
-    noise; weighted mean over samples.
+    noise; weighted mean over samples. Where a sample has several latents (pictures and sound), each has noise of its
+    own, all have one time, and the means are added.
 
     Args:
         adapter: The family's conventions.
@@ -88,7 +91,8 @@ class DenoisingObjective:
         self._null_text, self._encode = null_text, encode
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """Draw what chance decides, drop captions, encode raw media; adds `_noise`, `_time` (B,), `_weights` (B,)."""
+        """Draw what chance decides, drop captions, encode raw media; adds `_noise` and that of further latents
+        (`noise_key`), `_time` (B,), `_weights` (B,)."""
         draws = []
         for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True):
             draws.append(self.draw(sample, epoch if training else VALIDATION))
@@ -99,7 +103,7 @@ class DenoisingObjective:
         weights = [loss_weight(self._arguments.loss_weighting, time) for time in times]
         blanks = batch.get("blank_rows", 0)
         return batch | {
-            "_noise": torch.stack([noise_of(draw.seed, latents.shape[1:]) for draw in draws]),
+            **{noise_key(key): self._noise(draws, key, batch[key].shape[1:]) for key in self._keys},
             "_time": self._exact(times),
             "_weights": self._exact(weights[: len(weights) - blanks] + [0.0] * blanks),
         }
@@ -120,15 +124,31 @@ class DenoisingObjective:
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum over samples of the weighted mean squared error."""
-        exact, latents = self._exact_dtype, batch["latents"].to(self._exact_dtype)
-        noise, time = batch["_noise"].to(exact), batch["_time"]
-        at = time.reshape(-1, *[1] * (latents.dim() - 1))
-        noisy, target = self._path.mix(latents, noise, at), self._path.target(latents, noise, at)
+        exact, time = self._exact_dtype, batch["_time"]
+        noisy, targets = {}, {}
+        for key in self._keys:
+            latents, noise = batch[key].to(exact), batch[noise_key(key)].to(exact)
+            at = time.reshape(-1, *[1] * (latents.dim() - 1))
+            noisy[key], targets[key] = self._path.mix(latents, noise, at), self._path.target(latents, noise, at)
         given = self._adapter.given_latents(batch)
         if given is not None:
-            noisy = torch.where(given, latents, noisy)
-        errors = _mean_of_samples((self._denoise(model, noisy, time, batch) - target).square(), given)
+            noisy[LATENTS] = torch.where(given, batch[LATENTS].to(exact), noisy[LATENTS])
+        predicted = self._denoise.predict(model, noisy, time, batch)
+        errors = torch.zeros_like(batch["_weights"])
+        for key in self._keys:
+            of_key = (predicted[key] - targets[key]).square()
+            errors = errors + _mean_of_samples(of_key, given if key == LATENTS else None)
         return {self.term: (errors * batch["_weights"]).sum()}
+
+    @property
+    def _keys(self) -> tuple[str, ...]:
+        return (LATENTS, *self._adapter.further_latents)
+
+    @staticmethod
+    def _noise(draws: Sequence[Draw], key: str, shape: Sequence[int]) -> torch.Tensor:
+        """ε of the latents under a key; further ones have a seed of their own."""
+        seeds = [draw.seed if key == LATENTS else derive_seed(draw.seed, key) for draw in draws]
+        return torch.stack([noise_of(seed, shape) for seed in seeds])
 
     def draw(self, sample_id: str, epoch: int | str) -> Draw:
         """What chance decides of a sample in an epoch."""
@@ -185,7 +205,7 @@ class DenoisingObjective:
                 way_out="Extract features with mm extract.",
             )
         captions = ["" if drops else caption for caption, drops in zip(batch["captions"], dropped, strict=True)]
-        pixels = {key: value for key, value in batch.items() if key.startswith("pixels")}
+        pixels = {key: value for key, value in batch.items() if key.startswith("pixels") or key == SOUND.batch_key}
         kept = {key: value for key, value in batch.items() if key != "captions" and key not in pixels}
         return kept | self._encode({**pixels, "captions": captions})
 
@@ -247,6 +267,11 @@ def _no_empty_caption(arguments: DiffusionArguments) -> ConfigError:
         key="training.diffusion.caption_dropout",
         way_out="Extract them with mm extract, or set it to 0.",
     )
+
+
+def noise_key(key: str) -> str:
+    """Where a prepared batch has the noise of its latents."""
+    return "_noise" if key == LATENTS else f"_noise_{key}"
 
 
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -23,13 +23,15 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.utils.media_files import SoundTrack
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 _POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma", "rotary")
@@ -69,6 +71,15 @@ class SampleOrder:
             "seed": sampling.seed if prompt.seed is None else prompt.seed,
             "noise_seed": self.noise_seed(sampling.seed),
         }
+
+
+@dataclass(frozen=True)
+class MadeSample:
+    """A picture, or a clip with its sound."""
+
+    frames: np.ndarray
+    """(T, H, W, 3) uint8; T is 1 for pictures."""
+    sound: SoundTrack | None = None
 
 
 SampleBatch = tuple[SampleOrder, ...]
@@ -124,8 +135,8 @@ class DiffusionSampler:
         self.pipeline = load_pipeline(adapter, transformer, encoders)
         """The family's pipeline around `transformer`."""
 
-    def sample(self, prompts: Sequence[Prompt], sampling: SamplingArguments) -> Iterator[list[np.ndarray]]:
-        """The samples of all prompts, batch by batch in the order of `plan_batches`; (T, H, W, 3) uint8 each.
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingArguments) -> Iterator[list[MadeSample]]:
+        """The samples of all prompts, batch by batch in the order of `plan_batches`.
 
         Raises:
             DataError: The size is not one that the family takes, or a prompt's picture is off.
@@ -151,8 +162,8 @@ class DiffusionSampler:
         size = resolve_size(self.adapter, self.pipeline, sampling, key)
         return sampling.model_copy(update={"height": size.height, "width": size.width, "num_frames": size.frames})
 
-    def make(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> list[np.ndarray]:
-        """The samples of one batch, (T, H, W, 3) uint8 each; T is 1 for pictures.
+    def make(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> list[MadeSample]:
+        """The samples of one batch.
 
         Args:
             batch: From `plan_batches`.
@@ -177,14 +188,18 @@ class DiffusionSampler:
         if self.adapter.task in self.adapter.draws:
             seeds = [order.noise_seed(sampling.seed) for order in batch]
             arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]
+        arguments |= self.adapter.starting_noise(self.pipeline, self._further_noise(batch, sampling) | {LATENTS: noise})
         arguments["prompt"] = texts
         if self.adapter.task in self.adapter.one_by_one:  # some of these pipelines take no lists
             names = arguments.keys() & {"prompt", "negative_prompt", "generator"}
             arguments |= {name: arguments[name][0] for name in names}
         self.adapter.prepare_pipeline(self.pipeline, sampling)
         with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
-            media = self.pipeline(**{**arguments, "output_type": "np", "return_dict": False})[0]
-        return _as_frames(np.asarray(media), batch)
+            made = self.pipeline(**{**arguments, "output_type": "np", "return_dict": False})
+        frames = _as_frames(np.asarray(made[0]), batch)
+        if self.adapter.sound is None:
+            return [MadeSample(each) for each in frames]
+        return [MadeSample(*each) for each in zip(frames, self._sounds(made[1], batch), strict=True)]
 
     def cut_short(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that are longer than what the transformer reads of them."""
@@ -195,6 +210,22 @@ class DiffusionSampler:
         """Starting noise of a sample: fp32, (C, H, W) or (C, T, H, W)."""
         generator = torch.Generator().manual_seed(order.noise_seed(seed))
         return torch.randn(self.adapter.geometry.latent_shape(size), generator=generator)
+
+    def _further_noise(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> dict[str, torch.Tensor]:
+        """Starting noise of `further_latents` by batch key, (B, …) fp32."""
+        assert sampling.num_frames
+        seeds = [order.noise_seed(sampling.seed) for order in batch]
+        return {
+            key: torch.stack([noise_of(derive_seed(seed, key), shape) for seed in seeds])
+            for key, shape in self.adapter.further_shapes(sampling.num_frames, sampling.fps).items()
+        }
+
+    def _sounds(self, waves: torch.Tensor, batch: Sequence[SampleOrder]) -> list[SoundTrack]:
+        """Of each sample. Raises `DivergedError` when it is not made of finite numbers."""
+        waves_BCN = waves.float().cpu().numpy()
+        _check_finite(waves_BCN, batch)
+        rate = int(self.pipeline.vocoder.config.output_sampling_rate)
+        return [SoundTrack(wave, rate) for wave in waves_BCN]
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype)
@@ -371,6 +402,12 @@ def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> Any:
 
 def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:
     """(B, H, W, 3) or (B, T, H, W, 3) in 0..1 → rounded bytes of each, with a time axis."""
+    _check_finite(media, batch)
+    pixels = (media * 255).round().astype(np.uint8)
+    return list(pixels if media.ndim == 5 else pixels[:, None])
+
+
+def _check_finite(media: np.ndarray, batch: Sequence[SampleOrder]) -> None:
     finite = np.isfinite(media.reshape(len(media), -1)).all(axis=1)
     if not finite.all():
         order = batch[int(np.argmin(finite))]
@@ -379,5 +416,3 @@ def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarr
             where=order.prompt.place,
             way_out="The weights have diverged: take an earlier checkpoint.",
         )
-    pixels = (media * 255).round().astype(np.uint8)
-    return list(pixels if media.ndim == 5 else pixels[:, None])

@@ -1,8 +1,10 @@
-"""Writes pictures and clips that were generated: PNG, and mp4 that every browser plays; whole files or none."""
+"""Writes pictures, clips and sound that were generated: PNG, mp4 that every browser plays, WAV; whole files or none."""
 
 from __future__ import annotations
 
 import io
+import wave
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,25 +18,55 @@ SMALL_CLIP_PIXELS = 256 * 256
 """Frames up to this size are kept nearly as they are: their files are small anyway."""
 CRF, NEARLY_LOSSLESS_CRF = 17, 4
 """x264's constant rate factors: 0 is lossless, 17 is hardly told from it."""
+_SOUND_BITS_PER_S = 192_000
 _BT601, _LIMITED_RANGE = 6, 1
 """Numbers of ITU-T H.273 and of ffmpeg: what decoders assume of a small clip, and told to those that look."""
 
 
-def write_media(stem: Path, frames: np.ndarray, fps: float) -> Path:
-    """Write one frame as `<stem>.png`, several as `<stem>.mp4`; returns the file.
+@dataclass(frozen=True)
+class SoundTrack:
+    """Sound that was generated."""
+
+    samples: np.ndarray
+    """(channels, N) float32 in -1..1, one channel or two."""
+    rate: int
+    """Samples a second."""
+
+
+def write_media(stem: Path, frames: np.ndarray, fps: float, sound: SoundTrack | None = None) -> Path:
+    """Write one frame as `<stem>.png`, several as `<stem>.mp4`, with their sound, which `<stem>.wav` has too, as it is;
+    returns the first file.
 
     Args:
         stem: Folder and name without the ending.
         frames: (T, H, W, 3) uint8.
         fps: Frames a second of a clip.
+        sound: Of a clip.
     """
+    if sound is not None:
+        atomic_write_bytes(stem.with_name(f"{stem.name}.wav"), wave_bytes(sound))
     if len(frames) == 1:
         path = stem.with_name(f"{stem.name}.png")
         write_image(path, frames[0])
     else:
         path = stem.with_name(f"{stem.name}.mp4")
-        write_video(path, frames, fps)
+        atomic_write_bytes(path, video_bytes(frames, fps, sound=sound))
     return path
+
+
+def wave_bytes(sound: SoundTrack) -> bytes:
+    """A WAV file of 16 bits."""
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setnchannels(len(sound.samples))
+        file.setsampwidth(2)
+        file.setframerate(sound.rate)
+        file.writeframes(np.ascontiguousarray(_sixteen_bits(sound).T).astype("<i2").tobytes())
+    return data.getvalue()
+
+
+def _sixteen_bits(sound: SoundTrack) -> np.ndarray:
+    return (sound.samples.clip(-1, 1) * 32767).round().astype(np.int16)
 
 
 def write_image(path: Path, array: np.ndarray) -> None:
@@ -75,17 +107,17 @@ def write_video(path: Path, frames: np.ndarray, fps: float, *, crf: int | None =
     atomic_write_bytes(path, video_bytes(frames, fps, crf=crf))
 
 
-def video_bytes(frames: np.ndarray, fps: float, *, crf: int | None = None) -> bytes:
-    """An mp4, as `write_video` writes it, from the same arguments."""
+def video_bytes(frames: np.ndarray, fps: float, *, crf: int | None = None, sound: SoundTrack | None = None) -> bytes:
+    """An mp4, as `write_video` writes it, from the same arguments; its sound is AAC."""
     _check(frames, 4)
     _, height, width, _ = frames.shape
     if crf is None:
         crf = NEARLY_LOSSLESS_CRF if height * width <= SMALL_CLIP_PIXELS else CRF
     even_frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    return _encode(even_frames, fps, crf)
+    return _encode(even_frames, fps, crf, sound)
 
 
-def _encode(frames: np.ndarray, fps: float, crf: int) -> bytes:
+def _encode(frames: np.ndarray, fps: float, crf: int, sound: SoundTrack | None) -> bytes:
     import av  # a quarter of a second, and only clips need it
 
     data = io.BytesIO()
@@ -98,11 +130,35 @@ def _encode(frames: np.ndarray, fps: float, crf: int) -> bytes:
         stream.options = {"crf": str(crf), "preset": "medium", "x264-params": f"mbtree=0:no-deblock={int(crf < CRF)}"}
         stream.codec_context.thread_count = 1
         _describe_colours(stream.codec_context)
+        track = None if sound is None else _sound_stream(container, sound)
         for frame in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace="ITU601")))
         container.mux(stream.encode())
+        if sound is not None:
+            _encode_sound(container, track, sound)
     return data.getvalue()
+
+
+def _sound_stream(container: Any, sound: SoundTrack) -> Any:
+    """Both streams of a container are added before the first picture of one is written."""
+    stream = container.add_stream("aac", rate=sound.rate)
+    stream.layout = _layout(sound)
+    stream.bit_rate = _SOUND_BITS_PER_S
+    return stream
+
+
+def _encode_sound(container: Any, stream: Any, sound: SoundTrack) -> None:
+    import av  # as above
+
+    frame = av.AudioFrame.from_ndarray(_sixteen_bits(sound), format="s16p", layout=_layout(sound))
+    frame.sample_rate = sound.rate
+    container.mux(stream.encode(frame))
+    container.mux(stream.encode())
+
+
+def _layout(sound: SoundTrack) -> str:
+    return {1: "mono", 2: "stereo"}[len(sound.samples)]
 
 
 def _describe_colours(context: Any) -> None:

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
-
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
-from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, SampleOrder
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, MadeSample, SampleOrder
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class DrawEngine:
     def __init__(self, sampler: DiffusionSampler, defaults: SamplingArguments, *, most_samples: int = 4) -> None:
         self.sampler, self.defaults = sampler, defaults
         most = 1 if sampler.adapter.task in sampler.adapter.one_by_one else most_samples
-        self._worker: JointWorker[DrawJob, np.ndarray] = JointWorker(self._make, self._fits, most, "samples")
+        self._worker: JointWorker[DrawJob, MadeSample] = JointWorker(self._make, self._fits, most, "samples")
 
     @property
     def counts(self) -> WorkCounts:
@@ -61,8 +59,8 @@ class DrawEngine:
         prepared = self.sampler.prepared([prompt], alike)
         return [DrawJob(SampleOrder(prompt, number), prepared) for number in range(sampling.num_samples)]
 
-    def submit(self, job: DrawJob) -> Future[np.ndarray]:
-        """Have a sample made, (T, H, W, 3) uint8. Cancelling the future takes it out of the queue."""
+    def submit(self, job: DrawJob) -> Future[MadeSample]:
+        """Have a sample made. Cancelling the future takes it out of the queue."""
         return self._worker.submit(job)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -73,5 +71,5 @@ class DrawEngine:
         first = batch[0]
         return job.sampling == first.sampling and job.order.prompt.negative_prompt == first.order.prompt.negative_prompt
 
-    def _make(self, batch: Sequence[DrawJob]) -> list[np.ndarray]:
+    def _make(self, batch: Sequence[DrawJob]) -> list[MadeSample]:
         return self.sampler.make([job.order for job in batch], batch[0].sampling)

@@ -150,9 +150,9 @@ class _Work:
                 progress.end()
                 raise _stopped(self.folder.path)
             missing = missing_of(batch, self.done)
-            for order, frames in zip(batch, self.sampler.make(batch, self.sampling), strict=True):
+            for order, sample in zip(batch, self.sampler.make(batch, self.sampling), strict=True):
                 if order in missing:
-                    self.folder.write(order, frames, self.ranks.rank)
+                    self.folder.write(order, sample, self.ranks.rank)
             progress.advance(len(missing))
         progress.end()
 

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text, make_writable_folder, read_jsonl, sha256_file
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
+from mindspeed_mm.fsdp.sampling.sampler import MadeSample, SampleOrder
 from mindspeed_mm.fsdp.utils.media_files import write_media
 
 MANIFEST = "manifest.jsonl"
@@ -75,21 +73,23 @@ class SampleFolder:
         self._rewrite(found)  # a line of a damaged file would stand beside the one of the file that is made anew
         return set(found)
 
-    def write(self, order: SampleOrder, frames: np.ndarray, rank: int) -> None:
+    def write(self, order: SampleOrder, sample: MadeSample, rank: int) -> None:
         """Write a sample, then its line in the manifest.
 
         Args:
             order: What it is.
-            frames: (T, H, W, 3) uint8.
+            sample: Written with its sound, if it has one.
             rank: Of this process.
         """
-        path = write_media(self.path / order.file_stem(_DIGITS), frames, self._sampling.fps)
-        size = dict(zip(("frames", "height", "width"), frames.shape, strict=False))
+        path = write_media(self.path / order.file_stem(_DIGITS), sample.frames, self._sampling.fps, sample.sound)
+        size = dict(zip(("frames", "height", "width"), sample.frames.shape, strict=False))
+        sound = {} if sample.sound is None else {"sound": path.with_suffix(".wav").name}
         entry = {
             **order.describe(self._sampling),
             "file": path.name,
             "sha256": sha256_file(path),
             **size,
+            **sound,
             "settings": self._settings,
             "model": self._model,
         }
@@ -119,8 +119,9 @@ class SampleFolder:
 
     def _clear(self) -> None:
         for entry in self._entries():
-            if isinstance(entry.get("file"), str):
-                (self.path / Path(entry["file"]).name).unlink(missing_ok=True)
+            for name in (entry.get("file"), entry.get("sound")):
+                if isinstance(name, str):
+                    (self.path / Path(name).name).unlink(missing_ok=True)
         for file in self._manifests():
             file.unlink()
 
@@ -134,7 +135,8 @@ class SampleFolder:
     def _is_whole(self, entry: Mapping[str, Any]) -> bool:
         name = str(entry["file"])
         path = self.path / name
-        return name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
+        is_there = name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
+        return is_there and ("sound" not in entry or path.with_suffix(".wav").is_file())
 
     def _check(self, entry: Mapping[str, Any], wanted: Mapping[Key, SampleOrder]) -> None:
         if entry["model"] != self._model:

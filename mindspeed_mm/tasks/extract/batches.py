@@ -120,7 +120,7 @@ def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int)
 
 
 Pixels = dict[str, torch.Tensor]
-"""`target`, and each role by its name → (views, 3, T, H, W) uint8."""
+"""`target`, and each role by its name → (views, 3, T, H, W) uint8, of sound (views, channels, samples) float32."""
 DecodedRow = tuple[FeatureRecord, Pixels | None] | SkippedRow
 """A row with its pixels; None where its latents are there."""
 EncodingJob = tuple[WorkBatch, list["Future[DecodedRow]"]]
@@ -159,8 +159,9 @@ def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
         return SkippedRow(index, place, path, str(error), said)
     of_row = (index, key, place, path, row.captions, source.sizes[index])
     record = FeatureRecord(
-        *of_row, said=said, repeats=row.repeats, medium=medium, pixels=source.pixels_key(index), **vars(needs)
-    )
+        *of_row, fps=source.fps(index), said=said, repeats=row.repeats, medium=medium,
+        pixels=source.pixels_key(index), **vars(needs),
+    )  # fmt: skip
     return record, pixels
 
 

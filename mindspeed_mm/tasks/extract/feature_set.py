@@ -153,7 +153,13 @@ class SetExtraction:
         self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
         self._marks = MediaMarks.read(self.folder.marks)
         self._source = RawSource(
-            basic, preprocess, self._adapter.geometry, self._marks, roles=self._adapter.media_roles
+            basic,
+            preprocess,
+            self._adapter.geometry,
+            self._marks,
+            roles=self._adapter.media_roles,
+            sound=self._adapter.sound,
+            reads_fps=self._adapter.reads_fps,
         )
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))

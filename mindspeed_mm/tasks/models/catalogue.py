@@ -66,7 +66,6 @@ PROOFS = {
 
 
 PLANNED = {
-    "ltx2": "LTX-2 and 2.3, video with sound",
     "open_sora_plan": "Open-Sora-Plan 1.3 and 1.5, text and image to video",
     "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
     "stepvideo": "StepVideo, text and image to video",

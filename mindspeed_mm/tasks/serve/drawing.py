@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.sampling.sampler import MadeSample
 from mindspeed_mm.fsdp.utils.media_files import image_bytes, video_bytes
 from mindspeed_mm.tasks.draw.engine import DrawEngine, DrawJob
 from mindspeed_mm.tasks.serve.chat_request import RequestFields, read_fields
@@ -108,9 +109,11 @@ class DrawRoutes:
         self.limits.check("max_steps", steps, f"{steps} denoising steps are asked for")
         self.limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
 
-    def _encoded(self, samples: list[np.ndarray], jobs: list[DrawJob]) -> list[dict[str, str]]:
+    def _encoded(self, samples: list[MadeSample], jobs: list[DrawJob]) -> list[dict[str, str]]:
         files = [
-            image_bytes(frames[0]) if len(frames) == 1 else video_bytes(frames, job.sampling.fps)
-            for frames, job in zip(samples, jobs, strict=True)
+            image_bytes(each.frames[0])
+            if len(each.frames) == 1
+            else video_bytes(each.frames, job.sampling.fps, sound=each.sound)
+            for each, job in zip(samples, jobs, strict=True)
         ]
         return [{"b64_json": base64.b64encode(file).decode()} for file in files]

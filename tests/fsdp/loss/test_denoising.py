@@ -44,9 +44,11 @@ class Adapter:
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
         return {"x": noisy, "time": 1000 * sigma, "text": batch["prompt_embeds"]}
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        assert output[0].shape == latent_shape
-        return output[0]
+    further_latents: tuple[str, ...] = ()
+
+    def predictions(self, output: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        assert output[0].shape == shapes["latents"]
+        return {"latents": output[0]}
 
     def released_shift(self, tokens: int) -> float:
         return 3.0

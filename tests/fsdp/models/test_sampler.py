@@ -71,7 +71,7 @@ def prompts(*texts: str, **fields: Any) -> list[Prompt]:
 
 
 def samples(sampler: DiffusionSampler, wanted: list[Prompt], sampling: SamplingArguments) -> np.ndarray:
-    return np.stack([sample for batch in sampler.sample(wanted, sampling) for sample in batch])
+    return np.stack([sample.frames for batch in sampler.sample(wanted, sampling) for sample in batch])
 
 
 def alike(found: np.ndarray, expected: np.ndarray) -> bool:

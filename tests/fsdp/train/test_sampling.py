@@ -81,9 +81,9 @@ def made_now(trainer: Sampled) -> list[np.ndarray]:
     sampler, sampling = trainer.sampler(), trainer.arguments.training.sampling
     prompts = sampling_module.prompts_of(sampling)
     return [
-        frames[0]
+        sample.frames[0]
         for batch in plan_batches(prompts, sampling)
-        for frames in sampler.make(batch, sampler.prepared(prompts, sampling))
+        for sample in sampler.make(batch, sampler.prepared(prompts, sampling))
     ]
 
 

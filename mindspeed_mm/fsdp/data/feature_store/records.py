@@ -27,6 +27,8 @@ class FeatureRecord:
     captions: tuple[str, ...]
     size: MediaSize
     """In pixels, as encoded."""
+    fps: float = 0.0
+    """Frames a second of the clip as encoded; 0 of a picture, and in sets of versions that did not note it."""
     shard: str = ""
     """File that holds its tensors."""
     tensors: Mapping[str, TensorFacts] = field(default_factory=dict)
@@ -62,7 +64,8 @@ class FeatureRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""
-        return {**asdict(self), "size": [self.size.frames, self.size.height, self.size.width]}
+        size = [self.size.frames, self.size.height, self.size.width]
+        return {**asdict(self), "size": [*size, self.size.sound] if self.size.sound else size}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:

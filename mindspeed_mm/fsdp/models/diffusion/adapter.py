@@ -21,7 +21,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import unscaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
@@ -30,6 +30,8 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
+LATENTS = "latents"
+"""Batch key of a sample's latents: of what `encode_media` makes."""
 TextFeatures = dict[str, torch.Tensor]
 """One caption's features by batch key, without the batch axis: `prompt_embeds` (L, D), `pooled_prompt_embeds` (D,)."""
 
@@ -91,6 +93,8 @@ class DiffusionAdapter(ABC):
     """The tokenizer whose tokens the transformer reads one by one."""
     encoders: ClassVar[tuple[str, ...]] = ("vae",)
     """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
+    reads_fps: ClassVar[bool] = False
+    """Whether `inputs` reads how fast a clip is: `fps` of the batch."""
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
 
@@ -240,6 +244,18 @@ class DiffusionAdapter(ABC):
     def geometry(self) -> MediaGeometry:
         """Sizes that the VAE and the transformer take."""
 
+    @property
+    def sound(self) -> SoundGeometry | None:
+        """What is made of the sound of clips: its `SOUND` role is among `media_roles`, and `encode_conditions` makes
+        latents of it. None: it is not looked at."""
+        return None
+
+    @property
+    def further_latents(self) -> tuple[str, ...]:
+        """Batch keys of latents that are learned beside `latents`, with noise of their own at the same time. Features
+        have them from `encode_conditions`; `inputs` finds them in the batch, with noise."""
+        return ()
+
     def requirements(self) -> list[Requirement]:
         """What the other components ask of the transformer's configuration."""
         return []
@@ -385,6 +401,15 @@ class DiffusionAdapter(ABC):
             latent_shape: (B, C, H, W) or (B, C, T, H, W).
         """
 
+    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """`prediction` of each of the latents that a sample has, by batch key. Here: of the only ones.
+
+        Args:
+            output: As above.
+            shapes: Batch key → shape.
+        """
+        return {LATENTS: self.prediction(output, shapes[LATENTS])}
+
     def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
         """Shapes of what passes between stages, for families with `cut_points`: hidden states, then the outputs of the
         module that `cut_points.carried` names.
@@ -465,6 +490,20 @@ class DiffusionAdapter(ABC):
             prompts: As many as latents.
             latents: (B, C, H, W) or (B, C, T, H, W) starting noise; the pipeline's own layout is made of it here.
         """
+
+    def further_shapes(self, frames: int, fps: float) -> dict[str, tuple[int, ...]]:
+        """Shapes of the `further_latents` of a clip, without the batch axis."""
+        return {}
+
+    def starting_noise(self, pipeline: Any, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Keyword arguments of the pipeline for the noise that a sample starts from, where it does not take it as
+        `pipeline_arguments` gives it.
+
+        Args:
+            pipeline: The family's.
+            noise: Batch key → (B, …), of `latents` and of `further_latents`.
+        """
+        return {}
 
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
         """Keyword arguments of the pipeline for the media of a prompt: each under the argument that its role names.

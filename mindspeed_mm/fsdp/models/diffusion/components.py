@@ -27,6 +27,8 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _MODULES = ("diffusers", "transformers", "mindspeed_mm.fsdp.models.diffusion.identity_vae")
 """What `model_index.json` may name as the home of a class."""
+_OF_PIPELINES = ("ltx2",)
+"""Folders of diffusers' pipelines that it may name, too: parts that no other pipeline has stand there."""
 _SETTINGS = (".json", ".txt", ".model", ".jinja")
 """Files that decide what a component does, beside its weights."""
 
@@ -210,7 +212,9 @@ def diffusers_class(name: str) -> Any:
 def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
     library, class_name = adapter.index[name]
     where = str(adapter.folder / "model_index.json")
-    if library not in _MODULES:
+    if library in _OF_PIPELINES:
+        library = f"diffusers.pipelines.{library}"
+    elif library not in _MODULES:
         raise ModelFolderError(
             f"the class {class_name} comes from '{library}', whose code is not run",
             where=where,

@@ -17,8 +17,8 @@ class MediaRole:
     """As `DiffusionAdapter.encode_conditions` is given it."""
     columns: tuple[str, ...]
     """Where a row may name it, in this order."""
-    frames: Literal["one", "all"]
-    """A picture, or as many frames as the target has."""
+    frames: Literal["one", "all", "sound"]
+    """A picture, as many frames as the target has, or the sound of these frames."""
     prompt: str
     """Field of a prompt, and option of `mm infer`, that names it for sampling."""
     argument: str
@@ -30,8 +30,8 @@ class MediaRole:
 
     @property
     def batch_key(self) -> str:
-        """Of its pixels, (B, 3, T, H, W) uint8."""
-        return f"pixels_{self.name}"
+        """Of its pixels, (B, 3, T, H, W) uint8, or of its sound, (B, channels, samples) float32."""
+        return self.name if self.frames == "sound" else f"pixels_{self.name}"
 
 
 FIRST_FRAME = MediaRole("first_frame", ("first_frame", "first_image"), "one", "image", "image", frame_of_target=0)
@@ -43,3 +43,5 @@ PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", fra
 SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
 CONTROL_VIDEO = MediaRole("control", ("control", "control_video", "src_video", "source"), "all", "control", "video")
 MASK_OF_VIDEO = MediaRole("mask", ("mask", "mask_video", "src_video_mask"), "all", "mask", "mask")
+SOUND = MediaRole("sound", ("audio", "sound", "audio_path"), "sound", "sound", "sound", frame_of_target=0)
+"""The target's own track, unless a row names a file of sound; never asked for in sampling."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 
 
@@ -40,17 +41,32 @@ class Denoiser:
             time: (B,) noise levels or numbers of steps.
             batch: Text features and conditions; keys that start with `_` and `latents` are not for the model.
         """
-        inputs = self.adapter.inputs(noisy.to(self.compute_dtype), time, self._cast(batch), self.guidance)
+        return self.predict(model, {LATENTS: noisy}, time, batch)[LATENTS]
+
+    def predict(
+        self, model: nn.Module, noisy: Mapping[str, torch.Tensor], time: torch.Tensor, batch: Batch
+    ) -> dict[str, torch.Tensor]:
+        """The same for each of the latents that a sample has, by batch key.
+
+        Args:
+            model: As above.
+            noisy: `latents` and `DiffusionAdapter.further_latents`.
+            time: As above.
+            batch: As above.
+        """
+        given = self._cast({**batch, **noisy})
+        inputs = self.adapter.inputs(noisy[LATENTS].to(self.compute_dtype), time, given, self.guidance)
         if CONTEXT_KEY in batch:
             inputs[CONTEXT_KEY] = batch[CONTEXT_KEY]
         output = model(**inputs, return_dict=False)
-        return self.adapter.prediction(output, tuple(noisy.shape)).to(self.exact_dtype)
+        found = self.adapter.predictions(output, {key: tuple(value.shape) for key, value in noisy.items()})
+        return {key: value.to(self.exact_dtype) for key, value in found.items()}
 
     def _cast(self, batch: Batch) -> Batch:
         """Text features and conditions in the dtype of the transformer."""
         cast: Batch = {}
         for key, value in batch.items():
-            if key.startswith("_") or key == "latents":
+            if key.startswith("_") or key == LATENTS:
                 continue
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
             cast[key] = value.to(self.compute_dtype) if is_float else value

@@ -26,8 +26,8 @@ from mindspeed_mm.fsdp.utils.register import model_register
 
 _PIPELINE_STEP = 32
 """The pipeline refuses other heights and widths than its multiples."""
-_FRAMES_PER_SECOND = 25
-"""What positions in time are counted by, in training and sampling: the pipeline's default."""
+_FRAMES_PER_SECOND = 25.0
+"""Of clips that say nothing of it: the pipeline's default."""
 
 
 @model_register.register("ltx_video")
@@ -58,6 +58,7 @@ class LTXVideoAdapter(DiffusionAdapter):
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 128
+    reads_fps = True
 
     @cached_property
     def geometry(self) -> MediaGeometry:
@@ -121,7 +122,7 @@ class LTXVideoAdapter(DiffusionAdapter):
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Tokens; time is 1000 σ, of i2v for each token, (B, N), 0 where the frame is given; the size in tokens, and
-        what a token covers: seconds and pixels."""
+        what a token covers: seconds by the clip's own rate, and pixels."""
         geometry = self.geometry
         frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], geometry.patch, strict=True))
         time = 1000 * sigma
@@ -129,7 +130,8 @@ class LTXVideoAdapter(DiffusionAdapter):
             time = time.view(-1, 1, 1).repeat(1, frames, height * width)
             time[:, 0] = 0
             time = time.flatten(1)
-        seconds = geometry.temporal_ratio / _FRAMES_PER_SECOND
+        rates = [rate or _FRAMES_PER_SECOND for rate in batch.get("fps", [0.0] * len(noisy))]
+        seconds = geometry.temporal_ratio / torch.tensor(rates, device=noisy.device).view(-1, 1, 1, 1, 1)
         return {
             "hidden_states": self._pack(noisy),
             "timestep": time,
@@ -165,7 +167,7 @@ class LTXVideoAdapter(DiffusionAdapter):
         """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents) | {
             "latents": self._pack(latents),
-            "frame_rate": _FRAMES_PER_SECOND,
+            "frame_rate": sampling.fps,
         }
 
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:

@@ -21,6 +21,9 @@ FRAMES_PER_S = 100
 """Frames of a spectrum per second: one every 10 ms, as in Whisper and its descendants."""
 
 
+_FRAMES_OF_A_CLIP_PER_S = 24.0
+
+
 @dataclass(frozen=True)
 class SampleShape:
     """What each sample of a batch is."""
@@ -89,6 +92,10 @@ def _denoised(adapter: Any, sample: SampleShape, samples: int) -> Batch:
     batch: Batch = {
         "latents": torch.empty(samples, *adapter.geometry.latent_shape(size), device="meta"),
         "prompt_embeds": torch.empty(samples, sample.tokens or adapter.text_tokens, 1, device="meta"),
+    }
+    batch |= {
+        key: torch.empty(samples, *shape, device="meta")
+        for key, shape in adapter.further_shapes(size.frames, _FRAMES_OF_A_CLIP_PER_S).items()
     }
     if adapter.transformer_config.get("image_dim") is not None:
         vision = adapter.component_config("image_encoder")

@@ -92,6 +92,7 @@ def _of_generator(adapter: Any) -> Sequences:
             units.LATENTS: [adapter.geometry.tokens(tuple(shape))] * rows,
             units.CAPTION: [batch["prompt_embeds"].shape[1]] * rows,
             units.PICTURE: [] if picture is None else [picture.shape[1]] * rows,
+            units.SOUND: [batch["audio_latents"].shape[2] if "audio_latents" in batch else 1] * rows,
         }
 
     return Sequences(of, lengths, memory=frozenset(adapter.memory_streams))

@@ -134,8 +134,8 @@ class SampleHook(Hook):
             if share is None:
                 return
             folder.mkdir(parents=True, exist_ok=True)
-            for order, frames in zip(batch, made, strict=True):
-                path = write_media(folder / order.file_stem(), frames, sampling.fps)
+            for order, sample in zip(batch, made, strict=True):
+                path = write_media(folder / order.file_stem(), sample.frames, sampling.fps, sample.sound)
                 share.entries.append({**order.describe(sampling), "file": path.name, "step": step})
         except (DivergedError, OSError) as error:
             if share is not None:

@@ -1,4 +1,5 @@
-"""The door to sound: sound files by soundfile, containers and the sound of videos by PyAV; one mono track comes out.
+"""The door to sound: sound files by soundfile, containers and the sound of videos by PyAV; one mono track comes out, or
+a stretch of as many channels as a generator learns.
 
 The rule: channels are averaged; then the track is resampled by FFmpeg's swresample to the rate that is asked for, to
 ceil(samples · to / from) samples. A file is read in blocks, so memory is that of the result. What is white-listed for
@@ -31,6 +32,8 @@ LEAST_COMPLETE = 0.95
 """Share of the declared length that must be there."""
 
 _BLOCK_SAMPLES = 65536
+_LEAST_OF_STRETCH = 0.9
+"""Share of a stretch of sound that must be there."""
 _SLACK_S = 0.1
 """Coders add and drop some hundredths of a second at both ends."""
 _REPLACE = "Replace the file or drop the row."
@@ -78,13 +81,14 @@ class AudioHeader:
 
 @dataclass(slots=True)
 class _Track:
-    """A file opened for reading: how it is declared, and its blocks, averaged over channels."""
+    """A file opened for reading: how it is declared, and its blocks."""
 
     rate: int
     declared: int | None
     """Samples; None where the file does not say."""
     is_exact: bool
     blocks: Iterator[np.ndarray]
+    """(samples, channels) each."""
 
 
 def probe_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioHeader:
@@ -120,28 +124,76 @@ def read_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioClip:
     with _opened(file, name) as track:
         if track.declared is not None:
             _check_length(track.declared / track.rate, name)
-        pieces, found = _Resampler(track.rate, rate), 0
-        for block in track.blocks:
-            if not np.isfinite(block).all():
-                raise DataError(f"'{name}' has samples that are not numbers (NaN or infinite)", way_out=_REPLACE)
-            found += len(block)
-            _check_length(found / track.rate, name)
-            pieces.add(block)
+        pieces, found = _decoded(track, rate, 1, name)
     _check_complete(found, track, name)
-    samples = pieces.joined(_resampled_length(found, track.rate, rate))
+    samples = pieces.joined(_resampled_length(found, track.rate, rate))[0]
     if not samples.any():
         warnings.warn(f"'{name}' and perhaps others are silent: all samples are zero", stacklevel=2)
     return AudioClip(samples, rate, name)
 
 
-class _Resampler:
-    """Blocks of one rate → one track of another."""
+def read_stretch(
+    file: BinaryIO, rate: int, channels: int, start_s: float, count: int, name: str = "audio"
+) -> np.ndarray:
+    """A stretch of a sound file, or of the sound of a video: (channels, count) float32. What little it lacks at the end
+    is silence.
 
-    def __init__(self, source_rate: int, rate: int) -> None:
+    Args:
+        file: Opened for reading.
+        rate: Samples a second to give.
+        channels: How many to give, 1 or 2. A track of one channel stands in both; one of more than are asked for is
+            averaged first.
+        start_s: Where the stretch begins.
+        count: Samples.
+        name: What to call it in messages.
+
+    Raises:
+        DataError: As `read_audio`; or the sound ends before a tenth of a second, or of the stretch, is left.
+    """
+    first = round(start_s * rate)
+    with _opened(file, name) as track:
+        pieces, found = _decoded(track, rate, channels, name, until_s=(first + count) / rate + _SLACK_S)
+    stretch = pieces.joined(_resampled_length(found, track.rate, rate))[:, first : first + count]
+    missing = count - stretch.shape[1]
+    if missing > max(_SLACK_S * rate, (1 - _LEAST_OF_STRETCH) * count):
+        raise DataError(
+            f"the sound of '{name}' ends after {found / track.rate:.2f} s of {(first + count) / rate:.2f} s asked for",
+            way_out="Drop the row, or take fewer frames.",
+        )
+    return np.pad(stretch, ((0, 0), (0, missing)))
+
+
+def _decoded(track: _Track, rate: int, channels: int, name: str, until_s: float = math.inf) -> tuple[_Resampler, int]:
+    """A track as far as it is needed, and how many of its samples that were. Raises `DataError` as `read_audio`."""
+    pieces, found = _Resampler(track.rate, rate, channels), 0
+    for block in track.blocks:
+        if not np.isfinite(block).all():
+            raise DataError(f"'{name}' has samples that are not numbers (NaN or infinite)", way_out=_REPLACE)
+        found += len(block)
+        _check_length(found / track.rate, name)
+        pieces.add(_mixed(block, channels))
+        if found / track.rate >= until_s:
+            break
+    return pieces, found
+
+
+def _mixed(block: np.ndarray, channels: int) -> np.ndarray:
+    """(samples, any) → (channels, samples)."""
+    if block.shape[1] != channels:
+        block = np.repeat(block.mean(axis=1, dtype=np.float32)[:, None], channels, axis=1)
+    return np.ascontiguousarray(block.T)
+
+
+class _Resampler:
+    """Blocks of one rate, (channels, samples), → one track of another."""
+
+    def __init__(self, source_rate: int, rate: int, channels: int) -> None:
         import av  # here and not above: importing a data set of language should not load FFmpeg
 
         self._frame = av.AudioFrame
-        self._resampler = av.AudioResampler(format="flt", layout="mono", rate=rate) if rate != source_rate else None
+        self._layout, self._channels = {1: "mono", 2: "stereo"}[channels], channels
+        is_same = rate == source_rate
+        self._resampler = None if is_same else av.AudioResampler(format="fltp", layout=self._layout, rate=rate)
         self._source_rate = source_rate
         self._pieces: list[np.ndarray] = []
 
@@ -150,7 +202,7 @@ class _Resampler:
         if self._resampler is None:
             self._pieces.append(block)
             return
-        frame = self._frame.from_ndarray(np.ascontiguousarray(block[None]), format="flt", layout="mono")
+        frame = self._frame.from_ndarray(block, format="fltp", layout=self._layout)
         frame.sample_rate = self._source_rate
         self._take(frame)
 
@@ -158,12 +210,12 @@ class _Resampler:
         """The whole track; what the filter still holds comes last, and zeros where it gives a few samples less."""
         if self._resampler is not None and self._pieces:
             self._take(None)
-        track = np.concatenate([np.zeros(0, np.float32), *self._pieces])[:length]
-        return np.concatenate([track, np.zeros(length - len(track), np.float32)])
+        track = np.concatenate([np.zeros((self._channels, 0), np.float32), *self._pieces], axis=1)[:, :length]
+        return np.pad(track, ((0, 0), (0, length - track.shape[1])))
 
     def _take(self, frame: Any) -> None:
         assert self._resampler is not None
-        self._pieces += [made.to_ndarray()[0] for made in self._resampler.resample(frame)]
+        self._pieces += [made.to_ndarray() for made in self._resampler.resample(frame)]
 
 
 def _resampled_length(samples: int, source_rate: int, rate: int) -> int:
@@ -229,7 +281,7 @@ def _sound_blocks(sound: Any, name: str) -> Iterator[np.ndarray]:
 
     try:
         while len(block := sound.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
-            yield block.mean(axis=1, dtype=np.float32)
+            yield block
     except soundfile.SoundFileError as error:
         raise DataError(f"'{name}' is broken or cut: {error}", way_out=_REPLACE) from error
 
@@ -290,7 +342,7 @@ def _stream_blocks(container: Any, stream: Any, name: str) -> Iterator[np.ndarra
             if frame.is_corrupt:
                 raise DataError(f"'{name}' is broken: a piece of its sound is damaged", way_out=_REPLACE)
             for made in to_floats.resample(frame):
-                yield made.to_ndarray().mean(axis=0, dtype=np.float32)
+                yield made.to_ndarray().T
     except (av.FFmpegError, EOFError, ValueError) as error:
         raise DataError(f"the sound of '{name}' is broken: {error}", way_out=_REPLACE) from error
 

@@ -79,7 +79,7 @@ class FeatureSource:
         view = drawn_view(self.seed, epoch, sample_id, record.views)
         features = self._store.read(index, caption, view)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
-        return {"sample_id": sample_id, "epoch": epoch, "text": text, **features}
+        return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features}
 
     def describe(self, index: int) -> SampleDescription:
         """What the feature set knows of a sample."""

@@ -60,7 +60,14 @@ class GenerationDataset(MMDataset):
         self.is_raw = features_dir is None
         if features_dir is None:
             adapter.require("vae")  # sizes follow from it
-            self._source = RawSource(basic_param, preprocess_param, adapter.geometry, roles=adapter.media_roles)
+            self._source = RawSource(
+                basic_param,
+                preprocess_param,
+                adapter.geometry,
+                roles=adapter.media_roles,
+                sound=adapter.sound,
+                reads_fps=adapter.reads_fps,
+            )
             self.media = self._source.media
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
@@ -145,6 +152,7 @@ class GenerationCollator:
         batch: Batch = {
             "sample_ids": [sample["sample_id"] for sample in samples],
             "epochs": [sample["epoch"] for sample in samples],
+            "fps": [sample["fps"] for sample in samples],
         }
         if "caption" in samples[0]:
             batch["captions"] = [sample["caption"] for sample in samples]
@@ -156,4 +164,4 @@ class GenerationCollator:
         return batch
 
 
-_NOT_STACKED = {"sample_id", "epoch", "caption", "text"}
+_NOT_STACKED = {"sample_id", "epoch", "fps", "caption", "text"}

@@ -7,14 +7,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any
 
 import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
-from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_stretch
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -66,6 +67,8 @@ class RawSource:
         geometry: What the model takes.
         marks: Of media that were looked into before.
         roles: Further media of a sample, `DiffusionAdapter.media_roles`.
+        sound: What is made of the sound of clips, `DiffusionAdapter.sound`; None: it is not looked at.
+        reads_fps: Whether the model is told how fast clips are, `DiffusionAdapter.reads_fps`.
 
     Raises:
         DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
@@ -79,8 +82,11 @@ class RawSource:
         geometry: MediaGeometry,
         marks: MediaMarks | None = None,
         roles: Sequence[MediaRole] = (),
+        sound: SoundGeometry | None = None,
+        reads_fps: bool = False,
     ) -> None:
         self._known, self._roles = marks or MediaMarks(), tuple(roles)
+        self._sound, self._reads_fps = sound, reads_fps
         self._basic, self._settings = basic, SizeSettings.read(preprocess)
         self._geometry, self._sampling = geometry, self._settings.sampling
         files = open_row_files(basic)
@@ -119,7 +125,7 @@ class RawSource:
         return self.rows.files[self.rows.file_number(index)].repeats
 
     def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
-        """`sample_id`, `epoch`, `caption` and `pixels`, (3, T, H, W) uint8.
+        """`sample_id`, `epoch`, `fps`, `caption`, `pixels`, (3, T, H, W) uint8, and the media of the roles.
 
         Args:
             index: Row.
@@ -139,7 +145,14 @@ class RawSource:
             raise _at(row, error) from error
         of_roles = {role.batch_key: media[role.name] for role in self._roles}
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
-        return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": media[TARGET], **of_roles}
+        known = {"sample_id": sample_id, "epoch": epoch, "fps": self.fps(index), "caption": caption}
+        return {**known, "pixels": media[TARGET], **of_roles}
+
+    def fps(self, index: int) -> float:
+        """Frames a second of row `index` as it is shown; 0 of a picture, and where no model reads it."""
+        header = self.headers[index]
+        is_read = self._reads_fps and header.fps > 0 and self.sizes[index].frames > 1
+        return 1 / self._sampling.step_s(header.fps) if is_read else 0.0
 
     def describe(self, index: int) -> SampleDescription:
         """What is known of a row and its medium, whose header is read where the row declares anything.
@@ -180,7 +193,9 @@ class RawSource:
         seen = {TARGET: media_pixels(row, size, self.media, self._sampling, view)}
         of_roles = row.media_of_roles()
         for role in self._roles:
-            if role.name in of_roles:
+            if role.frames == "sound":
+                seen[role.name] = self._heard(index, of_roles.get(role.name, row))
+            elif role.name in of_roles:
                 frames = size.frames if role.frames == "all" else 1
                 of_role = MediaSize(frames, size.height, size.width)
                 seen[role.name] = media_pixels(of_roles[role.name], of_role, self.media, self._sampling, view)
@@ -189,6 +204,20 @@ class RawSource:
                 at = role.frame_of_target % size.frames
                 seen[role.name] = seen[TARGET][:, at : at + 1].clone()
         return seen
+
+    def _heard(self, index: int, row: GenerationRow) -> torch.Tensor:
+        """The sound of the frames that are taken, (channels, samples) float32: so many that each position is whole."""
+        assert self._sound is not None
+        header, size = self.headers[index], self.sizes[index]
+        start_s = self._sampling.start_s(header.frames, header.fps, size.frames)
+        wanted = (
+            self._sound.sampling_rate,
+            self._sound.channels,
+            start_s,
+            size.sound * self._sound.samples_per_position,
+        )
+        with self.media.open(row.media) as file:
+            return torch.from_numpy(read_stretch(file, *wanted, row.name))
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`."""
@@ -248,8 +277,7 @@ class RawSource:
             try:
                 if isinstance(found, DataError):
                     raise found
-                buckets = self._buckets[self.rows.file_number(index)]
-                sizes.append(buckets.assign(found, f"the medium of {self.rows.place(index)}"))
+                sizes.append(self._size_of(index, found, f"the medium of {self.rows.place(index)}"))
                 self.headers.append(found)
             except DataError as error:
                 faults[index] = error
@@ -258,6 +286,16 @@ class RawSource:
             raise DataError(f"the media of {len(faults)} of {len(self)} rows cannot be used", problems=problems)
         self.rows.leave_out({index: str(error) for index, error in faults.items()})
         return sizes
+
+    def _size_of(self, index: int, header: MediaHeader, name: str = "the medium") -> MediaSize:
+        """The bucket of a row with this header, with the length of its sound. Raises `DataError` as `Buckets.assign`,
+        and for a picture where sound is learned."""
+        size = self._buckets[self.rows.file_number(index)].assign(header, name)
+        if self._sound is None:
+            return size
+        if header.fps <= 0:
+            raise DataError(f"{name} is a picture, which has no sound", way_out="Leave it out, or set model.task: t2v.")
+        return replace(size, sound=self._sound.positions(size.frames, 1 / self._sampling.step_s(header.fps)))
 
     def _headers(self) -> Iterator[MediaHeader | DataError]:
         """Of each row in turn; files are looked into by threads, many at a time."""
@@ -282,7 +320,7 @@ class RawSource:
         may_move = is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix in _MAY_BE_ANIMATED
         if not may_move:
             return MediaHeader(row.height, row.width)
-        if row.num_frames is None or (row.fps is None and self._sampling.fps is not None):
+        if row.num_frames is None or (row.fps is None and (self._reads_fps or self._sampling.fps is not None)):
             return None
         return MediaHeader(row.height, row.width, row.num_frames, row.fps or 1.0)
 
@@ -312,7 +350,7 @@ class RawSource:
         if self._declared(row) is None or (found := self.contradiction(row)) is None:
             return
         size = self.sizes[index]
-        right = self._buckets[self.rows.file_number(index)].assign(found.header, "the medium")
+        right = self._size_of(index, found.header)
         if right != size:
             raise DataError(
                 f"{found.what}: it is a sample of {right}, not of {size}",

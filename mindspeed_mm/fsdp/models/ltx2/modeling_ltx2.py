@@ -1,0 +1,272 @@
+"""LTX-2 and 2.3 (text to video with sound) as diffusers has them: one transformer over the tokens of the pictures and
+over those of the sound, which look at each other; both are denoised together, at one noise level."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+_PIPELINE_STEP = 32
+"""The pipeline refuses other heights and widths than its multiples."""
+_FRAMES_PER_SECOND = 24.0
+"""Of clips that say nothing of it: the pipeline's default."""
+_SOUND_RATIO = 4
+"""Frames of a spectrum, and bands of it, in a position of its latents: fixed in the VAE's class."""
+_TEXT, _AUDIO_TEXT, _AUDIO = "prompt_embeds", "audio_prompt_embeds", "audio_latents"
+
+
+@model_register.register("ltx2")
+@model_register.register("ltx2_3")
+class LTX2Adapter(DiffusionAdapter):
+    """LTX-2 19B and LTX-2.3 22B. `t2av` learns pictures and sound, `t2v` pictures alone: then the sound sees nothing of
+    the pictures, nor they of it."""
+
+    transformer_class = "LTX2VideoTransformer3DModel"
+    pipelines = {"t2av": "LTX2Pipeline", "t2v": "LTX2Pipeline"}
+    blocks = ("transformer_blocks.{*}",)
+    whole_because = "its pictures and its sound are two sequences that look at each other in every block"
+    # Positions are turned before heads are told apart, but for the attention to captions.
+    never_split = tuple(
+        f"*.{name}.*" for name in ("attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn")
+    )
+    lora_targets = tuple(
+        f"*.{attention}.to_{name}"
+        for attention in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+        for name in ("q", "k", "v", "out.0")
+    )
+    streams = {
+        "*time_embed*": "samples",
+        "av_cross_attn_*": "samples",
+        "*prompt_adaln*": "samples",
+        "*caption_projection*": "caption",
+        "transformer_blocks.{*}.*attn2.to_k": "caption",
+        "transformer_blocks.{*}.*attn2.to_v": "caption",
+        "transformer_blocks.{*}.audio_to_video_attn.to_k": "sound",
+        "transformer_blocks.{*}.audio_to_video_attn.to_v": "sound",
+        "transformer_blocks.{*}.video_to_audio_attn.to_k": "latents",
+        "transformer_blocks.{*}.video_to_audio_attn.to_v": "latents",
+        "transformer_blocks.{*}.video_to_audio_attn.*": "sound",
+        "transformer_blocks.{*}.audio_attn*": "sound",
+        "transformer_blocks.{*}.audio_ff*": "sound",
+        "audio_proj*": "sound",
+    }
+    memory_streams = ("caption", "samples")
+    tokenizer = "tokenizer"
+    encoders = ("vae", "audio_vae", "text_encoder", "tokenizer", "connectors")
+    most_text_tokens = 1024
+    reads_fps = True
+
+    # --- the folder -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """The VAE's ratios, which the transformer states too; its patch is one position."""
+        vae, transformer = self.component_config("vae"), self.transformer_config
+        temporal, spatial, _ = transformer.get("vae_scale_factors", (8, 32, 32))
+        patch = int(transformer.get("patch_size", 1))
+        return MediaGeometry(
+            spatial_ratio=int(spatial),
+            temporal_ratio=int(temporal),
+            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
+            latent_channels=int(vae.get("latent_channels", 128)),
+            is_video=True,
+            spatial_step=math.lcm(_PIPELINE_STEP, int(spatial) * patch),
+        )
+
+    @cached_property
+    def sound(self) -> SoundGeometry | None:
+        """Of the VAE of sound; None of `t2v`."""
+        if self.task == "t2v":
+            return None
+        vae = self.component_config("audio_vae")
+        return SoundGeometry(
+            sampling_rate=int(vae.get("sample_rate", 16000)),
+            channels=int(vae.get("in_channels", 2)),
+            samples_per_position=_SOUND_RATIO * int(vae.get("mel_hop_length", 160)),
+            latent_channels=int(vae.get("latent_channels", 8)),
+            latent_bins=int(vae.get("mel_bins", 64)) // _SOUND_RATIO,
+        )
+
+    @property
+    def media_roles(self) -> tuple[MediaRole, ...]:
+        """The sound, where it is learned."""
+        return (SOUND,) if self.sound is not None else ()
+
+    @property
+    def further_latents(self) -> tuple[str, ...]:
+        """Those of the sound."""
+        return (_AUDIO,) if self.sound is not None else ()
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of both VAEs, width of what the connectors make of captions."""
+        t, h, w = self.geometry.patch
+        channels = self.component_config("vae").get("latent_channels")
+        text = self.component_config("connectors").get("caption_channels")
+        audio = self.component_config("audio_vae")
+        heard = audio and audio.get("latent_channels", 8) * (audio.get("mel_bins", 64) // _SOUND_RATIO)
+        needs = [
+            Requirement("in_channels", channels and channels * t * h * w, "vae: latent_channels"),
+            Requirement("audio_in_channels", heard or None, "audio_vae: latent_channels and mel_bins"),
+        ]
+        if self.transformer_config.get("use_prompt_embeddings", True):
+            needs.append(Requirement("caption_channels", text, "connectors"))
+        return needs
+
+    # --- encoding ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D) and `audio_prompt_embeds` (L, E): what the frozen connectors make of all layers of
+        Gemma. Where they put learned registers in place of the padding, all of them are features."""
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        video, audio, mask = pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side)
+        rows = zip(own_rows(video, mask), own_rows(audio, mask), strict=True)
+        return [{_TEXT: of_video, _AUDIO_TEXT: of_audio} for of_video, of_audio in rows]
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """With one mask for both."""
+        return pad_rows(features) | pad_rows(features, _AUDIO_TEXT)
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
+        vae = pipeline.vae
+        return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`audio_latents` (B, C, L, M): of the logarithmic spectrum, so many frames of it as L positions are made of,
+        normalised by channel and bin."""
+        if self.sound is None:
+            return {}
+        vae, wave = pipeline.audio_vae, media[SOUND.name].float()
+        positions = wave.shape[-1] // self.sound.samples_per_position
+        mel = log_mel(wave, self.sound.sampling_rate, vae.config.mel_hop_length, vae.config.mel_bins)
+        # The VAE looks back only: the first frame is a position, each four that follow are one more.
+        mel = mel[:, :, : _SOUND_RATIO * (positions - 1) + 1].to(vae.device, vae.dtype)
+        latents = vae.encode(mel).latent_dist.mode()
+        return {_AUDIO: _unpack_sound(standardised(_pack_sound(latents), **_statistics(vae)), latents.shape)}
+
+    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The way back, of the pictures."""
+        return unstandardised(latents, vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Tokens of both; time is 1000 σ for both; positions are in seconds, by the clip's own rate."""
+        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
+        heard = self._heard(noisy, batch)
+        rates = [rate or _FRAMES_PER_SECOND for rate in batch.get("fps", [0.0] * len(noisy))]
+        mask = batch["prompt_mask"]
+        return {
+            "hidden_states": self._pack(noisy),
+            "audio_hidden_states": _pack_sound(heard).transpose(1, 2),
+            "encoder_hidden_states": batch[_TEXT],
+            "audio_encoder_hidden_states": batch[_AUDIO_TEXT],
+            "timestep": 1000 * sigma,
+            "sigma": 1000 * sigma,
+            "encoder_attention_mask": mask,
+            "audio_encoder_attention_mask": mask,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            # diffusers divides positions (B, tokens, 2) by it: one number for each sample does as well
+            "fps": torch.tensor(rates, dtype=torch.float32, device=noisy.device).view(-1, 1, 1),
+            "audio_num_frames": heard.shape[2],
+            "isolate_modalities": self.sound is None,
+            "use_cross_timestep": True,
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """(B, tokens, D) → (B, C, T, H, W)."""
+        B, C, T, H, W = latent_shape
+        t, h, w = self.geometry.patch
+        patches = output[0].reshape(B, T // t, H // h, W // w, C, t, h, w)
+        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
+
+    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Of the sound, too: (B, L, C · M) → (B, C, L, M)."""
+        found = super().predictions(output, shapes)
+        return found | {key: _unpack_sound(output[1].transpose(1, 2), shapes[key]) for key in self.further_latents}
+
+    def _heard(self, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The noisy latents of the sound; where none is learned, one position of silence, which nothing looks at."""
+        if self.sound is not None:
+            latents: torch.Tensor = batch[_AUDIO]
+            return latents
+        return noisy.new_zeros(len(noisy), int(self.transformer_config.get("audio_in_channels", 128)), 1, 1)
+
+    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """(B, C, T, H, W) → (B, tokens, D), channels outermost in a token."""
+        B, C, T, H, W = latents.shape
+        t, h, w = self.geometry.patch
+        patches = latents.reshape(B, C, T // t, t, H // h, h, W // w, w)
+        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Modulation tables, N(0, 1/width), as in diffusers' constructors."""
+        for name, table in module._parameters.items():
+            if name.endswith("scale_shift_table") and table is not None:
+                table.normal_(std=table.shape[-1] ** -0.5)
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance of both, and none of the pipeline's others; the length of the sound follows from
+        `fps`."""
+        return self.guided(sampling, prompts, latents) | {
+            "frame_rate": sampling.fps,
+            "audio_guidance_scale": sampling.guidance_scale,
+            **{f"{kind}_scale": 0.0 for kind in ("stg", "audio_stg")},
+            **{f"{kind}_scale": 1.0 for kind in ("modality", "audio_modality")},
+            **{f"{kind}_rescale": 0.0 for kind in ("guidance", "audio_guidance")},
+        }
+
+    def further_shapes(self, frames: int, fps: float) -> dict[str, tuple[int, ...]]:
+        """Of the sound."""
+        return {} if self.sound is None else {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
+
+    def starting_noise(self, pipeline: Any, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The pipeline normalises what it is given, noise too."""
+        found = {LATENTS: self.vae_latents(pipeline.vae, noise[LATENTS].to(pipeline.vae.device))}
+        if _AUDIO in noise:
+            heard = noise[_AUDIO].to(pipeline.audio_vae.device)
+            plain = unstandardised(_pack_sound(heard), **_statistics(pipeline.audio_vae))
+            found[_AUDIO] = _unpack_sound(plain, heard.shape)
+        return found
+
+
+def _pack_sound(latents: torch.Tensor) -> torch.Tensor:
+    """(B, C, L, M) → (B, C · M, L)."""
+    return latents.transpose(2, 3).flatten(1, 2)
+
+
+def _unpack_sound(latents: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of `_pack_sound`, to (B, C, L, M)."""
+    B, C, L, M = shape
+    return latents.reshape(B, C, M, L).transpose(2, 3)
+
+
+def _statistics(vae: Any) -> dict[str, torch.Tensor]:
+    """By channel and bin."""
+    return {"mean": vae.latents_mean, "std": vae.latents_std}
