@@ -22,7 +22,8 @@ Examples:
 def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page about RUNS: curves, accuracy, held-out samples, environment, configuration.
 
-    Several runs are drawn into the same charts.
+    Several runs are drawn into the same charts, and compared with the first: scores with paired tests, answers to the
+    same questions, and what differs in their configurations.
     """
     from mindspeed_mm.tasks.report import report  # matplotlib and pillow: the help does without
 

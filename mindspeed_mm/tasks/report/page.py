@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.charts import draw_charts
+from mindspeed_mm.tasks.report.comparison import configuration_differences, differences, side_by_side
 from mindspeed_mm.tasks.report.data import Record, ReportedRun, choose_samples
 from mindspeed_mm.tasks.report.media import show
 from mindspeed_mm.tasks.report.rows import training_rows
@@ -40,8 +41,22 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
         title=f"Report: {names}",
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
         runs=[_describe(run, several=len(runs) > 1) for run in runs],
+        beside=_beside(runs) if len(runs) > 1 else None,
         charts=[(title, Markup(svg)) for title, svg in draw_charts(runs)],  # drawn by us
     )
+
+
+def _beside(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """What the template shows of several runs together."""
+    media = MediaLoader(runs[0].results.get("media_dir", runs[0].path))
+    questions = side_by_side(runs)
+    return {
+        "base": runs[0].name,
+        "measure": runs[0].results.get("measure", "accuracy"),
+        "differences": differences(runs),
+        "questions": [{**_sample(each["sample"], media), "answers": each["answers"]} for each in questions],
+        "settings": configuration_differences(runs),
+    }
 
 
 def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 
 _DRAWS = 2000
 
@@ -55,9 +57,30 @@ def compare(ours: Mapping[str, float], theirs: Mapping[str, float], *, is_graded
         raise ValueError("the two were not asked the same questions")
     differences = np.array([ours[name] - theirs[name] for name in ours])
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
-    low, high = _interval(differences)
+    low, high = _interval(len(differences), lambda rows: float(differences[rows].mean()))
     p_value = None if is_graded else mcnemar(better, worse)
     return PairedTest(len(differences), better, worse, float(differences.mean()), low, high, p_value)
+
+
+def compare_rates(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> PairedTest:
+    """Compare two models' rates of errors on the same questions, in the same order: (errors, units) of each. Less is
+    better; the interval is that of questions drawn with replacement, both models' together.
+
+    Raises:
+        ValueError: They are other questions, or none.
+    """
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError("the two were not asked the same questions")
+    own_N2, other_N2 = np.array(ours, dtype=float), np.array(theirs, dtype=float)
+    fewer = own_N2[:, 0] - other_N2[:, 0]
+
+    def difference(rows: np.ndarray) -> float:
+        own_2, other_2 = own_N2[rows].sum(axis=0), other_N2[rows].sum(axis=0)
+        return error_rate(own_2[0], own_2[1]) - error_rate(other_2[0], other_2[1])
+
+    low, high = _interval(len(ours), difference)
+    whole = difference(np.arange(len(ours)))
+    return PairedTest(len(ours), int((fewer < 0).sum()), int((fewer > 0).sum()), whole, low, high, None)
 
 
 def mcnemar(better: int, worse: int) -> float:
@@ -68,9 +91,9 @@ def mcnemar(better: int, worse: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def _interval(differences: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of means over as many questions drawn with replacement."""
+def _interval(n: int, difference: Callable[[np.ndarray], float]) -> tuple[float, float]:
+    """The middle 95 % of differences over as many questions drawn with replacement."""
     draw = np.random.default_rng(0)
-    rows = (draw.integers(0, len(differences), len(differences)) for _ in range(_DRAWS))
-    low, high = np.quantile([differences[chosen].mean() for chosen in rows], [0.025, 0.975])
+    rows = (draw.integers(0, n, n) for _ in range(_DRAWS))
+    low, high = np.quantile([difference(chosen) for chosen in rows], [0.025, 0.975])
     return float(low), float(high)
