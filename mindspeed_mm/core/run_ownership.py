@@ -26,7 +26,7 @@ from mindspeed_mm.core.folder_writing import resolve_output
 _KEY = "training.save"
 _NAMES = (
     "config.yaml", "resolved.yaml", "run.json", "metrics.jsonl", "events.jsonl", "log", "tb", "eval", "samples",
-    "report.html", "model", "rows", "latest_checkpointed_iteration.txt", "best.json", *EXPORT_PLACES,
+    "rollouts", "report.html", "model", "rows", "latest_checkpointed_iteration.txt", "best.json", *EXPORT_PLACES,
 )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from mindspeed_mm.fsdp.params.rules.posttrain import needs_reference, posttrain_
 
 LORA = {"training": {"lora": {"enable": True}}}
 PP = {"parallel": {"pipeline_parallel_size": 2}}
+SAVED = {"training": {"save": "runs/a"}}
+SERVED = {"backend": "vllm", "base_url": "http://a"}
 REWARDS = {"rewards": [{"name": "exact_match"}]}
 
 
@@ -62,14 +64,15 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"flow": {"window": {"size": 11}}}, {}, "flow.window.size", "Lower"),
     ({"rollout": {"temperature": 0}}, {}, "rollout.temperature", "1"),
     ({"rollout": {"ahead": 1}}, {}, "rollout.ahead", "server"),
-    ({"rollout": {"backend": "vllm"}}, {}, "rollout.base_url", "address"),
-    ({"rollout": {"base_url": "http://a"}}, {}, "rollout.base_url", "backend"),
+    ({"rollout": {"backend": "vllm"}}, SAVED, "rollout.base_url", "address"),
+    ({"rollout": {"backend": "sglang", "base_url": "http://a"}}, {}, "save", "folder"),
     (
-        {"rollout": {"backend": "vllm", "base_url": "http://a", "weight_sync": "nccl"}},
-        lora(quantize="nf4"),
-        "rollout.weight_sync",
-        "disk",
+        {"rollout": SERVED},
+        {"training": {"save": "runs/a", "lora": {"enable": True}}},
+        "rollout.backend",
+        "transformers",
     ),
+    ({"rollout": {"base_url": "http://a"}}, {}, "rollout.base_url", "backend"),
 ]
 
 

@@ -247,10 +247,15 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key=f"{key}.base_url",
             way_out="Set posttrain.rollout.backend: vllm or sglang, or leave it out.",
         )
-    quantize = arguments.training.lora.enable and arguments.training.lora.quantize
-    if has_server and quantize and rollout.weight_sync == "nccl":
+    if has_server and not arguments.training.save:
         yield Problem(
-            f"'nccl' sends weights as they are trained, and training.lora.quantize: {quantize} keeps them in few bits",
-            key=f"{key}.weight_sync",
-            way_out="Set it to disk.",
+            "is not given, but the server reads new weights from a folder of the run",
+            key="training.save",
+            way_out="Name a folder that the server sees under the same path.",
+        )
+    if has_server and arguments.training.lora.enable:
+        yield Problem(
+            f"'{rollout.backend}' gets whole models, and training.lora.enable is true",
+            key=f"{key}.backend",
+            way_out="Set it to transformers.",
         )

@@ -63,8 +63,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "posttrain.grpo.clip_range": (1e-4,),
     "posttrain.grpo.adv_clip_max": (5.0,),
     "posttrain.grpo.ratio_norm": (False,),
-    "posttrain.rollout.backend": ("transformers",),
-    "posttrain.rollout.base_url": (None,),
     "posttrain.rollout.weight_sync": ("disk",),
     "posttrain.rollout.ahead": (0,),
 }

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -20,11 +21,13 @@ from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, t
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
+from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, ServedRollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 _OF_MEDIA = re.compile(
     r"(image|video|audio|vision|boi|eoi|boa|eoa)\w*_(token_id|token_index)|(image|video|audio)_token"
@@ -127,7 +130,8 @@ def build_text_rollouts(
         rollout.top_k,
         never_drawn(model, dataset.processor),
     )
-    return TextRollouts(
+    rollouts = TextRollouts if rollout.backend == "transformers" else ServedRollouts
+    source = rollouts(
         model,
         job.device,
         dataset,
@@ -141,6 +145,25 @@ def build_text_rollouts(
         longest=longest_of(model.config),
         masks_truncated=arguments.posttrain.grpo.mask_truncated_completions,
     )
+    if isinstance(source, ServedRollouts):
+        _connect(source, arguments, job)
+    return source
+
+
+def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
+    """Say which server draws, and how it gets weights: in a folder of the run."""
+    rollout, folder = arguments.posttrain.rollout, arguments.training.save
+    assert rollout.base_url is not None and folder is not None and arguments.model.model_name_or_path is not None
+    source.server = SERVERS[rollout.backend](rollout.base_url)
+    source.speaks = job.rank == 0
+    ranks, start = Ranks(), Path(arguments.model.model_name_or_path)
+    written = Path(folder).absolute() / "hf" / "rollouts"
+
+    def write_weights(model: nn.Module) -> Path:
+        save_hf(model, written, start, overwrite=True, ranks=ranks)
+        return written
+
+    source.write_weights = write_weights
 
 
 def build_rewards(arguments: Arguments) -> list[Reward]:

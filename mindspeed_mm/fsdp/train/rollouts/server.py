@@ -1,0 +1,202 @@
+"""Rollouts that a server draws: vLLM or SGLang, asked over HTTP, which gets the new weights as a folder.
+
+Neither is imported. vLLM is started with `VLLM_SERVER_DEV_MODE=1`, which opens `/collective_rpc`; the folder is in the
+run folder, which the server must see under the same path.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt
+from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
+from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
+
+TIMEOUT_S = 600.0
+CONCURRENCY = 64
+_NEVER = -100.0
+"""What is added to the logit of a token that is not to be drawn: the most that the interface of OpenAI takes."""
+_UNKNOWN = float("nan")
+
+
+class RolloutServer(ABC):
+    """A server that draws answers.
+
+    Args:
+        base_url: Its address, without a path.
+        timeout_s: For one request.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"'{base_url}' is no http address",
+                key="posttrain.rollout.base_url",
+                way_out="Begin it with http:// or https://.",
+            )
+        self.base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
+
+    @abstractmethod
+    def load_weights(self, folder: Path) -> None:
+        """Take the weights of a Hugging Face folder, and forget what was computed with others.
+
+        Raises:
+            MachineError: The server does not, or cannot.
+        """
+
+    @abstractmethod
+    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+        """The answer to a prompt of tokens.
+
+        Raises:
+            MachineError: The server is away, or answers with something else.
+        """
+
+    def post(self, path: str, content: dict[str, Any]) -> Any:
+        """The JSON that a request is answered with; None for nothing."""
+        body = json.dumps(content).encode()
+        request = urllib.request.Request(self.base_url + path, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                text = answer.read()
+            return json.loads(text) if text.strip() else None
+        except urllib.error.HTTPError as error:
+            raise self._failed(f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}") from error
+        except (OSError, ValueError) as error:
+            raise self._failed(f"{path}: {error}") from error
+
+    def _failed(self, what: str) -> MachineError:
+        return MachineError(
+            f"the server that draws answers failed: {what}",
+            where=self.base_url,
+            key="posttrain.rollout.base_url",
+            way_out="See its log. It must serve this model and let its weights be replaced (vLLM: "
+            "VLLM_SERVER_DEV_MODE=1).",
+        )
+
+    def _answer(self, tokens: Any, log_probs: Any, end_ids: Sequence[int]) -> DrawnAnswer:
+        if not tokens or len(tokens) != len(log_probs):
+            raise self._failed(f"{len(tokens or ())} tokens with {len(log_probs or ())} log-probabilities")
+        return DrawnAnswer(list(tokens), list(log_probs), _UNKNOWN, is_truncated=tokens[-1] not in end_ids)
+
+
+class SglangServer(RolloutServer):
+    """SGLang's own interface."""
+
+    def load_weights(self, folder: Path) -> None:
+        """See `RolloutServer`."""
+        told = self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        if not (told or {}).get("success"):
+            raise self._failed(f"/update_weights_from_disk: {(told or {}).get('message')}")
+
+    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+        """See `RolloutServer`."""
+        settings = {
+            "temperature": rule.temperature,
+            "top_p": rule.top_p,
+            "top_k": rule.top_k or -1,
+            "max_new_tokens": rule.max_new_tokens,
+            "stop_token_ids": list(end_ids),
+            "sampling_seed": seed % 2**31,
+            "logit_bias": {str(token): _NEVER for token in rule.suppressed},
+        }
+        told = self.post(
+            "/generate", {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
+        )
+        found = ((told or {}).get("meta_info") or {}).get("output_token_logprobs") or []
+        return self._answer([each[1] for each in found], [each[0] for each in found], end_ids)
+
+
+class VllmServer(RolloutServer):
+    """vLLM's server, by the interface of OpenAI. It draws from the logits divided by the temperature, and tells
+    log-probabilities of these with `--logprobs-mode processed_logprobs`."""
+
+    def load_weights(self, folder: Path) -> None:
+        """See `RolloutServer`."""
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.post("/collective_rpc", asked)
+        self.post("/reset_prefix_cache", {})
+
+    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+        """See `RolloutServer`."""
+        told = self.post(
+            "/v1/completions",
+            {
+                "prompt": list(token_ids),
+                "max_tokens": rule.max_new_tokens,
+                "temperature": rule.temperature,
+                "top_p": rule.top_p,
+                "top_k": rule.top_k or -1,
+                "seed": seed % 2**31,
+                "logprobs": 0,
+                "return_token_ids": True,
+                "stop_token_ids": list(end_ids),
+                "logit_bias": {str(token): _NEVER for token in rule.suppressed},
+            },
+        )
+        choice = ((told or {}).get("choices") or [{}])[0]
+        return self._answer(
+            choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs") or [], end_ids
+        )
+
+
+SERVERS: dict[str, type[RolloutServer]] = {"vllm": VllmServer, "sglang": SglangServer}
+
+
+class ServedRollouts(TextRollouts):
+    """Answers that a server draws; each data rank asks for its own. A seed of the sample goes along, but what is drawn
+    depends on the server, too. Prompts of words alone."""
+
+    server: RolloutServer
+    write_weights: Callable[[nn.Module], Path]
+    """Writes the model as the server reads it; called by all ranks."""
+    speaks: bool
+    """Whether this rank tells the server of new weights."""
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """See `RolloutSource`: the server gets the weights of this moment."""
+        folder = self.write_weights(self._model)
+        if self.speaks:
+            self.server.load_weights(folder)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+        yield
+
+    def draw(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
+        """See `RolloutSource`."""
+        self._check_lengths(prompts)
+        for prompt in prompts:
+            if prompt["media"]:
+                raise DataError(
+                    "the prompt has media, and servers are asked by token ids alone",
+                    where=prompt["sample_id"],
+                    key="posttrain.rollout.backend",
+                    way_out="Set it to transformers.",
+                )
+
+        def ask(prompt: EncodedPrompt, key: str) -> DrawnAnswer:
+            seed = derive_seed(self._rule.seed, key)
+            return self.server.draw(prompt["input_ids"].tolist(), seed, self._rule, self._end_ids)
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            return list(pool.map(ask, prompts, keys))
+
+    def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
+        """As of other rollouts; a server tells no entropy."""
+        facts = super().facts(samples)
+        facts.pop("entropy")
+        return facts

@@ -1,0 +1,1 @@
+"""`mm posttrain`: what comes before and after training on preferences and rewards."""

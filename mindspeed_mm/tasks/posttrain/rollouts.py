@@ -1,0 +1,98 @@
+"""What a run that trains on its own samples has drawn: `mm posttrain rollouts RUN`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.train.rollouts.files import FOLDER, read_rollout
+
+_LONGEST = 60
+"""Characters of a cell."""
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One sample of a rollout."""
+
+    prompt: str
+    text: str
+    reward: float | None
+    advantage: float
+    scores: tuple[float | None, ...]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class RolloutView:
+    """A rollout of a run."""
+
+    number: int
+    groups: list[list[RolloutSample]]
+    """By prompt, in the order of training; within a group from the best on."""
+
+    def lines(self) -> list[str]:
+        """For a terminal: a prompt, then its samples."""
+        shown = []
+        for group in self.groups:
+            shown.append(_short(group[0].prompt))
+            for sample in group:
+                reward = "null" if sample.reward is None else f"{sample.reward:.3g}"
+                cut = " (cut)" if sample.truncated else ""
+                shown.append(f"  {reward:>8} {sample.advantage:>+7.2f}  {_short(sample.text)}{cut}")
+        return shown
+
+
+def run(folder: Path, number: int | None = None, prompts: int | None = None) -> RolloutView:
+    """A rollout of a run folder.
+
+    Args:
+        folder: The run folder.
+        number: Which; None: the newest.
+        prompts: At most so many of its prompts.
+
+    Raises:
+        UsageError: The run has no such rollout.
+    """
+    there = numbers(folder)
+    chosen = there[-1] if number is None and there else number
+    stored = read_rollout(folder, chosen) if chosen is not None else None
+    if chosen is None or stored is None:
+        told = f"it has {there[0]} to {there[-1]}" if there else "it has none"
+        raise UsageError(
+            f"there is no rollout {'' if number is None else number}".rstrip() + f": {told}",
+            where=str(folder),
+            way_out="Name the folder of a run with posttrain.method: grpo and posttrain.rollout.keep: true.",
+        )
+    return RolloutView(chosen, _groups(stored.samples)[:prompts])
+
+
+def numbers(folder: Path) -> list[int]:
+    """The rollouts that a run has kept, ascending."""
+    return sorted(int(path.stem.removeprefix("rollout_")) for path in (folder / FOLDER).glob("rollout_*.jsonl"))
+
+
+def _groups(samples: Sequence[Any]) -> list[list[RolloutSample]]:
+    """Samples whose names differ in nothing but their number."""
+    groups: dict[str, list[RolloutSample]] = {}
+    for each in samples:
+        name = f"{each['step']}/{each['key'].rpartition('/')[0]}"
+        groups.setdefault(name, []).append(
+            RolloutSample(
+                each["prompt"],
+                each["text"],
+                each["reward"],
+                each["advantage"],
+                tuple(each["scores"]),
+                each["truncated"],
+            )
+        )
+    return [sorted(group, key=lambda sample: -sample.advantage) for group in groups.values()]
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"

@@ -1,0 +1,127 @@
+"""Rollouts that a server draws, against one of the standard library that speaks vLLM's and SGLang's words."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.core.errors import DataError, MachineError
+from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule, draw_answers
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from tests.helpers.tiny_run import make_rows, make_tiny_run
+
+
+class _Server(ThreadingHTTPServer):
+    model: Any = None
+    lock: threading.Lock
+    asked: list[tuple[str, Any]]
+    sleeps_on_weights = False
+
+
+class _Words(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, content))
+            told = getattr(self, self.path.strip("/").replace("/", "_").replace("v1_", ""))(content)
+        body = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def load(self, folder: str) -> None:
+        from transformers import Qwen3VLForConditionalGeneration
+
+        if self.server.model is None or not self.server.sleeps_on_weights:
+            self.server.model = Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
+
+    def drawn(self, ids: list[int], seed: int, content: dict[str, Any]) -> Any:
+        never = tuple(int(token) for token in content["logit_bias"])
+        most = content.get("max_tokens") or content["max_new_tokens"]
+        rule = DrawRule(seed, most, content["temperature"], suppressed=never)
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        return draw_answers(self.server.model, inputs, [""], rule, end_ids=content["stop_token_ids"], pad_id=0)[0]
+
+    def update_weights_from_disk(self, content: Any) -> Any:
+        self.load(content["model_path"])
+        return {"success": True, "message": ""}
+
+    def generate(self, content: Any) -> Any:
+        settings = content["sampling_params"]
+        answer = self.drawn(content["input_ids"], settings["sampling_seed"], settings)
+        pairs = zip(answer.log_probs, answer.token_ids, strict=True)
+        return {"meta_info": {"output_token_logprobs": [[value, token, None] for value, token in pairs]}}
+
+    def collective_rpc(self, content: Any) -> Any:
+        assert content["method"] == "reload_weights"
+        self.load(content["kwargs"]["weights_path"])
+
+    def reset_prefix_cache(self, content: Any) -> Any:
+        return {}
+
+    def completions(self, content: Any) -> Any:
+        answer = self.drawn(content["prompt"], content["seed"], content)
+        return {"choices": [{"token_ids": answer.token_ids, "logprobs": {"token_logprobs": answer.log_probs}}]}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    serving = _Server(("127.0.0.1", 0), _Words)
+    serving.asked, serving.lock = [], threading.Lock()
+    threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
+    yield serving
+    serving.shutdown()
+    serving.server_close()
+
+
+def run_of(folder: Path, port: int, backend: str, *, images: tuple[int, ...] = (0,), **rollout: Any) -> Path:
+    make_rows(folder, images=images)
+    posttrain = {
+        "method": "grpo",
+        "grpo": {"num_generations": 4},
+        "rollout": {"backend": backend, "base_url": f"http://127.0.0.1:{port}", "max_completion_length": 4, **rollout},
+        "rewards": [{"name": "length", "settings": {"max_tokens": 4, "soft_tokens": 4}}, {"name": "repetition"}],
+    }
+    training = {"micro_batch_size": 8, "train_iters": 2, "lr": 1e-2, "save": str(folder / "run")}
+    return make_tiny_run(folder, posttrain=posttrain, training=training)
+
+
+def gaps(folder: Path) -> list[float]:
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["log_prob_gap"] for line in lines]
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_server_draws_with_the_weights_of_the_step(backend: str, server: _Server, tmp_path: Path) -> None:
+    Trainer(str(run_of(tmp_path, server.server_port, backend))).train()
+    assert max(gaps(tmp_path)) < 1e-5
+    paths = [path for path, _ in server.asked]
+    assert len(paths) == 2 * (8 + (1 if backend == "sglang" else 2))
+
+
+def test_a_server_with_old_weights_is_seen_and_corrected(server: _Server, tmp_path: Path) -> None:
+    server.sleeps_on_weights = True
+    Trainer(str(run_of(tmp_path, server.server_port, "sglang"))).train()
+    first, second = gaps(tmp_path)
+    assert first < 1e-5 < 1e-3 < second
+
+
+def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> None:
+    path = run_of(tmp_path / "pictures", server.server_port, "sglang", images=(1,))
+    with pytest.raises(DataError, match="the prompt has media"):
+        Trainer(str(path)).train()
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(MachineError, match="the server that draws answers failed: /update_weights_from_disk"):
+        Trainer(str(run_of(tmp_path / "away", server.server_port, "sglang"))).train()
