@@ -28,6 +28,7 @@ VERBS = {
     "route": "Tell which models and commands lead to what you want to do.",
     "models": "List the families of models and what is proven of each.",
     "train": "Train a model from one YAML file.",
+    "posttrain": "Train on preferences or rewards, and prepare it.",
     "check": "Find the mistakes in a YAML file before training.",
     "data": "Check, preview or describe the rows that a YAML file names.",
     "config": "Show the resolved configuration and where each value came from.",

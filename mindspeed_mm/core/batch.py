@@ -80,23 +80,26 @@ BATCH_KEYS: dict[str, str] = {
     "control_latents": "(B, C, T, H, W) latents of a control video and its folded mask",
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
     "prompts": "list of B encoded prompts, which the model answers itself before it is trained on the answers",
+    "pairs": "int, how many preference pairs: rows of the chosen answers, then those of the rejected ones",
+    "shared_media": "list of keys of media that are held once, and that the rows of both answers of each pair show",
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
-ENGINE_KEYS = frozenset({"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "fps", "blank_rows"})
+ENGINE_KEYS = frozenset(
+    {"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "fps", "blank_rows", "pairs", "shared_media"}
+)
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 
 PAIR_SIDES = ("chosen", "rejected")
-"""Prefixes of the two sides of a preference pair: a batch holds every text key twice, behind one of these and an
-underscore."""
+"""The two sides of a preference pair, in the order in which a batch has their rows."""
 
-TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_labels", "prompts"})
+TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "prompts"})
 """What a loss is taken from; a batch holds one of them."""
 
 
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
     """Raise `DataError` when a batch holds a key that nobody documents, or nothing that training could start from."""
-    unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if _of_pair(key) not in BATCH_KEYS)
+    unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if key not in BATCH_KEYS)
     if unknown:
         raise DataError(
             f"the batch has undocumented keys: {unknown}",
@@ -109,9 +112,3 @@ def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
             way_out="Give it `labels`, (B, L) with -100 where not trained"
             f" (or one of {', '.join(sorted(TRAINED_KEYS))}).",
         )
-
-
-def _of_pair(key: str) -> str:
-    """A key of one side of pairs, without the side."""
-    side, _, name = key.partition("_")
-    return name if side in PAIR_SIDES else key

@@ -89,7 +89,7 @@ def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> No
 
 def test_config_only_builds_nothing(parts: dict[str, Any], tmp_path: Path) -> None:
     parts["model"] = AssertionError("built")
-    result = check.run(write(tmp_path, "data: {dataset_param: {attr: {ranking: true}}}\n"), config_only=True)
+    result = check.run(write(tmp_path, "inference: {seed: 7}\n"), config_only=True)
     assert (result.passed, result.exit_code) == (["configuration"], 0)
 
 
@@ -106,7 +106,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     parts["batch"] = DataError("no image", where="rows.json:3")
     text = (
         "features: {recompute: true, recompute_plan: {apply_modules: [layer]}}\n"
-        "data: {dataset_param: {attr: {ranking: true}}}\n"
+        "inference: {seed: 7}\n"
         f"training: {{save: {tmp_path / 'file'}}}\n"
         "parallel: {fsdp_plan: {apply_modules: [layer.0], ignored_modules: [x]}}\n"
     )
@@ -115,7 +115,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     for finding in result.findings:
         found[finding.stage].append((finding.problem.key or finding.problem.where, finding.exit_code))
     assert found == {
-        "features": [("data.dataset_param.attr.ranking", 2)],
+        "features": [("inference.seed", 2)],
         "paths": [("training.save", 2)],
         "module patterns": [
             ("parallel.fsdp_plan.apply_modules", 2),
@@ -130,7 +130,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "samples": "module patterns",
         "memory": "features",
     }
-    assert result.findings[0].problem.where.endswith("run.yaml:3:40")
+    assert result.findings[0].problem.where.endswith("run.yaml:3:19")
     assert "'layers.0'" in result.findings[2].problem.way_out
 
 
@@ -235,10 +235,10 @@ def test_an_absent_model_folder_is_one_problem(tmp_path: Path) -> None:
 
 
 def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", str(write(tmp_path, "data: {dataset_param: {attr: {ranking: true}}}\n")), "--json"]) == 2
+    assert run(["check", str(write(tmp_path, "inference: {seed: 7}\n")), "--json"]) == 2
     record = json.loads(capsys.readouterr().out)
     assert record["exit_code"] == 2
-    assert record["findings"][0]["key"] == "data.dataset_param.attr.ranking"
+    assert record["findings"][0]["key"] == "inference.seed"
     assert record["findings"][0]["stage"] == "features"
 
 

@@ -25,9 +25,6 @@ def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.edge("U7")
 def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["schema", "data.dataset_param.attr.ranking"])
-    shown = capsys.readouterr().out
-    assert "`mm data` shows them" in shown and "`mm train` takes only false." in shown  # as docs/data.md has it
     run(["schema", "model.checkpoint_path"])
     assert "This version takes only null." in capsys.readouterr().out
 

@@ -124,7 +124,7 @@ def test_every_fault_shows_under_some_plan() -> None:
     ("words", "code", "message"),
     [
         (["training.learning_rat=1"], 2, "unknown key"),
-        (["data.dataset_param.attr.ranking=true"], 2, "asks for a feature that this version does not have"),
+        (["inference.seed=7"], 2, "asks for a feature that this version does not have"),
         (["model.model_name_or_path=nowhere/at/all"], 4, "does not exist"),
         (["parallel.tensor_parallel_size=2", "--nproc", "3"], 2, "does not divide the 3 ranks"),
     ],

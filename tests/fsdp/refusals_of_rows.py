@@ -82,7 +82,9 @@ ORDERS = (
         "whatever they hold, keep no limit",
         f"{LOADER}.max_patches_per_batch",
     ),
-    Refusal("pairs", ("data.dataset_param.attr.ranking=true",), "does not have", "data.dataset_param.attr.ranking"),
+    Refusal("pairs", ("data.dataset_param.attr.ranking=true",), "rows are preference pairs", f"{BASIC}.stage"),
+    Refusal("pairs that nobody compares", (f"{BASIC}.stage=rm",), "does not compare them", f"{BASIC}.stage"),
+    Refusal("no pairs to compare", ("posttrain.method=dpo",), "dpo compares two", f"{BASIC}.stage"),
     Refusal(
         "a cache in a file",
         (f"{BASIC}.preprocess_on_fly=false", f"{BASIC}.cache_dir={{folder}}/rows.jsonl"),

@@ -23,6 +23,12 @@ Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
 
 
+def is_measured(term: str) -> bool:
+    """Whether a term is only looked at, as its slash tells (`rewards/margins`): it has a denominator as a loss has, but
+    no gradient, and is no part of what is minimised."""
+    return "/" in term
+
+
 class BatchTokens(NamedTuple):
     """What a micro-batch is made of, for the speed in the log."""
 

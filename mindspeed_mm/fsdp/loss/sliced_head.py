@@ -7,9 +7,11 @@ hooks and other forwards around this one (sharding, layers split over ranks, rec
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, RecordingTensor, recording
@@ -114,8 +116,14 @@ class SlicedHead:
     def _log_probs(self, hidden_NH: torch.Tensor, request: LogProbRequest) -> torch.Tensor:
         rows = self._slices.size(len(request.targets))
         plan = LossPlan(rows, behind=self._behind or None, vocabulary=request.vocabulary)
+        logits_of = self._forward
+        if self._is_linear:
+            # As they are now: around this call, split layers and sharding have put plain tensors in their places.
+            weight, bias = self._head._parameters["weight"], self._head._parameters["bias"]
+            assert weight is not None
+            logits_of = partial(_linear, weight, bias)
         return recomputed_log_probs(
-            self._forward,
+            logits_of,
             hidden_NH,
             request.targets,
             plan,
@@ -133,3 +141,7 @@ class SlicedHead:
         if self._liger is not None and self._liger.takes(hidden_NH, weights, plan):
             return self._liger(hidden_NH, weight, bias, targets, plan)
         return linear_cross_entropy(hidden_NH, weight, targets, plan, bias_V=bias, weights_N=weights)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden, weight, bias)

@@ -23,6 +23,8 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 
+BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ()}
+"""Kind of model → the methods that this version has for it."""
 PAIR_LOSSES = (
     "sigmoid",
     "hinge",
@@ -63,7 +65,7 @@ def _old_decay(value: Any) -> Any:
     raise fault(f"{show(value)} is not linear or a number from 0 to below 1")
 
 
-class Reference(Section):
+class ReferenceArguments(Section):
     """The policy that the trained one is compared with."""
 
     kind: Literal["auto", "adapters_off", "frozen", "stored"] = "auto"
@@ -253,7 +255,7 @@ class PosttrainArguments(Section):
     method: Literal["dpo", "grpo", "nft"] | None = None
     """`dpo`: preference pairs; `grpo`: samples and their rewards; `nft`: the same for generators, without a likelihood;
     null: supervised training."""
-    reference: Reference = Field(default_factory=Reference)
+    reference: ReferenceArguments = Field(default_factory=ReferenceArguments)
     """The policy that the trained one is compared with."""
     dpo: DpoArguments = Field(default_factory=DpoArguments)
     """The losses of preference pairs, and how strongly they act."""

@@ -31,10 +31,11 @@ from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.denoising import check_path_settings
+from mindspeed_mm.fsdp.loss.method_checks import check_method
 from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type
 from mindspeed_mm.fsdp.loss.router_aux import check_routers
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.optimizer.groups import resolve_groups
+from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, resolve_groups
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
@@ -50,6 +51,7 @@ def resolve_plan(
     sizes: ParallelSizes,
     *,
     ranks_known: bool = True,
+    trains: bool = True,
     errors: CollectedErrors | None = None,
 ) -> ModelPlan:
     """The plan of a model. Neither the model nor the process is changed.
@@ -59,6 +61,7 @@ def resolve_plan(
         arguments: The whole configuration.
         sizes: Of the parallel groups.
         ranks_known: False: `sizes` are the least that fit, and what depends on the number of data ranks is not judged.
+        trains: False for a model that is only compared with: there is nothing to optimise.
         errors: What was found against the model before; it is raised with what is found here.
 
     Raises:
@@ -79,7 +82,7 @@ def resolve_plan(
     features = errors.attempt(
         resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
     )
-    groups = errors.attempt(resolve_groups, model, arguments.training)
+    groups = errors.attempt(resolve_groups, model, arguments.training) if trains else GroupPlan({})
     errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
     head = errors.attempt(_resolve_loss, outline, arguments)
     if arguments.parallel.pipeline_parallel_size > 1:
@@ -117,6 +120,8 @@ def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:
     errors = CollectedErrors()
     head = errors.attempt(resolve_head, outline.model, outline.spec.head, arguments.features)
     LOSS_CHECKS[outline.kind](outline, arguments, errors)
+    if method := arguments.posttrain.method:
+        errors.attempt(check_method, method, outline.kind, outline.model, has_head=bool(outline.spec.head))
     errors.raise_all("the loss does not fit the model")
     return head
 

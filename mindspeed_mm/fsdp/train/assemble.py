@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import CollectedErrors
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.models.lora.apply import LoraReport
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -22,6 +23,7 @@ from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def assemble(
     given: nn.Module | None = None,
     build: Callable[[], nn.Module] | None = None,
     processor: Any = None,
+    trains: bool = True,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.
 
@@ -75,6 +78,8 @@ def assemble(
         build: Makes the model, in place of what `model` names. One with values keeps them; parameters on meta get
             theirs from the folder of weights, or from scratch.
         processor: What makes the rows, to be compared with the model.
+        trains: False for a model that is only compared with: nothing of it is trained, and all of it is kept in the
+            type that the plan computes in.
 
     Raises:
         ConfigError: The model cannot be trained as the configuration says.
@@ -87,7 +92,10 @@ def assemble(
     outline = build_outline(
         arguments, given, may_be_empty=build is not None, packs=packs, processor=processor, errors=errors
     )
-    plan = resolve_plan(outline, arguments, state.sizes, errors=errors)
+    if not trains:
+        outline.model.requires_grad_(False)
+        set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
+    plan = resolve_plan(outline, arguments, state.sizes, trains=trains, errors=errors)
     utilisation = Utilisation.of(outline, plan.features, arguments)
     applied = apply_plan(outline, plan, arguments, state)
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)

@@ -32,7 +32,8 @@ from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
-from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective, build_text_rollouts
+from mindspeed_mm.fsdp.train.posttrain import build_posttrain_objective, build_simulated_pairs
+from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
@@ -135,13 +136,16 @@ class LanguageFamily(Family):
         return _QUESTIONS.get(tasks.pop() if tasks else "text")
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
-        """Cross-entropy of the next token, with the terms that stand beside it; or a policy gradient."""
-        if self.arguments.posttrain.method == "grpo":
-            return build_policy_objective(self.arguments, assembled, data)
+        """Cross-entropy of the next token, with the terms that stand beside it; or what a method of post-training asks
+        for."""
+        if self.arguments.posttrain.method:
+            return build_posttrain_objective(self.arguments, assembled, job, data)
         return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
         """The same; statistics of routers are summed over no ranks."""
+        if self.arguments.posttrain.method == "dpo":
+            return build_simulated_pairs(self.arguments, outline.model, head)
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
 
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:

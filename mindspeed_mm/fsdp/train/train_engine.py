@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.dataloader.preload import moved
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
-from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms, is_measured
 from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscale_grads_
@@ -66,8 +66,8 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Sum of all terms: what was minimised."""
-        return sum(self.losses.values())
+        """Sum of all terms that are minimised."""
+        return sum(value for name, value in self.losses.items() if not is_measured(name))
 
 
 class Hook:

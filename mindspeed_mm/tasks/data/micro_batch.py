@@ -76,7 +76,7 @@ def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
 def _padded(batch: Batch) -> Iterator[PackedDocument]:
     mask, labels = batch.get("attention_mask"), _labels(batch)
     length = batch["input_ids"].shape[1]
-    for row, name in enumerate(batch["sample_ids"]):
+    for row, name in enumerate(batch["sample_ids"] * (2 if "pairs" in batch else 1)):
         end = int(mask[row].sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else length
         yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED_LABEL).sum()))
         if end < length:

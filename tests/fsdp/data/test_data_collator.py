@@ -126,10 +126,21 @@ def test_pairs_are_two_batches_in_one(processor: Any) -> None:
     ]
     batch = collator(processor, model_name="pairwise", pad_to_multiple_of=2)(pairs)
     assert batch["sample_ids"] == ["p:1", "p:2"]
-    assert batch["chosen_input_ids"].shape == batch["rejected_input_ids"].shape == (2, 6)
-    assert batch["chosen_attention_mask"].sum(1).tolist() == [5, 4]
-    assert batch["rejected_shift_labels"].tolist()[0] == [-100, 12, -100, -100, -100, -100]
-    assert torch.equal(batch["chosen_pixel_values"], batch["rejected_pixel_values"])
+    assert batch["pairs"] == 2 and batch["input_ids"].shape == (4, 6)
+    assert batch["attention_mask"].sum(1).tolist() == [5, 4, 3, 6]
+    assert batch["shift_labels"].tolist()[2] == [-100, 12, -100, -100, -100, -100]
+    held = collator(processor)([pairs[0]["chosen"]])
+    assert torch.equal(batch["pixel_values"], held["pixel_values"])
+    assert "pixel_values" in batch["shared_media"]
+
+
+def test_pairs_whose_answers_show_other_media_hold_all_of_it(processor: Any) -> None:
+    plugin = build_mm_plugin(processor, PreprocessParameters())
+    first, second = (plugin.encode_image(picture()) for _ in range(2))
+    pair = {"sample_id": "p:1", "chosen": sample(5, 2, [first]), "rejected": sample(3, 1, [second])}
+    batch = collator(processor, model_name="pairwise")([pair])
+    assert "shared_media" not in batch
+    assert len(batch["pixel_values"]) == 2 * len(collator(processor)([pair["chosen"]])["pixel_values"])
 
 
 @pytest.mark.parametrize("name", ["pairwise", "whisper", "unpacked-for-test"])

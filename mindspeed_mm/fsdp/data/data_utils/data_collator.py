@@ -221,24 +221,36 @@ class WhisperCollator(GenericCollator):
 
 @register_collator("pairwise")
 class PairwiseCollator:
-    """Preference pairs: a generic batch of the better answers under `chosen_…`, one of the worse under `rejected_…`.
-    Arguments as of `GenericCollator`."""
+    """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
+    the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
+    `GenericCollator`."""
 
     def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: Any) -> None:
         self._collate = GenericCollator(processor, plugin, collate_param)
+        self._plugin = plugin
 
     def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
-        """Row n of both batches answers the same prompt."""
-        batch: Batch = _names(samples)
-        for side in PAIR_SIDES:
-            rows = self._collate([_side_of(sample, side) for sample in samples])
-            rows.pop("sample_ids", None)
-            batch |= {f"{side}_{name}": value for name, value in rows.items()}
-        return batch
+        """Rows n and B + n answer the same prompt."""
+        chosen, rejected = ([_side_of(sample, side) for sample in samples] for side in PAIR_SIDES)
+        shares = all(map(_share_media, chosen, rejected))
+        if shares:
+            rejected = [{**sample, "media": []} for sample in rejected]  # type: ignore[typeddict-item]
+        batch = self._collate([*chosen, *rejected]) | {"pairs": len(samples)}
+        batch.pop("sample_ids", None)
+        media = [item for sample in chosen for item in sample.get("media") or ()]
+        if shares and media:
+            batch["shared_media"] = sorted(self._plugin.collate(media).keys() & batch.keys())
+        return batch | _names(samples)
 
 
 def _side_of(pair: EncodedPair, side: Any) -> EncodedSample:
     return pair[side]  # type: ignore[literal-required, no-any-return]
+
+
+def _share_media(chosen: EncodedSample, rejected: EncodedSample) -> bool:
+    """Whether two rows show the very same media, none left out of either."""
+    first, second = chosen.get("media") or [], rejected.get("media") or []
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def _names(samples: Sequence[Any]) -> Batch:

@@ -247,7 +247,8 @@ def _blank(batch: Batch, samples: int) -> None:
     borders = batch.get("cu_seq_lens_q")
     for name in labels:
         if borders is None:
-            batch[name][-samples:] = IGNORED_LABEL
+            rows = batch[name].unflatten(0, (2, batch["pairs"])) if "pairs" in batch else batch[name][None]
+            rows[:, -samples:] = IGNORED_LABEL
         else:  # samples one after the other in a single row
             batch[name][..., int(borders[len(batch["sample_ids"]) - samples]) :] = IGNORED_LABEL
     if not labels:

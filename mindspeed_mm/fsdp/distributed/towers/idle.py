@@ -75,6 +75,8 @@ class IdleTowers:
         """Towers that are still to run in this pass, in order, and whether the model itself will run them."""
         self._outputs: list[torch.Tensor] = []
         self._runs_idle = self._stands_in_front = False
+        self.followers: list[IdleTowers] = []
+        """Of further models that go through the same micro-batches: they are told the same."""
         if not runs:
             return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
@@ -109,6 +111,8 @@ class IdleTowers:
                 way_out=MUST_AGREE,
             )
         self._active = frozenset() if alone else frozenset(names)
+        for follower in self.followers:
+            follower.set_active(names)
 
     def _note_missing(self, _model: nn.Module, _args: tuple[Any, ...], batch: dict[str, Any]) -> None:
         if not self._stands_in_front:

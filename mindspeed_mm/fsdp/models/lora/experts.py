@@ -70,6 +70,8 @@ class AdaptedForward:
         kept = {wrapper.parameter_name: own[wrapper.parameter_name] for wrapper in self._wrappers}
         try:
             for wrapper in self._wrappers:
+                if ADAPTER not in wrapper.active_adapters:  # switched off
+                    continue
                 own[wrapper.parameter_name] = adapted_weight(own[wrapper.parameter_name], wrapper)  # type: ignore[assignment, arg-type]
             yield
         finally:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.posttrain_args import WITHOUT_REFERENCE, PosttrainArguments, RolloutArguments
 
 _KEY = "posttrain"
@@ -21,6 +22,7 @@ ReferenceKind = Literal["adapters_off", "frozen", "stored"]
 def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
     """What a post-training method cannot do as the configuration stands."""
     posttrain = arguments.posttrain
+    yield from _rows_fit_the_method(arguments)
     if posttrain.method is None:
         return
     yield from _of_the_model(arguments)
@@ -30,6 +32,35 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _of_pairs(arguments)
     else:
         yield from _of_samples(arguments)
+
+
+def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
+    """Preference pairs come with the method that compares them, and that method with such rows."""
+    compares = arguments.posttrain.method == "dpo"
+    for name in ("dataset_param", "val_dataset_param"):
+        dataset = getattr(arguments.data, name)
+        stage = getattr(getattr(dataset, "basic_parameters", None), "stage", None)
+        if dataset is None or not _gives_rows(dataset):
+            continue
+        key = f"data.{name}.basic_parameters.stage"
+        if stage == "rm" and not compares:
+            yield Problem(
+                "'rm' reads preference pairs, and posttrain.method is "
+                f"{arguments.posttrain.method or 'null'}, which does not compare them",
+                key=key,
+                way_out="Set posttrain.method: dpo, or stage: sft.",
+            )
+        if stage != "rm" and compares:
+            yield Problem(
+                f"'{stage}' reads rows with one answer, and posttrain.method: dpo compares two",
+                key=key,
+                way_out="Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
+            )
+
+
+def _gives_rows(dataset: DatasetParam) -> bool:
+    """Whether the section names rows of conversations."""
+    return bool(dataset.basic_parameters.dataset) and dataset.dataset_type == "huggingface"
 
 
 def needs_reference(posttrain: PosttrainArguments) -> bool:
@@ -132,6 +163,12 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
             f"has {len(dpo.loss_weights)} weights for {len(dpo.loss_type)} losses",
             key=f"{_KEY}.dpo.loss_weights",
             way_out="Give one for each loss in posttrain.dpo.loss_type.",
+        )
+    if "exo_pair" in dpo.loss_type and not dpo.label_smoothing:
+        yield Problem(
+            "0, but exo_pair takes the logarithm of it",
+            key=f"{_KEY}.dpo.label_smoothing",
+            way_out="Set it above 0, e.g. 0.001.",
         )
     if dpo.label_smoothing and _SMOOTHED.isdisjoint(dpo.loss_type):
         yield Problem(

@@ -9,14 +9,13 @@ from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.inference_args import InferenceArguments
+from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
 from mindspeed_mm.fsdp.params.value_types import show
 
 _DATASET: dict[str, tuple[Any, ...]] = {
-    "attr.ranking": (False,),
     "basic_parameters.streaming": (False,),
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),
-    "basic_parameters.stage": ("sft", "pretrain"),
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
@@ -57,7 +56,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
-    "posttrain.method": (None, "grpo"),
     "posttrain.grpo.beta": (0.0,),
     "posttrain.grpo.entropy_coef": (0.0,),
     "posttrain.grpo.clip_range": (1e-4,),
@@ -65,6 +63,13 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "posttrain.grpo.ratio_norm": (False,),
     "posttrain.rollout.weight_sync": ("disk",),
     "posttrain.rollout.ahead": (0,),
+    "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),
+    "posttrain.reference.sync_steps": (0,),
+    "posttrain.reference.mixup_alpha": (0.6,),
+    "posttrain.dpo.timestep_weight": ("constant",),
+    "posttrain.dpo.weight_alpha": (0.0,),
+    "posttrain.dpo.weight_beta": (None,),
+    "posttrain.dpo.histogram_path": (None,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

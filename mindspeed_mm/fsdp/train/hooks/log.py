@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
+from mindspeed_mm.fsdp.loss.objectives import is_measured
 from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -84,7 +85,9 @@ class LogHook(Hook):
         done = result.step - self._first_step
         # By the wall clock: validation and saves are part of the time left, though not of a step's.
         pace = (time.perf_counter() - self._begun) / done
-        terms = {f"loss/{name}": value for name, value in result.losses.items()} if len(result.losses) > 1 else {}
+        losses = {name: value for name, value in result.losses.items() if not is_measured(name)}
+        terms = {f"loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
+        terms |= {name: value for name, value in result.losses.items() if name not in losses}
         return {
             "step": result.step,
             "loss": result.loss,

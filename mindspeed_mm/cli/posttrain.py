@@ -1,0 +1,64 @@
+"""`mm posttrain`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from mindspeed_mm.cli.train import command as train_command
+from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+from mindspeed_mm.tasks.posttrain import reference as task
+
+EXAMPLES = """
+\b
+Examples:
+  mm posttrain dpo examples/digits_dpo/digits_dpo_config.yaml
+  mm posttrain reference run.yaml --nproc 8
+  mm train run.yaml posttrain.reference.kind=stored
+"""
+
+
+@click.group(epilog=EXAMPLES)
+def command() -> None:
+    """Train on preferences or rewards, as the section posttrain of a YAML says."""
+
+
+@command.command(
+    "dpo",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Train on preference pairs: mm train with posttrain.method=dpo.",
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def dpo(words: tuple[str, ...]) -> int:
+    """Train on preference pairs. WORDS are those of mm train."""
+    result: object = train_command.main(
+        [*words, "posttrain.method=dpo"] if words and words[0] not in ("-h", "--help") else [*words],
+        prog_name="mm posttrain dpo",
+        standalone_mode=False,
+    )
+    return result if isinstance(result, int) else 0
+
+
+@command.command("reference")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Number of ranks on this host; more than 1 starts torchrun."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def reference(config: Path, overrides: tuple[str, ...], nproc: int, as_json: bool) -> int:
+    """Compute the reference's log-probabilities of all pairs of CONFIG once. OVERRIDES are section.key=value.
+
+    They are written to posttrain.reference.path, or reference.safetensors in training.save; training with
+    posttrain.reference.kind: stored reads them and needs no second model. Pipelines need it.
+    """
+    if starts_ranks(nproc):
+        return task.run_ranks(nproc, config, overrides, ["--json"] if as_json else [])
+    outcome = task.run(config, overrides)
+    if os.environ.get("RANK", "0") == "0":
+        line = f"{outcome.pairs:,} pairs: {outcome.path}"
+        click.echo(json.dumps(vars(outcome)) if as_json else line)
+    return 0

@@ -1,0 +1,53 @@
+"""Whether a model can be trained by a method of post-training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import ModelKind
+from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
+
+_KEY = "posttrain.method"
+
+
+def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bool) -> None:
+    """Raise `ConfigError` unless this version has the method for such a model, and the model computes the same
+    probabilities each time.
+
+    Args:
+        method: `posttrain.method`.
+        kind: Of the model.
+        model: Whole; parameters may be on meta.
+        has_head: Whether it has an output head that makes logits of a vocabulary.
+    """
+    if method not in BUILT_METHODS[kind.name]:
+        raise ConfigError(
+            f"'{method}' is not in this version for a {kind.name} model ({type(model).__name__})",
+            key=_KEY,
+            way_out=f"For such models there is: {', '.join(BUILT_METHODS[kind.name]) or 'supervised training'}.",
+        )
+    if kind.has_tokens and not has_head:
+        raise ConfigError(
+            f"'{method}' needs the probabilities of tokens, and {type(model).__name__} has no output head that makes "
+            "logits of a vocabulary",
+            key=_KEY,
+            way_out="Leave it out.",
+        )
+    found = next(_dropouts(model), None)
+    if found is not None:
+        name, rate = found
+        raise ConfigError(
+            f"'{method}' compares probabilities, and {type(model).__name__} has a dropout of {rate:g} in {name}",
+            key=_KEY,
+            way_out="Set the dropout rates in the model's config.json to 0.",
+        )
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            yield name or "its root", rate

@@ -1,0 +1,85 @@
+"""Post-training: the objective of each method, by the kind of model that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
+from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.loss.pair_objective import PairObjective, ReferencePolicy
+from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.reference import AdaptersOff, FrozenModel, assemble_reference, check_start
+from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.stored_reference import StoredReference, opened_reference
+
+Build = Callable[[Arguments, Assembled, Job, RunData], Objective]
+
+
+def build_posttrain_objective(arguments: Arguments, assembled: Assembled, job: Job, data: RunData) -> Objective:
+    """The objective of `posttrain.method`, which is built for this kind of model (`check_method`)."""
+    kind = facts_of(assembled.model).kind
+    return BUILDERS[arguments.posttrain.method or "", kind](arguments, assembled, job, data)
+
+
+def build_pair_objective(arguments: Arguments, assembled: Assembled, job: Job, data: RunData) -> Objective:
+    """Preference pairs of language models.
+
+    Raises:
+        MMError: There is no such reference.
+    """
+    head, models = assembled.applied.head, [assembled.model]
+    assert head is not None
+    reference: ReferencePolicy | None = None
+    match reference_kind(arguments):
+        case "adapters_off":
+            check_start(arguments)
+            reference = AdaptersOff(head)
+        case "frozen":
+            reference = _frozen(arguments, assembled, job.device)
+            models.append(reference.model)
+        case "stored":
+            sets = [each for each in (data.train, data.validation) if each is not None]
+            reference = StoredReference(opened_reference(arguments, sets))
+    return _pairs(arguments, assembled.model, head, reference, models)
+
+
+def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss | None) -> Objective:
+    """The same for one step without data; a frozen reference, which needs memory of its own, is left out."""
+    assert head is not None
+    switches = reference_kind(arguments) == "adapters_off"
+    return _pairs(arguments, model, head, AdaptersOff(head) if switches else None, [model])
+
+
+def _pairs(
+    arguments: Arguments,
+    model: nn.Module,
+    head: HeadLoss,
+    reference: ReferencePolicy | None,
+    models: Iterable[nn.Module],
+) -> Objective:
+    return PairObjective(model, head, arguments.posttrain.dpo, reference, RepeatedMedia(*models))
+
+
+def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) -> FrozenModel:
+    second = assemble_reference(arguments, device)
+    if assembled.applied.towers is not None and second.applied.towers is not None:
+        assembled.applied.towers.followers.append(second.applied.towers)
+    name = arguments.posttrain.reference.model_name_or_path or "the model that training starts from"
+    return FrozenModel(second, name)
+
+
+BUILDERS: dict[tuple[str, ModelKind], Build] = {
+    ("dpo", LANGUAGE): build_pair_objective,
+    ("grpo", LANGUAGE): lambda arguments, assembled, _job, data: build_policy_objective(arguments, assembled, data),
+}
+"""Method and kind of model → what builds its objective."""

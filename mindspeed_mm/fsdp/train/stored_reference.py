@@ -1,0 +1,186 @@
+"""Log-probabilities of a reference that were computed once: the file, and the policy that reads it.
+
+The file is written by `mm posttrain reference`. Beside the numbers it tells which weights, rows and settings they are
+of, and it knows the tokens of each pair: numbers of anything else are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
+from mindspeed_mm.core.artifacts import atomic_file, make_writable_folder
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.data import MMDataset
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+FILE = "reference.safetensors"
+KEY = "posttrain.reference.path"
+AGAIN = "Run mm posttrain reference with this configuration again."
+_DIGEST_BYTES = 16
+
+
+@dataclass
+class StoredLogProbs:
+    """Log-probabilities of pairs by the id of their row."""
+
+    facts: dict[str, str]
+    """What they are of: see `facts_of_reference`."""
+    log_probs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the chosen and of the rejected answer."""
+    digests: dict[str, bytes] = field(default_factory=dict)
+    """Of their tokens."""
+
+    def add(self, batch: Batch, log_probs: Tensor) -> None:
+        """Take in the pairs of a prepared micro-batch; those that only fill it up are left out.
+
+        Args:
+            batch: Prepared by the objective of pairs.
+            log_probs: (2B,).
+        """
+        chosen, rejected = log_probs.double().chunk(2)
+        numbers = zip(chosen.tolist(), rejected.tolist(), strict=True)
+        for name, pair, digest, counts in zip(
+            batch["sample_ids"], numbers, digests_of(batch), batch["_counts"].tolist(), strict=True
+        ):
+            if counts:
+                self.log_probs[str(name)], self.digests[str(name)] = pair, digest
+
+    def merge(self, other: StoredLogProbs) -> None:
+        """Take in those of another rank."""
+        self.log_probs |= other.log_probs
+        self.digests |= other.digests
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        names = sorted(self.log_probs)
+        numbers = torch.tensor([self.log_probs[name] for name in names], dtype=torch.float64)
+        digests = torch.tensor([list(self.digests[name]) for name in names], dtype=torch.uint8)
+        make_writable_folder(path.parent)
+        with atomic_file(path) as draft:
+            tensors = {"log_probs": numbers, "digests": digests}
+            write_safetensors(tensors, draft, {"facts": json.dumps(self.facts), "ids": json.dumps(names)})
+
+    @classmethod
+    def load(cls, path: Path) -> StoredLogProbs:
+        """Read the file.
+
+        Raises:
+            ConfigError: There is none, or it is damaged.
+        """
+        if not path.is_file():
+            raise ConfigError(
+                "there are no stored log-probabilities of the reference",
+                where=str(path),
+                key=KEY,
+                way_out="Run mm posttrain reference with this configuration first.",
+            )
+        try:
+            with safe_open(path, "pt") as file:
+                notes = file.metadata() or {}
+                numbers, digests = file.get_tensor("log_probs").tolist(), file.get_tensor("digests").tolist()
+            names, facts = json.loads(notes["ids"]), json.loads(notes["facts"])
+            pairs = {name: (chosen, rejected) for name, (chosen, rejected) in zip(names, numbers, strict=True)}
+            return cls(facts, pairs, {name: bytes(each) for name, each in zip(names, digests, strict=True)})
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"is not a file of stored log-probabilities: {error}", where=str(path), key=KEY, way_out=AGAIN
+            ) from None
+
+
+class StoredReference:
+    """The reference whose log-probabilities are read.
+
+    Args:
+        stored: Of all rows.
+    """
+
+    def __init__(self, stored: StoredLogProbs) -> None:
+        self._stored = stored
+
+    def prepare(self, batch: Batch, counts: Tensor) -> Batch:
+        """`_reference`, (2B,).
+
+        Raises:
+            DataError: A pair is not known, or other tokens were scored.
+        """
+        alive = [all(pair) for pair in zip(*(half.tolist() for half in counts.chunk(2)), strict=True)]
+        found = []
+        for name, digest, counted in zip(map(str, batch["sample_ids"]), digests_of(batch), alive, strict=True):
+            if counted and self._stored.digests.get(name) != digest:
+                what = "has other tokens than" if name in self._stored.digests else "is not among"
+                raise DataError(
+                    f"{what} the pairs whose log-probabilities are stored", where=name, key=KEY, way_out=AGAIN
+                )
+            found.append(self._stored.log_probs[name] if counted else (0.0, 0.0))
+        return {"_reference": torch.tensor(found, dtype=torch.float64).t().reshape(-1)}
+
+    def log_probs(self, model: nn.Module, inputs: Batch, rows: Tensor, targets: Tensor) -> Tensor:
+        """Never asked for: they are in the batch."""
+        raise NotImplementedError("stored log-probabilities are those of whole answers")
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"stored log-probabilities of {len(self._stored.log_probs):,} pairs"
+
+
+def digests_of(batch: Batch) -> list[bytes]:
+    """Of each pair's tokens and labels, without padding; B of them."""
+    mask, ids, labels = batch["attention_mask"].bool(), batch["input_ids"], batch["labels"]
+    rows = [
+        torch.cat([own[kept].long(), trained[kept].long()]).numpy().tobytes()
+        for own, trained, kept in zip(ids, labels, mask, strict=True)
+    ]
+    pairs = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
+    return [hashlib.sha256(chosen + b"|" + rejected).digest()[:_DIGEST_BYTES] for chosen, rejected in pairs]
+
+
+def path_of_reference(arguments: Arguments) -> Path:
+    """The file.
+
+    Raises:
+        ConfigError: Nothing names it.
+    """
+    if arguments.posttrain.reference.path:
+        return Path(arguments.posttrain.reference.path)
+    if not arguments.training.save:
+        raise ConfigError("is not given, and neither is training.save", key=KEY, way_out="Name the file.")
+    return Path(arguments.training.save) / FILE
+
+
+def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[str, str]:
+    """What stored log-probabilities are of, in words that are compared."""
+    folder = told_weights(arguments.training.load) or arguments.model.model_name_or_path
+    facts = {"rows or their template": "+".join(str(each.fingerprint().get("hash")) for each in sets)}
+    if folder:
+        facts["weights"] = base_weights_mark(Path(folder))
+    return facts | {"posttrain.dpo.ld_alpha": str(arguments.posttrain.dpo.ld_alpha)}
+
+
+def opened_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> StoredLogProbs:
+    """The stored log-probabilities of a run, compared with its weights, rows and settings.
+
+    Raises:
+        ConfigError: There are none, or they are of something else.
+    """
+    path = path_of_reference(arguments)
+    stored = StoredLogProbs.load(path)
+    for name, fact in facts_of_reference(arguments, sets).items():
+        if stored.facts.get(name) != fact:
+            raise ConfigError(
+                f"the stored log-probabilities of the reference are of other {name}",
+                where=str(path),
+                key=KEY,
+                way_out=AGAIN,
+            )
+    return stored

@@ -1,0 +1,69 @@
+"""`mm posttrain reference`: computes once what a reference thinks of all pairs, and writes it down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+
+
+@dataclass(frozen=True)
+class ReferenceOutcome:
+    """What was written."""
+
+    path: str
+    pairs: int
+
+
+def run(
+    config_path: Path, overrides: Sequence[str] = (), *, say: Callable[[int], None] = lambda _pairs: None
+) -> ReferenceOutcome:
+    """Compute the log-probabilities of all training and validation pairs under the model as training starts, or under
+    the one that `posttrain.reference.model_name_or_path` names, and write them where `kind: stored` reads them.
+
+    Args:
+        config_path: The YAML.
+        overrides: `section.key=value`.
+        say: Told how many pairs are done.
+
+    Raises:
+        MMError: Configuration, model or rows are off, or the file cannot be written.
+    """
+    config = _load(config_path, overrides)
+    # Imported here: a wrong YAML is answered before torch is loaded.
+    from mindspeed_mm.fsdp.train.reference_pass import stored_log_probs
+    from mindspeed_mm.fsdp.train.stored_reference import path_of_reference
+
+    with config.told_as_own():
+        path = path_of_reference(config.arguments)
+        stored = stored_log_probs(config.arguments, say)
+        if os.environ.get("RANK", "0") == "0":
+            stored.save(path)
+    return ReferenceOutcome(str(path), len(stored.log_probs))
+
+
+def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str]) -> int:
+    """The same in `nproc` processes on this host; returns their exit code."""
+    _load(config_path, overrides)  # a wrong YAML is answered once, not by every rank
+    from mindspeed_mm.tasks.launch.launcher import launch
+
+    return launch(nproc, ["posttrain", "reference", str(config_path), *overrides, *options], None)
+
+
+def _load(config_path: Path, overrides: Sequence[str]) -> ResolvedConfig:
+    """The configuration, for a method that has a reference which can be stored."""
+    config = load_with_plugins(config_path, [*overrides, "posttrain.reference.kind=stored"])
+    posttrain = config.arguments.posttrain
+    if posttrain.method != "dpo":
+        raise ConfigError(
+            f"is {posttrain.method or 'null'}, and only preference pairs can be scored before training",
+            where=str(config_path),
+            key="posttrain.method",
+            way_out="Set it to dpo.",
+        )
+    return config

@@ -1,0 +1,193 @@
+"""Runs on preference pairs: media that are encoded once, references that are stored, the log, resuming, and what is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.fsdp.models.behaviour import media_once
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.tasks.posttrain import reference
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.parity import compare_steps
+from tests.helpers.plan_matrix import FP64
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_pairs import make_tiny_pairs
+from tests.helpers.tiny_run import make_tiny_run
+
+LORA = ("training.lora.enable=true", "training.lora.rank=2")
+STORED = "posttrain.reference.kind=stored"
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_pairs(tmp_path_factory.mktemp("pairs"), images=(1, 2), **FP64))
+
+
+def steps(yaml: str, *words: str) -> Any:
+    with keeping_double():
+        return train_steps(yaml, ["training.micro_batch_size=4", *words])
+
+
+@contextmanager
+def counted_patches() -> Iterator[list[int]]:
+    """How many patches the tower was given, call by call."""
+    seen: list[int] = []
+    real = Qwen3VLVisionModel.forward
+
+    @wraps(real)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(hidden_states))
+        return real(self, hidden_states, *args, **kwargs)
+
+    with mock.patch.object(Qwen3VLVisionModel, "forward", forward):
+        yield seen
+
+
+def test_pictures_that_both_answers_show_are_encoded_once(yaml: str) -> None:
+    with counted_patches() as once:
+        first = steps(yaml, *LORA)
+    with mock.patch.object(media_once, "_takes_grids", lambda _: False), counted_patches() as twice:
+        second = steps(yaml, *LORA)
+    assert once and [2 * patches for patches in once] == twice
+    compare_steps(second, first, 1e-12)
+
+
+def test_stored_log_probabilities_train_as_a_frozen_copy_does(yaml: str, tmp_path: Path) -> None:
+    path = f"posttrain.reference.path={tmp_path / 'reference.safetensors'}"
+    with keeping_double():
+        outcome = reference.run(Path(yaml), [path])
+    assert outcome.pairs == 24
+    compare_steps(steps(yaml), steps(yaml, STORED, path), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("posttrain.dpo.ld_alpha=0.5", "posttrain.dpo.ld_alpha"),
+        ("data.dataset_param.basic_parameters.cutoff_len=77", "rows or their template"),
+        ("model.model_name_or_path=", "weights"),
+    ],
+)
+def test_what_was_stored_of_something_else_is_refused(yaml: str, tmp_path: Path, change: str, words: str) -> None:
+    if change.endswith("="):
+        other = tmp_path / "other"
+        make_tiny_pairs(other)
+        (other / "model/model.safetensors").write_bytes(_changed(other / "model/model.safetensors"))
+        change += str(other / "model")
+    path = f"posttrain.reference.path={tmp_path / 'reference.safetensors'}"
+    reference.run(Path(yaml), [path])
+    with pytest.raises(ConfigError, match=f"are of other {words}") as caught:
+        Trainer(load_with_plugins(Path(yaml), [STORED, path, change])).train()
+    assert "mm posttrain reference" in str(caught.value)
+
+
+def _changed(path: Path) -> bytes:
+    content = bytearray(path.read_bytes())
+    content[-8:] = b"\0" * 8
+    return bytes(content)
+
+
+def test_pairs_that_were_not_scored_are_refused(yaml: str, tmp_path: Path) -> None:
+    file = tmp_path / "reference.safetensors"
+    path = f"posttrain.reference.path={file}"
+    reference.run(Path(yaml), [path])
+    from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs
+
+    stored = StoredLogProbs.load(file)
+    stored.digests = {name: bytes(16) for name in stored.digests}
+    stored.save(file)
+    with pytest.raises(DataError, match="has other tokens than the pairs whose log-probabilities are stored"):
+        Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
+    file.write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match="is not a file of stored log-probabilities"):
+        Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ([STORED], "posttrain.reference.path"),
+        (["posttrain.method=null"], "data.dataset_param.basic_parameters.stage"),
+        (["data.dataset_param.basic_parameters.stage=sft"], "data.dataset_param.basic_parameters.stage"),
+        (["posttrain.reference.sync_steps=2", "posttrain.reference.kind=frozen"], "posttrain.reference.sync_steps"),
+        (["posttrain.method=grpo", "posttrain.rewards=[{name: json}]"], "data.dataset_param.basic_parameters.stage"),
+    ],
+)
+def test_refusals(yaml: str, words: list[str], key: str) -> None:
+    with pytest.raises(MMError) as caught:
+        Trainer(load_with_plugins(Path(yaml), words)).train()
+    assert key in str(caught.value)
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    yaml = make_tiny_pairs(tmp_path, images=(0,))
+    config = tmp_path / "model/config.json"
+    content = json.loads(config.read_text())
+    content["text_config"]["attention_dropout"] = 0.1
+    config.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"has a dropout of 0\.1 in model\.language_model"):
+        Trainer(load_with_plugins(yaml, [])).train()
+
+
+def test_a_checkpoint_is_no_reference(yaml: str, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    make_tiny_qwen3(text / "model")
+    run = make_tiny_run(text, data=_of(make_tiny_pairs(text, images=(0,))), posttrain={"method": "dpo"})
+    save = tmp_path / "run"
+    Trainer(load_with_plugins(run, ["training.train_iters=1", f"training.save={save}"])).train()
+    with pytest.raises(ConfigError, match="is a checkpoint of a training, and a reference starts from a folder"):
+        Trainer(load_with_plugins(run, [f"training.load={save}", "training.no_load_optim=true"])).train()
+
+
+def _of(yaml: Path) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+
+    return dict(YAML(typ="safe").load(yaml)["data"])
+
+
+@pytest.mark.parametrize("words", [LORA, ()])
+def test_a_run_that_goes_on_ends_with_the_same_weights(yaml: str, tmp_path: Path, words: tuple[str, ...]) -> None:
+    def weights(*more: str) -> Any:
+        recorder = StepRecorder()
+        Trainer(load_with_plugins(Path(yaml), [*words, "training.train_iters=4", *more]), hooks=[recorder]).train()
+        return recorder.steps[-1]["weights"]
+
+    save = f"training.save={tmp_path / 'run'}"
+    straight = weights()
+    Trainer(load_with_plugins(Path(yaml), [*words, "training.train_iters=4", save, "training.save_interval=2"])).train()
+    for name in ("iter_0000004", "latest_checkpointed_iteration.txt"):
+        path = tmp_path / "run" / name
+        if path.is_dir():
+            path.rename(tmp_path / name)
+        else:
+            path.write_text("2")
+    resumed = weights(save)
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_the_log_has_margins_and_log_probabilities(yaml: str, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    Trainer(load_with_plugins(Path(yaml), [*LORA, f"training.save={save}", "posttrain.dpo.pref_ftx=1"])).train()
+    records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in records if "loss" in record)
+    assert first["rewards/margins"] == 0 and first["kl/reference"] == 0
+    assert first["logps/chosen"] < 0 and first["logps/rejected"] < 0
+    assert first["loss"] == pytest.approx(first["loss/loss"] + first["loss/sft"])
+    assert "loss/rewards/margins" not in first
