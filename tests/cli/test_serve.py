@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -10,16 +11,26 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from openai import OpenAI
 
 from mindspeed_mm.cli.serve import command, read_key
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.serve.limits import Limits
+from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 PAGE = Path(__file__).parents[2] / "docs" / "inference.md"
@@ -54,20 +65,52 @@ def server(work: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str
         process.wait()
 
 
-def test_the_page_as_it_is_written_and_an_orderly_end(work: Path) -> None:
+def page_code() -> tuple[str, str, str]:
+    """The command, the program and the call of curl that the page shows."""
     text = PAGE.read_text(encoding="utf-8")
     (words,) = re.findall(r"^mm (serve .*)$", text, flags=re.MULTILINE)
     (python,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (curl,) = re.findall(r"```sh\n(curl .*?)```", text, flags=re.DOTALL)
+    return words, python, curl
+
+
+def check_curl(curl: str) -> None:
+    words = [shutil.which("bash") or "sh", "-c", f"curl -s {curl.removeprefix('curl ')}"]
+    answer = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S).stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_the_page_as_it_is_written_and_an_orderly_end(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process; what the command adds is tested below."""
+    _, python, curl = page_code()
+    engine = AnswerEngine(load_generator(work / "runs" / "mine"))
+    ending = ExitStack()
+    there = ending.enter_context(served(engine, Limits(max_new_tokens=400)))
+    exec(compile(python.replace("http://127.0.0.1:8000", there).replace("mine", NAME), str(PAGE), "exec"), {})
+    assert capsys.readouterr().out.strip()
+    check_curl(curl.replace("http://127.0.0.1:8000", there).replace("mine", NAME))
+
+    client = OpenAI(base_url=f"{there}/v1", api_key="none", max_retries=0)
+    asked: list[Any] = [{"role": "user", "content": "hello"}]
+    pieces = iter(client.chat.completions.create(model=NAME, messages=asked, stream=True, max_tokens=400))
+    next(pieces)
+    end = threading.Thread(target=ending.close)  # as SIGTERM does
+    end.start()
+    *_, last = pieces
+    assert last.choices[0].finish_reason in ("length", "stop")
+    end.join(TIMEOUT_S)
+    assert not end.is_alive()
+
+
+@pytest.mark.slow
+def test_the_command_as_it_is_written_and_its_end_by_a_signal(work: Path) -> None:
+    words, python, curl = page_code()
     with server(work, *words.replace("8000", "0").split(), "--max-new-tokens", "400") as (process, address):
         there = address.removesuffix("/v1")
         code = python.replace("http://127.0.0.1:8000", there)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
-        shell = shutil.which("bash") or "sh"
-        words_of_curl = [shell, "-c", f"curl -s {curl.replace('http://127.0.0.1:8000', there).removeprefix('curl ')}"]
-        answer = json.loads(subprocess.run(words_of_curl, capture_output=True, text=True, timeout=TIMEOUT_S).stdout)
-        assert answer["choices"][0]["message"]["role"] == "assistant"
+        check_curl(curl.replace("http://127.0.0.1:8000", there))
 
         client = OpenAI(base_url=address, api_key="none", max_retries=0)
         stream = client.chat.completions.create(
@@ -79,6 +122,44 @@ def test_the_page_as_it_is_written_and_an_orderly_end(work: Path) -> None:
         *_, last = pieces
         assert last.choices[0].finish_reason in ("length", "stop")
         assert process.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.slow
+def test_memory_stays_where_it_is_when_clients_come_and_leave(work: Path) -> None:
+    """Every fourth of 2,000 clients leaves before its answer is there."""
+    with server(work, "serve", "runs/mine", "--port", "0", "--max-new-tokens", "16") as (process, address):
+        asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 16, "seed": 1, "temperature": 1}
+        parts = urlsplit(address)
+
+        def one(number: int) -> int:
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+            with closing(connection):
+                body = json.dumps({**asked, "stream": number % 2 == 0})
+                connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+                if number % 4 == 0:
+                    return 0
+                answer = connection.getresponse()
+                answer.read()
+                return answer.status
+
+        def many(count: int) -> float:
+            with ThreadPoolExecutor(16) as pool:
+                assert set(pool.map(one, range(count))) == {0, 200}
+            return psutil.Process(process.pid).memory_info().rss / 2**20
+
+        warm_mib = many(400)
+        grown_mib = many(2000) - warm_mib
+        assert grown_mib < 48, grown_mib
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while "mm_serve_running 0" not in (text := _metrics(address)) or "mm_serve_waiting 0" not in text:
+            assert time.monotonic() < deadline_s, text
+            time.sleep(0.1)
+
+
+def _metrics(address: str) -> str:
+    with urllib.request.urlopen(f"{address.removesuffix('/v1')}/metrics") as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def test_options_that_are_off(work: Path, tmp_path: Path) -> None:

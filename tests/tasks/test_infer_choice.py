@@ -106,6 +106,7 @@ def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
         assert said.code == 2 and option in said.err, said.err
 
 
+@pytest.mark.slow
 def test_a_command_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "many.jsonl", tmp_path / "answers.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n} one two", "id": f"q{n}"}) + "\n" for n in range(60)))
