@@ -65,6 +65,7 @@ BATCH_KEYS: dict[str, str] = {
     },
     "sound": "(B, channels, samples) float32 in -1..1, the sound of clips that is encoded while training",
     "fps": "list of B floats: frames a second of each clip as it is shown to the model; 0 of a picture",
+    "is_prior": "(B,) bool, samples that preserve the prior: a loss term of their own",
     "captions": "list of B strings, of media that are encoded while training",
     "prompt_embeds": "(B, L, D) text features",
     "prompt_mask": "(B, L) int64, 1 on real text features; absent where a model takes no mask",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.diffusion.noise_paths import NoisePath
 
 _MOST_DRAWS = 10_000
+PRIOR = "prior"
+"""The term of samples that preserve the prior."""
 VALIDATION = "validation"
 """Stands for the epoch when a sample is validated: its noise is always the same."""
 
@@ -47,7 +49,9 @@ class Draw:
 class DenoisingObjective:
     """Mean squared error of the prediction: mean over a sample's latents, but for those that the model is given without
     noise; weighted mean over samples. Where a sample has several latents (pictures and sound), each has noise of its
-    own, all have one time, and the means are added.
+    own, all have one time, and the means are added. With
+    `prior_loss_weight` w, samples that preserve the prior are a term of their own: mean over the others + w · mean over
+    these.
 
     Args:
         adapter: The family's conventions.
@@ -110,7 +114,11 @@ class DenoisingObjective:
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Samples."""
-        return {self.term: sum(len(batch["sample_ids"]) - batch.get("blank_rows", 0) for batch in batches)}
+        samples = sum(map(_real_rows, batches))
+        if self._arguments.prior_loss_weight is None:
+            return {self.term: samples}
+        prior = sum(int(_is_prior(batch)[: _real_rows(batch)].sum()) for batch in batches)
+        return {self.term: samples - prior, PRIOR: prior}
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Latent tokens, all of which are learned from."""
@@ -138,7 +146,14 @@ class DenoisingObjective:
         for key in self._keys:
             of_key = (predicted[key] - targets[key]).square()
             errors = errors + _mean_of_samples(of_key, given if key == LATENTS else None)
-        return {self.term: (errors * batch["_weights"]).sum()}
+        weighted = errors * batch["_weights"]
+        if self._arguments.prior_loss_weight is None:
+            return {self.term: weighted.sum()}
+        is_prior = _is_prior(batch).to(weighted.device)
+        return {
+            self.term: (weighted * ~is_prior).sum(),
+            PRIOR: self._arguments.prior_loss_weight * (weighted * is_prior).sum(),
+        }
 
     @property
     def _keys(self) -> tuple[str, ...]:
@@ -221,6 +236,15 @@ class DenoisingObjective:
             changed[key] = _lengthened(batch[key], 1, longest).clone()
             changed[key][rows] = _lengthened(empty, 0, longest).to(changed[key].dtype)
         return batch | changed
+
+
+def _is_prior(batch: Batch) -> torch.Tensor:
+    """(B,) bool; a data set without such samples says nothing."""
+    return batch["is_prior"] if "is_prior" in batch else torch.zeros(len(batch["sample_ids"]), dtype=torch.bool)
+
+
+def _real_rows(batch: Batch) -> int:
+    return len(batch["sample_ids"]) - int(batch.get("blank_rows", 0))
 
 
 def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:

@@ -105,6 +105,9 @@ class DataEntry(Section):
     repeats: Positive | None = None
     """Number of times that an epoch reads each row of this dataset; null: once, and of a folder named `10_dog` ten
     times. Data of generators only, like the next key."""
+    prior: Flag = False
+    """Use this dataset to preserve the prior (DreamBooth): its samples are a loss term of their own, weighted by
+    `training.diffusion.prior_loss_weight`. Data of generators only."""
     sizes: dict[str, Any] | None = None
     """Sizes of this dataset's media, in place of those of `preprocess_parameters`: `height` and `width`, `buckets` or
     `max_pixels`, and `num_frames`."""

@@ -69,6 +69,9 @@ class DiffusionArguments(Section):
     caption_dropout: Ratio = 0.0
     """Share of samples that are trained with an empty caption, so that classifier-free guidance works without a second
     model."""
+    prior_loss_weight: Annotated[Number, Field(ge=0)] | None = None
+    """Weight of the mean loss of samples that preserve the prior (`prior: true` of an entry of `dataset`) beside the
+    mean loss of the others, as in DreamBooth (Ruiz et al. 2022, equation 2); null: there are no such samples."""
     guidance: Annotated[Number, Field(ge=0)] = 3.5
     """Guidance scale given to models that take one as an input (FLUX.1-dev)."""
 

@@ -159,8 +159,8 @@ def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
         return SkippedRow(index, place, path, str(error), said)
     of_row = (index, key, place, path, row.captions, source.sizes[index])
     record = FeatureRecord(
-        *of_row, fps=source.fps(index), said=said, repeats=row.repeats, medium=medium,
-        pixels=source.pixels_key(index), **vars(needs),
+        *of_row, fps=source.fps(index), said=said, repeats=row.repeats,
+        is_prior=row.is_prior, medium=medium, pixels=source.pixels_key(index), **vars(needs),
     )  # fmt: skip
     return record, pixels
 

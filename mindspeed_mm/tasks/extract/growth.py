@@ -144,7 +144,7 @@ def _found(
     size, pixels = source.sizes[index], source.pixels_key(index)
     record = FeatureRecord(
         index, key, str(source.place(index)), row.name, row.captions, size, said=row.digest, repeats=row.repeats,
-        fps=source.fps(index), medium=source.digest(index, row).hex(), pixels=pixels,
+        is_prior=row.is_prior, fps=source.fps(index), medium=source.digest(index, row).hex(), pixels=pixels,
     )  # fmt: skip
     whole = existing.whole.get((key, size)) if pixels not in existing.pixels else None
     if whole is not None and not whole.pixels:  # of a version that kept whole rows

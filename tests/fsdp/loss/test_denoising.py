@@ -107,6 +107,24 @@ def test_loss_is_the_formula(weighting: str, density: str) -> None:
     assert loss.count([made]) == {"loss": 3}
 
 
+def test_prior_preservation_is_the_formula() -> None:
+    """DreamBooth, equation 2: mean over the thing + λ · mean over its class, in fp64, however samples are batched."""
+    loss, model = objective(prior_loss_weight=0.3, timestep_density="uniform"), Denoiser()
+    names, is_prior = ("a", "b", "c", "d", "e"), [False, True, True, False, True]
+    each = [by_hand(model, batch(name), loss.prepare(batch(name))) for name in names]
+    of_thing = [value for value, prior in zip(each, is_prior, strict=True) if not prior]
+    of_class = [value for value, prior in zip(each, is_prior, strict=True) if prior]
+    expected = {"loss": np.mean(of_thing), "prior": 0.3 * np.mean(of_class)}
+    for split in ([slice(0, 5)], [slice(0, 1), slice(1, 5)], [slice(0, 2), slice(2, 3), slice(3, 5)]):
+        parts = [loss.prepare(batch(*names[part]) | {"is_prior": torch.tensor(is_prior[part])}) for part in split]
+        counts = loss.count(parts)
+        assert counts == {"loss": 2, "prior": 3}
+        for term, value in expected.items():
+            mean = sum(loss.terms(model, part)[term].item() for part in parts) / counts[term]
+            assert mean == pytest.approx(value, rel=1e-12)
+    assert loss.count([loss.prepare(batch("a"))]) == {"loss": 1, "prior": 0}
+
+
 def test_weights_by_name_have_the_published_values() -> None:
     assert loss_weight("sigma_sqrt", 0.5) == pytest.approx(4.0)
     assert loss_weight("cosmap", 0.5) == pytest.approx(2 / (math.pi * 0.5))

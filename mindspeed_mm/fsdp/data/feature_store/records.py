@@ -39,6 +39,8 @@ class FeatureRecord:
     """Number of captions that are longer than what the text encoder reads."""
     repeats: int = 1
     """How often an epoch reads the row."""
+    is_prior: bool = False
+    """Whether the row preserves the prior."""
     medium: str = ""
     """Digest of the medium's file, 32 hex digits; like the next two empty in sets of versions that did not note it."""
     pixels: str = ""

@@ -118,6 +118,19 @@ def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(f"'{entry.match}' is not a regular expression: {error}", key=key)
 
 
+def _prior_has_a_weight(arguments: Arguments) -> Iterator[Problem]:
+    """Samples of the prior are a loss term of their own, which has to be weighted."""
+    files = getattr(arguments.data.dataset_param.basic_parameters, "dataset", None)
+    entries = () if files is None or isinstance(files, str) else files
+    has_weight = arguments.training.diffusion.prior_loss_weight is not None
+    if any(getattr(entry, "prior", False) for entry in entries) and not has_weight:
+        yield Problem(
+            "null, but an entry of dataset is to preserve the prior",
+            key="training.diffusion.prior_loss_weight",
+            way_out="Set it, e.g. to 1.0.",
+        )
+
+
 def _weights_have_one_source(arguments: Arguments) -> Iterator[Problem]:
     training = arguments.training
     if arguments.model.train_from_scratch and training.load and training.load_format == "hf":
@@ -208,6 +221,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _stable_part_is_left,
     _streams_are_not_counted,
     _scaling_plan_is_regex,
+    _prior_has_a_weight,
     _weights_have_one_source,
     _pixel_limits_are_in_order,
     _prompts_and_history_do_not_contradict,

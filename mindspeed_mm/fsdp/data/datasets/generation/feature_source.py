@@ -51,6 +51,7 @@ class FeatureSource:
         self._adapter, self._folder, self._basic = adapter, folder, basic
         self.seed = 0
         self._records = self._store.records[: basic.max_samples]
+        self._has_prior = any(record.is_prior for record in self._records)
         if not self._records:
             raise DataError("the feature set is empty", where=str(folder), key=_KEY, way_out="Run mm extract again.")
         self.sizes: list[MediaSize] = [record.size for record in self._records]
@@ -79,7 +80,8 @@ class FeatureSource:
         view = drawn_view(self.seed, epoch, sample_id, record.views)
         features = self._store.read(index, caption, view)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
-        return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features}
+        prior = {"is_prior": torch.tensor(record.is_prior)} if self._has_prior else {}
+        return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features, **prior}
 
     def describe(self, index: int) -> SampleDescription:
         """What the feature set knows of a sample."""

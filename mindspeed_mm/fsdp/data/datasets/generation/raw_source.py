@@ -93,6 +93,7 @@ class RawSource:
         self._buckets = [buckets_of(preprocess, file, geometry) for file in files]
         self.media = build_media_loader(basic, files)
         self.rows = read_rows(basic, self._declared, files, self._roles)
+        self._has_prior = any(file.is_prior for file in self.rows.files)
         self.headers: list[MediaHeader] = []
         """What is known of each row's medium: what the row declares, else what the file says."""
         self.sizes = self._assign_sizes()
@@ -146,7 +147,8 @@ class RawSource:
         of_roles = {role.batch_key: media[role.name] for role in self._roles}
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
         known = {"sample_id": sample_id, "epoch": epoch, "fps": self.fps(index), "caption": caption}
-        return {**known, "pixels": media[TARGET], **of_roles}
+        prior = {"is_prior": torch.tensor(row.is_prior)} if self._has_prior else {}
+        return {**known, "pixels": media[TARGET], **of_roles, **prior}
 
     def fps(self, index: int) -> float:
         """Frames a second of row `index` as it is shown; 0 of a picture, and where no model reads it."""

@@ -38,6 +38,8 @@ class RowFile:
     """From the media root, or absolute; empty: the media root itself."""
     repeats: int = 1
     """How often an epoch reads each row."""
+    is_prior: bool = False
+    """Whether the rows preserve the prior."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `preprocess_parameters` about sizes that are others for these rows."""
     entry: str = ""
@@ -111,7 +113,8 @@ def _of_source(source: RowSource, path: Path, mode: str | None, basic: BasicPara
     given = source.entry
     for file in _open(path, mode, basic):
         repeats = file.repeats if given is None or given.repeats is None else given.repeats
-        yield replace(file, repeats=repeats, sizes=(given and given.sizes) or {}, entry=source.name)
+        is_prior = given is not None and given.prior
+        yield replace(file, repeats=repeats, is_prior=is_prior, sizes=(given and given.sizes) or {}, entry=source.name)
 
 
 def _open(path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:

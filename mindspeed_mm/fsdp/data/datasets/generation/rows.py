@@ -61,6 +61,8 @@ class GenerationRow:
     """Further media by their role, see `MediaRole`."""
     repeats: int = 1
     """How often an epoch reads it."""
+    is_prior: bool = False
+    """Whether it preserves the prior."""
     told: str = ""
     """What to call a medium whose path begins with the folder of a data set, which may be moved; empty: its path."""
 
@@ -86,6 +88,7 @@ class GenerationRow:
         said: tuple[Any, ...] = (medium, self.captions, declared, sorted(self.extras.items()))
         said += (sorted(self.roles.items()),) if self.roles else ()
         said += (self.repeats,) if self.repeats > 1 else ()
+        said += ("prior",) if self.is_prior else ()
         return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -184,7 +187,7 @@ class GenerationRows(Sequence[GenerationRow]):
         file, at = self._locate(number)
         row = parse_row(file.reader.read(at), file.reader.place(at), self._columns, file.folder, self._roles)
         told = file.told(row.media) if isinstance(row.media, str) else ""
-        return replace(row, captions=self._rules(row.captions), repeats=file.repeats, told=told)
+        return replace(row, captions=self._rules(row.captions), repeats=file.repeats, is_prior=file.is_prior, told=told)
 
     def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
