@@ -84,6 +84,23 @@ class SdeSteps:
         return self.noise_level * math.sqrt(sigma / (1 - below))
 
 
+@dataclass(frozen=True)
+class SdeStep:
+    """One step of a grid."""
+
+    steps: SdeSteps
+    index: int
+
+    @property
+    def delta(self) -> float:
+        """Δ, negative."""
+        return self.steps.delta(self.index)
+
+    def density(self, x: torch.Tensor, v: torch.Tensor) -> StepDensity:
+        """Of x', see `SdeSteps.density`."""
+        return self.steps.density(x, v, self.index)
+
+
 def clean(x: torch.Tensor, v: torch.Tensor, sigma: float | torch.Tensor) -> torch.Tensor:
     """x̂₀ = x − σ v, the mean of the clean latents given x."""
     return x - sigma * v

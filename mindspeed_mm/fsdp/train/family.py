@@ -18,12 +18,14 @@ from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
+from mindspeed_mm.fsdp.loss.flow_objectives import FlowPolicyObjective, NftObjective, RewardObjective
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import families
@@ -34,6 +36,7 @@ from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
 from mindspeed_mm.fsdp.train.posttrain import build_posttrain_objective, build_simulated_pairs
 from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
+from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
@@ -194,8 +197,18 @@ class GeneratorFamily(Family):
         """What the transformer computes in."""
         return torch_dtype(self.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
 
+    @property
+    def denoiser(self) -> Denoiser:
+        """The path through the transformer."""
+        return Denoiser(self.adapter, self.compute_dtype, self.arguments.training.diffusion.guidance)
+
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
-        """Denoising, on features or on raw media."""
+        """Denoising, on features or on raw media; or what `posttrain.method` names."""
+        posttrain = self.arguments.posttrain
+        if posttrain.method == "grpo":
+            return FlowPolicyObjective(self.denoiser, posttrain.grpo)
+        if posttrain.method == "nft":
+            return NftObjective(self.denoiser, posttrain.nft, posttrain.grpo.adv_clip_max)
         return self.denoising(data.train, data.validation)
 
     def denoising(self, *datasets: MMDataset | None) -> DenoisingObjective:
@@ -223,6 +236,13 @@ class GeneratorFamily(Family):
         diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
         return DenoisingObjective(
             self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype
+        )
+
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+        """The model draws from prompts."""
+        assert isinstance(objective, RewardObjective)
+        return build_flow_rollouts(
+            self.arguments, assembled, job, data, objective, denoise=self.denoiser, encoders=self.encoders
         )
 
     def save_model(self, model: nn.Module, save: WholeSave) -> None:

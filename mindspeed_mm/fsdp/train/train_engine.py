@@ -315,14 +315,14 @@ class TrainEngine:
                 prepared = [self.objective.prepare(batch, training=False) for batch in micro_batches]
                 for name, count in self._tally(prepared).counts.items():
                     counts[name] = counts.get(name, 0) + count
-                for name, value in self.forward_backward.evaluate([self._own(batch) for batch in prepared]).items():
+                for name, value in self.forward_backward.evaluate([self.own(batch) for batch in prepared]).items():
                     sums[name] = sums[name] + value if name in sums else value
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
 
     def _forward_backward(self, prepared: Sequence[Batch], tally: Tally) -> Terms:
         """Gradients, and this rank's share of each normalised term. A loss scale is a part of the denominators."""
-        own = [self._own(batch) for batch in prepared]
+        own = [self.own(batch) for batch in prepared]
         if self.loss_scale is None:
             return self.forward_backward(own, tally.denominators)
         scale = self.loss_scale.value
@@ -349,8 +349,8 @@ class TrainEngine:
             f"{before:g} to {self.loss_scale.value:g}"
         )
 
-    def _own(self, prepared: Batch) -> Batch:
-        """What this rank computes of a micro-batch, on its device. Counted was the whole of it."""
+    def own(self, prepared: Batch) -> Batch:
+        """What this rank computes of a prepared micro-batch, on its device. Counted was the whole of it."""
         with named(ranges.TO_DEVICE):
             return move(prepared if self.context is None else self.context.split(prepared), self.device)
 

@@ -250,9 +250,11 @@ def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
             key=f"{_KEY}.flow.noise_level",
             way_out="Set it above 0, e.g. 0.7, or posttrain.method: nft.",
         )
-    if flow.window.size is not None and flow.window.size > flow.num_inference_steps:
+    random_steps = flow.num_inference_steps - 1
+    if flow.window.size is not None and flow.window.size > random_steps:
         yield Problem(
-            f"{flow.window.size} is more than posttrain.flow.num_inference_steps, {flow.num_inference_steps}",
+            f"{flow.window.size} is more than the {random_steps} steps that draw noise: all of "
+            f"posttrain.flow.num_inference_steps, {flow.num_inference_steps}, but the last",
             key=f"{_KEY}.flow.window.size",
             way_out="Lower it.",
         )

@@ -1,0 +1,91 @@
+"""Builds what draws the samples of a generator that learns from rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import PromptDataset
+from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
+from mindspeed_mm.fsdp.train.rollouts.flow import FlowModel, FlowRollouts
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.train_engine import move
+
+_TASKS = ("t2i", "t2v")
+"""What is drawn from a prompt alone."""
+
+
+def build_flow_rollouts(
+    arguments: Arguments,
+    assembled: Assembled,
+    job: Job,
+    data: RunData,
+    objective: RewardObjective,
+    *,
+    denoise: Denoiser,
+    encoders: Any,
+) -> FlowRollouts:
+    """What draws and judges samples of a generator.
+
+    Raises:
+        ConfigError: The data are no prompts, or this generator cannot be post-trained by rewards.
+    """
+    prompts = data.train.origin
+    if not isinstance(prompts, PromptDataset):
+        raise ConfigError(
+            f"'{arguments.data.dataset_param.dataset_type}', but {arguments.posttrain.method} draws from prompts",
+            key="data.dataset_param.dataset_type",
+            way_out="Set generation_prompts, and name a .txt or .json file of prompts.",
+        )
+    adapter = denoise.adapter
+    if not adapter.noise_path.is_flow:
+        raise ConfigError(
+            f"'{arguments.posttrain.method}', but {type(assembled.model).__name__} learns by "
+            f"{adapter.noise_path.describe()}, and its steps have no densities here",
+            key="posttrain.method",
+            way_out="Choose a model that matches flows.",
+        )
+    if adapter.task not in _TASKS:
+        raise ConfigError(
+            f"'{adapter.task}' goes on from media, and prompts have none",
+            key="model.task",
+            way_out=f"Set {' or '.join(_TASKS)}, where the folder allows it.",
+        )
+    _refuse_unbuilt(arguments)
+    context = assembled.applied.context
+
+    def own(batch: Batch) -> Batch:
+        return move(batch if context is None else context.split(batch), job.device)
+
+    return FlowRollouts(
+        FlowModel(assembled.model, denoise, encoders, own, job.device),
+        objective,
+        arguments.posttrain,
+        build_rewards(arguments),
+        size=prompts.size,
+        seed=arguments.training.seed,
+        micro_batch_size=arguments.training.micro_batch_size,
+        shift=arguments.training.diffusion.shift,
+    )
+
+
+def _refuse_unbuilt(arguments: Arguments) -> None:
+    posttrain = arguments.posttrain
+    if posttrain.method == "nft" and posttrain.nft.kl:
+        raise ConfigError(
+            f"{posttrain.nft.kl:g} needs a reference, which generators do not have yet",
+            key="posttrain.nft.kl",
+            way_out="Set it to 0.",
+        )
+    if posttrain.method == "nft" and posttrain.nft.old_decay != 0:
+        raise ConfigError(
+            f"{posttrain.nft.old_decay} keeps an older policy, which is not built yet",
+            key="posttrain.nft.old_decay",
+            way_out="Set it to 0: the policy itself draws the samples.",
+        )

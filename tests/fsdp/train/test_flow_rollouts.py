@@ -1,0 +1,141 @@
+"""Generators that learn from rewards: trajectories are the pipeline's, steps that are trained are those that were
+drawn, and a run that is cut into pieces is the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.loss.sde_steps import SdeSteps
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, load_pipeline
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
+from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts
+from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import differing, lines, mm, tensors, train
+from tests.helpers.tiny_rollout_run import make_tiny_rollout_run
+
+FP64 = {"fsdp_plan": {"param_dtype": "fp64", "reduce_dtype": "fp64"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flow")
+    make_tiny_rollout_run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("shift", [None, 3.0])
+def test_without_noise_a_trajectory_is_the_pipelines(folder: Path, shift: float | None) -> None:
+    """FLUX by diffusers, from the same noise; a shift of its own is another grid."""
+    adapter = find_adapter(folder / "model")
+    encoders = load_encoders(adapter, torch.device("cpu"))
+    model = diffusers_class(adapter.transformer_class).from_pretrained(folder / "model" / "transformer").eval()
+    (features,) = adapter.encode_text(encoders, ["a red box"])
+    shape = (4, 8, 8)
+    noise = [SampleNoise(7, "0/a", member) for member in range(2)]
+    batch = adapter.pad_text([features] * 2) | {"latents": torch.zeros(2, *shape)}
+    steps = SdeSteps("flow", 0.0, noise_grid(adapter, shape, 5, shift))
+    found = roll_out(Denoiser(adapter, torch.float32, 3.5), model, batch, steps, noise).latents
+    pipeline = load_pipeline(adapter, model, encoders)
+    start = torch.stack([each.start(shape) for each in noise])
+    made = pipeline(
+        prompt=["a red box"] * 2, height=16, width=16, num_inference_steps=5, latents=pack(start), output_type="latent",
+        max_sequence_length=adapter.text_tokens, return_dict=False,
+    )[0]  # fmt: skip
+    gap = float((found - unpack(made, (2, *shape))).abs().max())
+    assert gap < 1e-5 if shift is None else gap > 1e-3
+
+
+def test_noise_is_of_the_sample_alone() -> None:
+    shape = (2, 3)
+    one, other = SampleNoise(7, "0/a", 0), SampleNoise(7, "0/a", 1)
+    assert not torch.equal(one.start(shape), other.start(shape))
+    shared = [SampleNoise(7, "0/a", member, shares_start=True) for member in range(2)]
+    assert torch.equal(shared[0].start(shape), shared[1].start(shape))
+    assert not torch.equal(shared[0].of_step(0, shape), shared[1].of_step(0, shape))
+    assert not torch.equal(one.of_step(0, shape), one.of_step(1, shape))
+    assert not torch.equal(SampleNoise(7, "1/a", 0).start(shape), one.start(shape))
+
+
+def trained(yaml: Path, save: Path, *words: str) -> list[dict[str, Any]]:
+    train(yaml, save, *words)
+    return [line for line in lines(save / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.mark.parametrize("method", ["grpo", "nft"])
+def test_what_is_trained_is_what_was_drawn(method: str, folder: Path, tmp_path: Path) -> None:
+    """To the bit: the log of the ratio, or the distance from the old policy, is 0 where a rollout serves one step."""
+    for line in trained(folder / "run.yaml", tmp_path / "run", f"posttrain.method={method}", "training.train_iters=2"):
+        assert line["ratio_gap" if method == "grpo" else "old_gap"] == 0
+        assert line["grad_norm"] > 0
+        assert line["diversity"] > 0
+        assert line["reward"] < 0
+
+
+def test_states_in_bf16_are_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: states rounded to bf16 change ratios by far more than they are clipped at."""
+    real = FlowRollouts.draw
+
+    def rounded(*args: Any) -> Any:
+        samples = real(*args)
+        for sample in samples:
+            assert isinstance(sample.path, Trajectories)
+            sample.path.states = {index: each.bfloat16().float() for index, each in sample.path.states.items()}
+        return samples
+
+    monkeypatch.setattr(FlowRollouts, "draw", rounded)
+    (line,) = trained(folder / "run.yaml", tmp_path / "run", "training.train_iters=1")
+    assert line["ratio_gap"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        "posttrain.grpo.steps_per_generation=2",
+        pytest.param("posttrain.grpo.num_iterations=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_stops_within_a_rollout_goes_on(uses: str, folder: Path, tmp_path: Path) -> None:
+    yaml, words = folder / "run.yaml", (uses, "training.train_iters=4", "training.save_interval=3")
+    train(yaml, tmp_path / "whole", *words)
+    assert mm("train", yaml, f"training.save={tmp_path / 'parts'}", *words, "--steps", 3).code == 0
+    train(yaml, tmp_path / "parts", *words)
+    assert not differing(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
+    gaps = [line["ratio_gap"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if "ratio_gap" in line]
+    assert gaps[0] == gaps[2] == 0 < min(gaps[1], gaps[3])  # the second step of a rollout is off the old policy
+
+
+def metrics_of_ranks(yaml: str, save: str, *words: str) -> list[tuple[float, float]]:
+    """(loss, norm of gradients) of each step."""
+    train(yaml, save, *words)
+    found = [line for line in lines(Path(save) / "metrics.jsonl") if "loss" in line]
+    return [(line["loss"], line["grad_norm"]) for line in found]
+
+
+@pytest.fixture(scope="module")
+def in_fp64(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("fp64")
+    kept = {"posttrain": {"grpo": {"num_generations": 4, "beta": 0.0, "clip_range": 0.1, "num_iterations": 2}}}
+    yield {family: make_tiny_rollout_run(folder / family, family, parallel=FP64, **kept) for family in ("flux", "t2v")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "nft"])
+@pytest.mark.parametrize(("ranks", "words"), [(2, ()), (4, ("parallel.fully_shard_parallel_size=2",))])
+def test_ranks_equal_one_process(
+    ranks: int, words: tuple[str, ...], method: str, in_fp64: dict[str, Path], tmp_path: Path
+) -> None:
+    """Wan under FSDP, and under FSDP 2 × 2 copies: the same samples, rewards, losses and gradients."""
+    yaml, common = str(in_fp64["t2v"]), ("training.train_iters=3", f"posttrain.method={method}")
+    alone = metrics_of_ranks(yaml, str(tmp_path / "one"), *common, "training.gradient_accumulation_steps=4")
+    shares = f"training.gradient_accumulation_steps={4 // ranks}"
+    found = run_ranks(ranks, metrics_of_ranks, yaml, str(tmp_path / "many"), *common, shares, *words)[0]
+    for one, other in zip(alone, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-9, abs=1e-12)
