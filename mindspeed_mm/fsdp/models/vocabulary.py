@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +24,9 @@ _SIZES = (
 """Section and key of a model's configuration → part and attribute of its processor that must say the same."""
 _WIDTHS = (("vision_config", "out_hidden_size"), ("audio_config", "output_dim"))
 """What a tower hands to the decoder as it is; the decoder's `hidden_size` must be the same."""
+
+_MOST_ROUNDED = 2
+"""Times as many rows as tokens: no model rounds up so far."""
 
 
 def check_processor(model: nn.Module, processor: Any) -> None:
@@ -89,7 +93,8 @@ def _check_widths(config: Any) -> None:
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, where: str) -> None:
     """Raise `ModelFolderError` when the tokenizer makes ids that the embedding has no row for.
 
-    A larger embedding is fine: models round it up.
+    A larger embedding is fine: models round it up. One of twice as many rows is told: the tokenizer may be another
+    model's, and the model would give ids that mean nothing to it.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     rows = getattr(getattr(embedding, "weight", None), "shape", [len(tokenizer)])[0]
@@ -100,4 +105,10 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, wh
             key="vocab_size",
             way_out="Compare vocab_size of config.json with the original model's; if that is right, take this model's "
             "tokenizer, or remove the tokens that were added to it.",
+        )
+    if rows > _MOST_ROUNDED * len(tokenizer):
+        warnings.warn(
+            f"{where}: the tokenizer has {len(tokenizer):,} tokens, the model's embedding {rows:,} rows: it may be "
+            "another model's",
+            stacklevel=2,
         )

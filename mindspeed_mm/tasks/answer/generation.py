@@ -16,6 +16,7 @@ from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
 from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
+from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.utils.device import current_device
@@ -47,6 +48,7 @@ def load_generator(
         )
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
+    check_vocabulary(model, encoder.tokenizer, where=str(folder))
     if lora is not None:
         model = load_peft(model, lora)
     for name, path in (adapters or {}).items():

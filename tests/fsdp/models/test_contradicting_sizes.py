@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.tasks.answer.generation import load_generator
 from tests.helpers.mindspeed_files import make_folder
+from tests.helpers.tiny_models import make_tiny_qwen3
 
 
 def checked(folder: Path, section: str = "", **changes: Any) -> None:
@@ -42,3 +45,12 @@ def test_it_names_both(family: str, section: str, changes: dict[str, int], words
     checked(folder)
     with pytest.raises(ModelFolderError, match=words):
         checked(folder, section, **changes)
+
+
+def test_a_tokenizer_of_another_model_is_told(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "model", vocab_size=1000)
+    with pytest.warns(UserWarning, match=r"the tokenizer has 3\d\d tokens, the model's embedding 1,000 rows"):
+        load_generator(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_generator(make_tiny_qwen3(tmp_path / "rounded", vocab_size=400))
