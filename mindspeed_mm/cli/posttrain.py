@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,11 +12,14 @@ import click
 from mindspeed_mm.cli.train import command as train_command
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
+from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
 
 EXAMPLES = """
 \b
 Examples:
   mm posttrain dpo examples/digits_dpo/digits_dpo_config.yaml
+  mm posttrain grpo run.yaml training.lr=1e-5
+  mm posttrain rollouts runs/reader --number 20
   mm posttrain reference run.yaml --nproc 8
   mm train run.yaml posttrain.reference.kind=stored
 """
@@ -34,12 +38,47 @@ def command() -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def dpo(words: tuple[str, ...]) -> int:
     """Train on preference pairs. WORDS are those of mm train."""
+    return _trained("dpo", words)
+
+
+@command.command(
+    "grpo",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Train on the model's own answers and their rewards: mm train with posttrain.method=grpo.",
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def grpo(words: tuple[str, ...]) -> int:
+    """Train on the model's own answers and their rewards. WORDS are those of mm train."""
+    return _trained("grpo", words)
+
+
+def _trained(method: str, words: tuple[str, ...]) -> int:
     result: object = train_command.main(
-        [*words, "posttrain.method=dpo"] if words and words[0] not in ("-h", "--help") else [*words],
-        prog_name="mm posttrain dpo",
+        [*words, f"posttrain.method={method}"] if words and words[0] not in ("-h", "--help") else [*words],
+        prog_name=f"mm posttrain {method}",
         standalone_mode=False,
     )
     return result if isinstance(result, int) else 0
+
+
+@command.command("rollouts")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--number", type=click.IntRange(min=0), help="Which rollout; without it the newest.")
+@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Number of prompts to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
+def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
+    """Show what RUN, the folder of a run with posttrain.method grpo, has sampled.
+
+    Each prompt is followed by its samples, the best one first: reward, advantage, text.
+    """
+    view = rollouts_task.run(run, number, prompts)
+    if as_json:
+        click.echo(json.dumps(asdict(view), ensure_ascii=False))
+        return 0
+    click.echo(f"rollout {view.number}")
+    for line in view.lines():
+        click.echo(line)
+    return 0
 
 
 @command.command("reference")
