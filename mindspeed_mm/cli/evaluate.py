@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import UsageError
 
@@ -19,6 +20,7 @@ Examples:
   mm evaluate runs/asr --data spoken.jsonl --metric wer --ignore-case --ignore-punctuation
   mm evaluate runs/vqa --benchmark docvqa_val --data sets/DocVQA
   mm evaluate runs/vqa --benchmark mmbench_dev --data MMBench_DEV_EN.tsv --against runs/older/eval/mmbench_dev
+  mm evaluate samples --generated --reference real --clip models/clip-vit-large-patch14
 """
 
 BENCHMARKS = (
@@ -54,6 +56,21 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     type=click.Path(path_type=Path),
     help="With --benchmark: folder of another model's results on the same set, to compare with by a paired test.",
 )
+@click.option(
+    "--generated",
+    is_flag=True,
+    help="MODEL is a folder of generated pictures: measure them against --reference, and by --clip.",
+)
+@click.option(
+    "--reference",
+    type=click.Path(path_type=Path),
+    help="With --generated: folder of real pictures; PSNR and SSIM are of those with the same names.",
+)
+@click.option(
+    "--clip",
+    type=click.Path(path_type=Path),
+    help="With --generated: folder of a CLIP model, for CLIP scores of the prompts and distances to the real pictures.",
+)
 @click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
     "--out",
@@ -87,6 +104,9 @@ def command(
     data: Path | None,
     benchmark: str | None,
     against: Path | None,
+    generated: bool,
+    reference: Path | None,
+    clip: Path | None,
     loss: bool,
     out: Path | None,
     media_dir: Path | None,
@@ -108,14 +128,20 @@ def command(
     rows are encoded as in training, and every answer of a conversation counts. Writes loss.json and loss_rows.jsonl.
 
     With --benchmark the questions are those of a published set, and its authors' rule says what is right.
+
+    With --generated, MODEL is a folder of pictures that a generator made. Writes generated.json.
     """
+    if generated or reference is not None or clip is not None:
+        _measure_generated(
+            {"folder": model, "reference": reference, "clip": clip, "out": out, "batch_size": batch_size}
+        )
+        return
     own = {"--metric": metric, "--ignore-case": ignore_case or None, "--ignore-punctuation": ignore_punctuation or None}
     if benchmark is None and against is not None:
         raise UsageError("compares results of --benchmark", key="--against", way_out="Name the set: --benchmark NAME.")
     if benchmark is not None:
         unused = {"--loss": loss or None, "--media-dir": media_dir, **own}
-        for key in (key for key, value in unused.items() if value is not None):
-            raise UsageError("does not go with --benchmark, whose set decides it", key=key, way_out="Leave it out.")
+        _refuse_given(unused, "does not go with --benchmark, whose set decides it")
         if data is None:
             raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
         limits = {"batch_size": batch_size or QUESTIONS_AT_A_TIME, "max_new_tokens": max_new_tokens or MAX_NEW_TOKENS}
@@ -126,9 +152,7 @@ def command(
         )
         return
     if loss:
-        generating = {"--max-new-tokens": max_new_tokens, **own}
-        for key in (key for key, value in generating.items() if value is not None):
-            raise UsageError("nothing is generated with --loss", key=key, way_out="Leave it out.")
+        _refuse_given({"--max-new-tokens": max_new_tokens, **own}, "nothing is generated with --loss")
         _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
         return
     if data is None:
@@ -155,6 +179,12 @@ def command(
         click.echo(f"{result.facts['cut_off']} answers were cut off at {limit} tokens (--max-new-tokens)")
     for line in result.lines():
         click.echo(line)
+
+
+def _refuse_given(options: dict[str, Any], what: str) -> None:
+    """Raise for the first of these options that has a value."""
+    for key in (key for key, value in options.items() if value is not None):
+        raise UsageError(what, key=key, way_out="Leave it out.")
 
 
 def _score_published(asked: dict[str, Any], as_json: bool) -> None:
@@ -188,4 +218,22 @@ def _measure_loss(
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
         return
     for line in result.lines():
+        click.echo(line)
+
+
+def _measure_generated(asked: dict[str, Any]) -> None:
+    context = click.get_current_context()
+    taken = {"model", "generated", "reference", "clip", "out", "batch_size", "as_json"}
+    for name in context.params:
+        if name not in taken and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            key = f"--{name.replace('_', '-')}"
+            raise UsageError("does not go with --generated, which asks no questions", key=key, way_out="Leave it out.")
+    if not context.params["generated"]:
+        key = "--reference" if asked["reference"] is not None else "--clip"
+        raise UsageError("measures generated pictures", key=key, way_out="Add --generated.")
+    from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
+
+    request = {name: value for name, value in asked.items() if value is not None}
+    result = evaluate.run(evaluate.GeneratedRequest(**request))
+    for line in [json.dumps(result, ensure_ascii=False)] if context.params["as_json"] else evaluate.lines(result):
         click.echo(line)

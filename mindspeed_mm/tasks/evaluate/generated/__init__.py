@@ -1,0 +1,1 @@
+"""`mm evaluate --generated`: how good generated pictures are."""
