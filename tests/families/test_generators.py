@@ -50,6 +50,8 @@ CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow
 FEATURES = "data.dataset_param.basic_parameters.features_dir="
 CAPTIONS = ("a red box", "two blue lines", 'a "seven" moving left', "grain, large and round")
 SEED = 7
+CLIP_MS = 120
+"""How long each picture of a clip is shown, which some models are told."""
 
 
 def make_run(name: str, folder: Path, side: int = 0) -> Path:
@@ -86,7 +88,7 @@ def save_media(pixels_THWC: np.ndarray, path: Path) -> None:
     """A picture, or a clip in shades of grey."""
     is_clip = path.suffix == ".gif"
     first, *others = [Image.fromarray(frame[:, :, 0] if is_clip else frame) for frame in pixels_THWC]
-    first.save(path, **({"save_all": True, "append_images": others, "duration": 125, "loop": 0} if others else {}))
+    first.save(path, **({"save_all": True, "append_images": others, "duration": CLIP_MS, "loop": 0} if others else {}))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,7 +157,11 @@ def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[s
     if name.startswith("hunyuan_video_i2v"):
         pipeline.prepare_latents = without_picture(pipeline.prepare_latents)
     sampling = SamplingArguments(
-        guidance_scale=family.guidance, num_inference_steps=50, height=family.side, width=family.side
+        guidance_scale=family.guidance,
+        num_inference_steps=50,
+        height=family.side,
+        width=family.side,
+        fps=1000 / CLIP_MS,
     )
     adapter.prepare_pipeline(pipeline, sampling)
     found, times = [], []

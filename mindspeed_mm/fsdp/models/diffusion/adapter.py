@@ -359,6 +359,11 @@ class DiffusionAdapter(ABC):
         """
         return {}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a padded caption's features that do not follow from the transformer's configuration as most
+        families' do, for forecasts that encode nothing."""
+        return {}
+
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """Captions' features as batch entries, (B, …). Here: stacked, since all are equally long."""
         return {key: torch.stack([each[key] for each in features]) for key in features[0]}

@@ -140,6 +140,17 @@ class LTX2Adapter(DiffusionAdapter):
         rows = zip(own_rows(video, mask), own_rows(audio, mask), strict=True)
         return [{_TEXT: of_video, _AUDIO_TEXT: of_audio} for of_video, of_audio in rows]
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of both: as wide as the connectors', which in 2.3 is as wide as the transformer's streams."""
+        config = self.transformer_config
+        seen = heard = int(config.get("caption_channels", 3840))
+        if not config.get("use_prompt_embeddings", True):
+            seen, heard = (
+                int(config[f"{stream}num_attention_heads"]) * int(config[f"{stream}attention_head_dim"])
+                for stream in ("", "audio_")
+            )
+        return {_TEXT: (self.text_tokens, seen), _AUDIO_TEXT: (self.text_tokens, heard)}
+
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """With one mask for both."""
         return pad_rows(features) | pad_rows(features, _AUDIO_TEXT)

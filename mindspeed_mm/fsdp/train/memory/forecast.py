@@ -17,6 +17,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -83,14 +84,21 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     rows, _, *sides = batch["pixels"].shape
     latents = torch.zeros(rows, *adapter.geometry.latent_shape(MediaSize(*sides)))
     config = adapter.transformer_config
-    width = config.get("joint_attention_dim") or config.get("text_dim") or _TEXT_WIDTH
+    widths = (config.get(name) for name in ("joint_attention_dim", "text_dim", "caption_channels"))
+    width = next((width for width in widths if width), _TEXT_WIDTH)
     made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, adapter.text_tokens, width)}
+    made["prompt_mask"] = torch.ones(rows, adapter.text_tokens, dtype=torch.int64)
+    made |= {key: torch.zeros(rows, *shape) for key, shape in adapter.text_shapes().items()}
+    if adapter.sound is not None:
+        positions = batch[SOUND.batch_key].shape[-1] // adapter.sound.samples_per_position
+        made["audio_latents"] = torch.zeros(rows, *adapter.sound.latent_shape(positions))
     if "joint_attention_dim" in config:
         made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
     made |= {
         key: torch.zeros(rows, *shape) for key, shape in adapter.condition_shapes(tuple(latents.shape[1:])).items()
     }
-    kept = {key: value for key, value in batch.items() if key != "captions" and not key.startswith("pixels")}
+    encoded = {"captions", SOUND.batch_key, *(key for key in batch if key.startswith("pixels"))}
+    kept = {key: value for key, value in batch.items() if key not in encoded}
     return kept | made
 
 

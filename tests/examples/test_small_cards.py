@@ -1,0 +1,80 @@
+"""The examples for cards of some size: a step of the released model, on meta, fits the card that the file names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHARE = 0.92
+"""Of a card, what is left beside the driver, the kernels' own memory and what the allocator loses."""
+FLUX = {
+    "_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 64, "num_layers": 19,
+    "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768, "axes_dims_rope": [16, 56, 56], "guidance_embeds": True,
+}  # fmt: skip
+RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "flux": ("FluxPipeline", FLUX, {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}),
+}
+"""Folder of the examples → pipeline, and configurations of transformer and VAE, as released."""
+LATENTS = {"flux": (16, 128, 128)}
+FILES = sorted(EXAMPLES.glob("*/*_lora_*GB_config.yaml"))
+
+
+def write_folder(folder: Path, name: str) -> None:
+    """A released folder without its weights."""
+    pipeline, transformer, vae = RELEASED[name]
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    index = {
+        "_class_name": pipeline,
+        "transformer": ["diffusers", transformer["_class_name"]],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+    }
+    parts = {"transformer/config": transformer, "vae/config": vae, "scheduler/scheduler_config": scheduler}
+    for path, content in {**parts, "model_index": index}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{path}.json").write_text(json.dumps(content))
+
+
+def predicted_gb(path: Path, folder: Path, *words: str) -> float:
+    """GiB of a step with one sample."""
+    name = path.parent.name
+    write_folder(folder, name)
+    arguments = load_with_plugins(path, [f"model.model_name_or_path={folder}", *words]).arguments
+    batch = {
+        "sample_ids": ["a"], "epochs": [0], "fps": [16.0], "latents": torch.zeros(1, *LATENTS[name]),
+        "prompt_embeds": torch.zeros(1, 512, 4096), "pooled_prompt_embeds": torch.zeros(1, 768),
+    }  # fmt: skip
+    return forecast(arguments, batch, device_type="cuda").peak / 2**30
+
+
+def test_each_names_its_card() -> None:
+    found = {path.parent.name: path.read_text().partition("\n")[0] for path in FILES}
+    assert found.keys() == RELEASED.keys()
+    for path in FILES:
+        (said,) = re.findall(r"a card of (\d+) GB\.", path.read_text().partition("\n")[0])
+        assert f"_{said}GB_" in path.name and f"_{said}GB" in path.read_text().partition("save: ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_step_fits_the_card(path: Path, tmp_path: Path) -> None:
+    (card,) = re.findall(r"_(\d+)GB_", path.name)
+    needed = predicted_gb(path, tmp_path)
+    print(f"{path.stem}: {needed:.1f} GiB")
+    assert needed < SHARE * int(card)
+
+
+@pytest.mark.slow
+def test_without_its_measures_a_step_does_not_fit(tmp_path: Path) -> None:
+    path = EXAMPLES / "flux/flux1_dev_lora_24GB_config.yaml"
+    assert predicted_gb(path, tmp_path, "training.lora.quantize=null") > 24
