@@ -112,6 +112,20 @@ def test_a_run_that_stops_within_a_rollout_goes_on(uses: str, folder: Path, tmp_
     assert gaps[0] == gaps[2] == 0 < min(gaps[1], gaps[3])  # the second step of a rollout is off the old policy
 
 
+@pytest.mark.slow
+def test_adapters_switched_off_are_the_frozen_model(folder: Path, tmp_path: Path) -> None:
+    """The reference of NFT's distance: it is 0 in the first step, and the same of either kind."""
+    words = ("posttrain.method=nft", "posttrain.nft.kl=0.5", "training.lora.enable=true", "training.lr=0.01")
+    found = [
+        trained(folder / "run.yaml", tmp_path / kind, *words, f"posttrain.reference.kind={kind}")
+        for kind in ("adapters_off", "frozen")
+    ]
+    distances = [[line["kl"] for line in each] for each in found]
+    assert distances[0][0] == distances[1][0] == 0 < distances[0][1]
+    assert distances[0] == pytest.approx(distances[1], rel=1e-4)
+    assert [line["loss/kl"] for line in found[0]] == pytest.approx([0.5 * each for each in distances[0]], rel=1e-3)
+
+
 def metrics_of_ranks(yaml: str, save: str, *words: str) -> list[tuple[float, float]]:
     """(loss, norm of gradients) of each step."""
     train(yaml, save, *words)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import PromptDataset
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.models.lora.switch import adapters_off
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.reference import assemble_reference, check_start
 from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
-from mindspeed_mm.fsdp.train.rollouts.flow import FlowModel, FlowRollouts
+from mindspeed_mm.fsdp.train.rollouts.flow import FlowModel, FlowRollouts, Switch
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.train_engine import move
@@ -64,7 +70,7 @@ def build_flow_rollouts(
         return move(batch if context is None else context.split(batch), job.device)
 
     return FlowRollouts(
-        FlowModel(assembled.model, denoise, encoders, own, job.device),
+        FlowModel(assembled.model, denoise, encoders, own, job.device, _reference(arguments, assembled, job.device)),
         objective,
         arguments.posttrain,
         build_rewards(arguments),
@@ -75,14 +81,24 @@ def build_flow_rollouts(
     )
 
 
+def _reference(arguments: Arguments, assembled: Assembled, device: torch.device) -> Switch | None:
+    """What makes the model the one that training started from; None where nothing is compared with it.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    match reference_kind(arguments):
+        case "adapters_off":
+            check_start(arguments)
+            return lambda: adapters_off(assembled.model)
+        case "frozen":
+            second = assemble_reference(arguments, device).model
+            return lambda: nullcontext(second)
+    return None
+
+
 def _refuse_unbuilt(arguments: Arguments) -> None:
     posttrain = arguments.posttrain
-    if posttrain.method == "nft" and posttrain.nft.kl:
-        raise ConfigError(
-            f"{posttrain.nft.kl:g} needs a reference, which generators do not have yet",
-            key="posttrain.nft.kl",
-            way_out="Set it to 0.",
-        )
     if posttrain.method == "nft" and posttrain.nft.old_decay != 0:
         raise ConfigError(
             f"{posttrain.nft.old_decay} keeps an older policy, which is not built yet",
