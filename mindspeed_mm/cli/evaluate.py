@@ -43,7 +43,8 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Rows with questions and answers. Can be left out with --loss: the run's own validation rows are then used.",
+    help="Rows with questions and answers, or a folder of speech as LibriSpeech has it. Can be left out with --loss: "
+    "the run's own validation rows are then used.",
 )
 @click.option(
     "--benchmark",

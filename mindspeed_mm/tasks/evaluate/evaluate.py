@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
     write_evaluation,
 )
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
+from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
@@ -41,7 +42,8 @@ def run(
 
     Args:
         model: A Hugging Face folder or a run.
-        data: Rows as `read_questions` takes them, each with the model's answer.
+        data: Rows as `read_questions` takes them, each with the model's answer; or a folder of speech with transcripts,
+            as `read_transcripts` takes it.
         out: Where the two files go; by default `eval/` inside a run, `eval/` in the working directory otherwise.
         batch_size: Questions answered at a time.
         max_new_tokens: Most tokens of an answer.
@@ -56,7 +58,10 @@ def run(
     """
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
-    questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+    if data.is_dir():
+        questions = read_transcripts(data)
+    else:
+        questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
     media_dir = media_dir or data.parent
     out = out or (source.run or Path.cwd()) / "eval"
     check_evaluation_folder(out)
