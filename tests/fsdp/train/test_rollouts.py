@@ -128,3 +128,19 @@ def test_prompts_without_an_answer_and_those_of_verl(tmp_path: Path) -> None:
     reward_register._entries["of_words"] = judge
     trained(path)
     assert len(seen) == 8 and all(prompt == f"Say {truth}." for prompt, truth in seen)
+
+
+def test_what_is_rewarded_is_learnt(tmp_path: Path) -> None:
+    """Tokens of even number are rewarded: half of them are even at first."""
+
+    def judge(prompts: Any, completions: Any, rows: Any, *, completion_ids: Any) -> list[float]:
+        return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+    reward_register._entries["of_words"] = judge
+    save = tmp_path / "run"
+    path = configured(tmp_path, {"save": str(save), "save_interval": 1000, "train_iters": 25})
+    trained(path)
+    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    rewards = [each["reward"] for each in metrics]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert last > first + 0.15, rewards
