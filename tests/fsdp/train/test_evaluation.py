@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
@@ -18,6 +19,7 @@ from mindspeed_mm.fsdp.train.hooks.best import BestSoFar
 from mindspeed_mm.fsdp.train.hooks.evaluation import EvaluationHook
 from mindspeed_mm.fsdp.train.run.random_state import capture_rng
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.evaluate import evaluate
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, lines, losses, tensors
@@ -132,6 +134,26 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(yaml: Path, quest
     stops = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "early_stop"]
     assert [event["step"] for event in stops] == [5, 5]
     assert found == best(tmp_path / "run")
+
+
+def test_check_looks_at_the_questions(yaml: Path, questions: Path, tmp_path: Path) -> None:
+    given_words = [*ASKED, f"training.evaluate.data={questions}"]
+    assert "held-out questions" in check.run(yaml, given_words).passed
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "What?"}]}\n')
+    found = check.run(yaml, [*ASKED, f"training.evaluate.data={tmp_path / 'rows.jsonl'}"])
+    assert [finding.stage for finding in found.findings] == ["held-out questions"]
+    asked = [f"training.save={tmp_path / 'run'}", "training.evaluate.best_metric=eval_cer/write"]
+    (finding,) = check.run(yaml, [*given_words, *asked]).findings
+    assert finding.problem.way_out == "Choose eval_cer, eval_cer/read, eval_cer/look."
+
+
+def test_the_documented_section_is_a_section() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    block = text.split("## While training")[1].split("```yaml")[1].split("```")[0]
+    section = YAML(typ="safe").load(block)["training"]
+    rows = {"dataset_param": {"basic_parameters": {"dataset": "a.jsonl", "val_dataset": "b.jsonl"}}}
+    config = {"model": {"model_name_or_path": "m"}, "data": rows, "training": section | {"save": "runs/mine"}}
+    assert load_with_plugins(config).arguments.training.evaluate.patience == 5
 
 
 @pytest.mark.parametrize(
