@@ -35,6 +35,8 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.media_files import write_media
 
 KEY = "training.sampling"
+_MOST_SHOWN = 32
+"""Samples of a round that trackers are given."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class SampleHook(Hook):
             atomic_write_text(folder / SAMPLES_MANIFEST, "".join(lines))
         except OSError as error:
             problems.append(str(error))
+        self._record.show({f"samples/{Path(e['file']).stem}": folder / e["file"] for e in entries[:_MOST_SHOWN]}, step)
         for problem in dict.fromkeys(problems):
             self._record.note(f"warning: sampling: {problem}", step)
         line = f"step {step}: {len(lines)} samples in {folder} ({seconds:.1f} s)"

@@ -174,6 +174,11 @@ class RunRecord:
             record = {"time": time.time(), "kind": kind, "step": step, **details}
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Hand pictures and clips of a step to the trackers."""
+        if self._trackers is not None:
+            self._trackers.show(media, step)
+
     def metrics(self, record: Mapping[str, float]) -> None:
         """Append to `metrics.jsonl`, and tell the trackers."""
         self.step = int(record["step"])

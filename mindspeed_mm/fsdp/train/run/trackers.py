@@ -55,6 +55,9 @@ class Tracker:
         """Numbers of a step; a step may come several times with different names."""
         raise NotImplementedError
 
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Pictures (PNG) and clips (mp4) that were drawn at a step, by name; a tracker may leave them out."""
+
     def end(self, exit_code: int) -> None:
         """The run has ended."""
 
@@ -98,6 +101,20 @@ class TensorBoard(Tracker):
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Pictures as they are; TensorBoard plays no clips."""
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self.log({}, step)  # opens the file
+        for name, path in media.items():
+            if self._writer is None or path.suffix != ".png":
+                continue
+            with Image.open(path) as picture:
+                width, height = picture.size
+            shown = Summary.Image(height=height, width=width, encoded_image_string=path.read_bytes())
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
+
     def end(self, exit_code: int) -> None:
         """Flush and close."""
         if self._writer is not None:
@@ -126,6 +143,14 @@ class WandB(Tracker):
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Send the numbers."""
         self._run.log(dict(numbers), step=step)
+
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Send pictures and clips."""
+        import wandb
+
+        kinds = {".png": wandb.Image, ".mp4": wandb.Video}
+        sent = {name: kinds[path.suffix](str(path)) for name, path in media.items() if path.suffix in kinds}
+        self._run.log(sent, step=step)
 
     def end(self, exit_code: int) -> None:
         """Mark the run as finished or failed."""
@@ -201,6 +226,11 @@ class MLflow(Tracker):
 
         now = int(1000 * time.time())
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in numbers.items()])
+
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Keep the files as artifacts of the run."""
+        for path in media.values():
+            self._client.log_artifact(self._id, str(path), f"samples/iter_{step:07}")
 
     def end(self, exit_code: int) -> None:
         """Mark the run as finished or failed."""
@@ -290,6 +320,10 @@ class Trackers:
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
         }
         self._each(lambda tracker: tracker.log(numbers, int(metrics["step"])), "stops here")
+
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Pictures and clips that were drawn at a step."""
+        self._each(lambda tracker: tracker.show(media, step), "stops here")
 
     def end(self, exit_code: int) -> None:
         """Tell all of them how the run ended; nothing where it never began."""
