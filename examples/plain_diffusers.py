@@ -13,16 +13,17 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_
 
 MOST_LEVELS_APART = {".png": 1, ".mp4": 8}
 """Of 255: between what is drawn and its file. PNG keeps everything, mp4 loses a little."""
+MOST_PROMPTS = 20
 
 
 def count_same(pipeline_folder: Path, samples: Path) -> tuple[int, int]:
-    """How many of the first samples of each prompt come out the same, and how many were drawn.
+    """How many of the first samples of the first prompts come out the same, and how many were drawn.
 
     Args:
         pipeline_folder: What `mm export` has written.
         samples: What `mm infer` has written.
     """
-    entries = [entry for entry in read_jsonl(samples / "manifest.jsonl") if entry["sample"] == 0]
+    entries = [entry for entry in read_jsonl(samples / "manifest.jsonl") if entry["sample"] == 0][:MOST_PROMPTS]
     drawn = draw(pipeline_folder, entries)
     same = 0
     for entry, frames in zip(entries, drawn, strict=True):
@@ -51,6 +52,8 @@ def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
     pipeline = DiffusionPipeline.from_pretrained(pipeline_folder)
     pipeline.set_progress_bar_config(disable=True)
     arguments = arguments_of(pipeline, entries[0]["settings"])
+    if entries[0]["image"]:
+        arguments["image"] = [Image.open(entry["image"]).convert("RGB") for entry in entries]
     media = pipeline(
         [entry["prompt"] for entry in entries],
         negative_prompt=[entry["negative_prompt"] for entry in entries],
@@ -65,7 +68,7 @@ def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
 def arguments_of(pipeline: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """The pipeline's names for the settings of a manifest."""
     same = {name: settings[name] for name in ("height", "width", "num_inference_steps")}
-    if type(pipeline).__name__ == "FluxPipeline":
+    if type(pipeline).__name__.startswith("Flux"):
         length = pipeline.tokenizer_2.model_max_length
         return same | {
             "true_cfg_scale": settings["guidance_scale"],

@@ -1,8 +1,9 @@
 """The whole road of two generators on a laptop CPU: data and model, extraction, training, generation, judges, export.
 
 `make quickstart-generation` runs this after installation; so does `python examples/quickstart_generation.py [NAME …]`,
-with `digits_flux` (pictures), `moving_digits_wan` (clips) or both, the default; `--runs FOLDER` says where to write, by
-default `runs`. Run again, it says what it reuses; an interrupted training goes on from its newest checkpoint.
+with `digits_flux` (pictures), `moving_digits_wan` (clips) or both, the default, or `moving_digits_i2v` (clips from a
+first frame); `--runs FOLDER` says where to write, by default `runs`. Run again, it says what it reuses; an interrupted
+training goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Example:
     maker: str
     judge: str
     num_samples: int
+    prompts: str = "prompts.txt"
+    """What is judged."""
+    shown: str = "prompts.txt"
+    """What is drawn while training."""
 
     @property
     def folder(self) -> Path:
@@ -56,7 +61,16 @@ class Example:
 EXAMPLES = {
     "digits_flux": Example("digits_flux", "make_digits_flux.py", "judge_digits.py", 40),
     "moving_digits_wan": Example("moving_digits_wan", "make_moving_digits.py", "judge_moving_digits.py", 20),
+    "moving_digits_i2v": Example(
+        "moving_digits_i2v",
+        "make_moving_digits_i2v.py",
+        "judge_moving_digits_i2v.py",
+        1,
+        "prompts.jsonl",
+        "shown.jsonl",
+    ),
 }
+DEFAULT_NAMES = ("digits_flux", "moving_digits_wan")
 
 
 class Quickstart:
@@ -120,14 +134,15 @@ class Quickstart:
             f"{basic}.dataset_dir={data}",
             f"{basic}.features_dir={self.folder / 'features'}",
             f"{basic}.val_features_dir={self.folder / 'features_validation'}",
-            f"training.sampling.prompts_file={data / 'prompts.txt'}",
+            f"training.sampling.prompts_file={data / self.example.shown}",
             f"training.save={self.folder / 'run'}",
         ]
 
     def generate(self) -> None:
         """Samples of every prompt, with the average of the weights."""
         samples, count = str(self.folder / "samples"), str(self.example.num_samples)
-        self.mm("infer", str(self.folder / "run"), "--out", samples, "--num-samples", count)
+        prompts = str(self.folder / "data" / self.example.prompts)
+        self.mm("infer", str(self.folder / "run"), "--prompts", prompts, "--out", samples, "--num-samples", count)
 
     def judge(self) -> bool:
         """Whether the judges are content; they print what they found."""
@@ -176,14 +191,14 @@ def recipe_hash(example: Example) -> str:
 def main() -> int:
     """Run the examples from the repository's root, where the configurations' paths begin."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(EXAMPLES)}; default: all.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(EXAMPLES)}.")
     parser.add_argument("--runs", type=Path, default=DEFAULT_RUNS, help="Folder to write to.")
     options = parser.parse_args()
     if unknown := set(options.names) - EXAMPLES.keys():
         parser.error(f"no example {', '.join(sorted(unknown))}; there are {', '.join(EXAMPLES)}")
     runs = options.runs if options.runs == DEFAULT_RUNS else options.runs.absolute()
     os.chdir(ROOT)
-    reached = [Quickstart(EXAMPLES[name], runs / name).run() for name in options.names or EXAMPLES]
+    reached = [Quickstart(EXAMPLES[name], runs / name).run() for name in options.names or DEFAULT_NAMES]
     return 0 if all(reached) else 1
 
 

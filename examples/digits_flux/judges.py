@@ -122,12 +122,12 @@ def write_results(folder: Path, scores: dict[str, Score], samples: list[dict[str
     write_evaluation(Evaluation(scores, overall, facts, samples), folder / "run" / "eval")
 
 
-def verdict(scores: dict[str, Score], distances: Distances) -> int:
+def verdict(scores: dict[str, Score], distances: Distances, goal: float = GOAL) -> int:
     """Print what was found, and what is below the goal; returns the exit code."""
     for name, each in scores.items():
         print(f"generated: {name} {each}")
     print(f"distance to the nearest training scan: {distances}")
-    problems = [f"{name} below {GOAL:.0%}" for name, each in scores.items() if each.accuracy < GOAL]
+    problems = [f"{name} below {goal:.0%}" for name, each in scores.items() if each.accuracy < goal]
     if not LIKENESS[0] <= distances.generated / distances.real <= LIKENESS[1]:
         problems.append(f"the distance is not {LIKENESS[0]} to {LIKENESS[1]} times that of real scans")
     for problem in problems:

@@ -6,15 +6,17 @@ weights: training starts from scratch (`model.train_from_scratch: true`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 prepare_for_transformers()  # its models import torchvision, which may be built for another torch
 
+import diffusers  # noqa: E402
 import torch  # noqa: E402
 from clips import CANVAS, DIRECTIONS, FRAMES  # noqa: E402  (first of the examples': it finds the other one)
-from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel  # noqa: E402
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel  # noqa: E402
 from scans import NAMES, SIDE  # noqa: E402
 from tiny_flux import save_without_weights  # noqa: E402
 from word_encoders import WIDTH, build_tokenizer, build_umt5  # noqa: E402
@@ -30,12 +32,31 @@ FLOW_SHIFT = 5.0
 """More steps, in training and in sampling, at high noise: there the motion is decided. With 1 it stays at chance."""
 
 
-def write_model_folder(folder: Path, flow_shift: float = FLOW_SHIFT) -> int:
-    """Write the folder; returns the transformer's number of parameters."""
+def write_model_folder(
+    folder: Path,
+    flow_shift: float = FLOW_SHIFT,
+    words: Sequence[str] = WORDS,
+    caption_tokens: int = CAPTION_TOKENS,
+    pipeline_name: str = "WanPipeline",
+    given_channels: int = 0,
+) -> int:
+    """Write the folder.
+
+    Args:
+        folder: Where.
+        flow_shift: Of the scheduler.
+        words: Of the captions.
+        caption_tokens: Of the longest caption, its end included.
+        pipeline_name: What the folder is for.
+        given_channels: What the transformer is given beside the noise; with a first frame its mask and itself, 2.
+
+    Returns:
+        The transformer's number of parameters.
+    """
     with torch.device("meta"):
         transformer = WanTransformer3DModel(
             patch_size=(1, SIDE, SIDE),
-            in_channels=1,
+            in_channels=1 + given_channels,
             out_channels=1,
             num_layers=4,
             num_attention_heads=4,
@@ -45,8 +66,8 @@ def write_model_folder(folder: Path, flow_shift: float = FLOW_SHIFT) -> int:
             text_dim=WIDTH,
             rope_max_seq_len=max(CANVAS, FRAMES),
         )
-    tokenizer = build_tokenizer(WORDS, CAPTION_TOKENS, starts=False)
-    pipeline = WanPipeline(
+    tokenizer = build_tokenizer(words, caption_tokens, starts=False)
+    pipeline = getattr(diffusers, pipeline_name)(
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, num_train_timesteps=1000
         ),
