@@ -34,7 +34,7 @@ SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear
 DTYPES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
-class _Parser(argparse.ArgumentParser):
+class _ScriptParser(argparse.ArgumentParser):
     """Says what is wrong as every command here does."""
 
     def error(self, message: str) -> NoReturn:
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags with diffusers' defaults."""
-    parser = _Parser(
+    parser = _ScriptParser(
         "train_dreambooth_flux.py",
         description="Train FLUX.1 on a few pictures of one thing, with or without pictures of its class.",
         allow_abbrev=False,
