@@ -141,7 +141,7 @@ class PromptDataset(MMDataset):
             )
         pixels = torch.zeros(3, self.size.frames, self.size.height, self.size.width, dtype=torch.uint8)
         prompt = self.prompts[index]
-        return {"sample_id": prompt.place, "epoch": 0, "caption": prompt.text, "pixels": pixels}
+        return {"sample_id": prompt.place, "epoch": 0, "caption": prompt.text, "pixels": pixels, "fps": None}
 
     def place(self, index: int) -> Any:
         """Where prompt `index` comes from."""
