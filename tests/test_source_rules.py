@@ -354,8 +354,9 @@ LIBRARIES_SILENCED = {
     "tasks/launch/agent.py",
 }
 """Files that set the level of a library's logger."""
-WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py")
-"""Code that reads samples, in worker processes too, knows no run: it warns, and a run notes its warnings."""
+WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py", "fsdp/models/vocabulary.py")
+"""Code that reads samples, in worker processes too, or that answers as well, knows no run: it warns, and a run notes
+its warnings."""
 
 
 def said_apart(inside: str, source: str) -> list[str]:
