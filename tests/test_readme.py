@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -103,11 +104,19 @@ def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = make_rows(tmp_path / "data", count=8, images=(1,))
     (tmp_path / "data" / "test.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
     (tmp_path / "a.png").write_bytes((tmp_path / "data" / "images" / "0_0.png").read_bytes())
+    published = {"questionId": 1, "question": "what?", "image": "a.png", "answers": ["a"]}
+    (tmp_path / "sets" / "DocVQA").mkdir(parents=True)
+    (tmp_path / "sets" / "DocVQA" / "a.png").write_bytes((tmp_path / "a.png").read_bytes())
+    (tmp_path / "sets" / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": [published]}))
     (tmp_path / "run.yaml").write_text(recipe[1])
     monkeypatch.chdir(tmp_path)
     for line in commands[1].splitlines():
         _, *words = shlex.split(line, comments=True)
         words = ["1" if before == "--nproc" else word for before, word in zip(["", *words], words, strict=False)]
+        if words[0] == "serve":  # has tests of its own: it does not end by itself
+            continue
+        if "runs/asr" in words:  # any model whose answers are words
+            (tmp_path / "runs" / "asr").symlink_to(tmp_path / "runs" / "mine")
         said = mm(*words)
         assert said.code == 0, (line, said.err)
     assert (tmp_path / "exported" / "config.json").is_file()

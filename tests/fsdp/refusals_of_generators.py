@@ -29,6 +29,20 @@ def with_transformer(**changes: object):
 
 GENERATORS = (
     Refusal(
+        "rewards of a model that goes on from pictures",
+        (
+            "posttrain.method=grpo",
+            "posttrain.rewards=[{name: jpeg_size}]",
+            "training.gradient_accumulation_steps=8",
+            "data.dataset_param.dataset_type=generation_prompts",
+            f"{BASIC}.dataset={{folder}}/prompts.txt",
+        ),
+        "'i2v' goes on from media",
+        "model.task",
+        spoil=with_file("prompts.txt", "a box\n"),
+        base="i2v",
+    ),
+    Refusal(
         "no index",
         (),
         "model_index.json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
 
 _KEY = "posttrain.method"
+_FROM_A_PROMPT = ("t2i", "t2v")
+"""Tasks of generators that need nothing but a prompt."""
 
 
 def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bool) -> None:
@@ -43,6 +46,36 @@ def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bo
             f"'{method}' compares probabilities, and {type(model).__name__} has a dropout of {rate:g} in {name}",
             key=_KEY,
             way_out="Set the dropout rates in the model's config.json to 0.",
+        )
+
+
+def check_rewarded_generator(method: str, adapter: Any, model: nn.Module) -> None:
+    """Raise `ConfigError` unless rewards can teach this family: it draws one stream of latents from a prompt alone, by
+    steps that have densities.
+
+    Args:
+        method: `posttrain.method`.
+        adapter: The family's `DiffusionAdapter`.
+        model: Its transformer.
+    """
+    family = type(model).__name__
+    if not adapter.noise_path.is_flow:
+        raise ConfigError(
+            f"'{method}' needs a model that matches flows, and {family} learns by {adapter.noise_path.describe()}",
+            key=_KEY,
+            way_out="Choose another model.",
+        )
+    if adapter.further_latents:
+        raise ConfigError(
+            f"'{method}' teaches one stream of latents, and {family} has {', '.join(adapter.further_latents)} beside",
+            key=_KEY,
+            way_out="Choose a task or a model without them.",
+        )
+    if adapter.task not in _FROM_A_PROMPT:
+        raise ConfigError(
+            f"'{adapter.task}' goes on from media, and the prompts of '{method}' have none",
+            key="model.task",
+            way_out=f"Set {' or '.join(_FROM_A_PROMPT)}, where the folder allows it.",
         )
 
 

@@ -35,7 +35,7 @@ from mindspeed_mm.tasks.verify.model import (
 )
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from mindspeed_mm.tasks.verify.ranks import Tell
-from mindspeed_mm.tasks.verify.setup import Case, Reference, VerifyJob, arguments_of
+from mindspeed_mm.tasks.verify.setup import Case, OneProcess, VerifyJob, arguments_of
 from mindspeed_mm.tasks.verify.table import TOLERANCE, Row
 
 PLANNED = "as planned = one process"
@@ -46,7 +46,7 @@ PACKED = "packed = unpacked"
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def run_reference(job: VerifyJob, tell: Tell) -> Reference:
+def run_reference(job: VerifyJob, tell: Tell) -> OneProcess:
     """Choose the model, compute two steps with one big batch each, and write their record.
 
     Raises:
@@ -66,7 +66,7 @@ def run_reference(job: VerifyJob, tell: Tell) -> Reference:
         candidates = list(small_models(arguments, job.setup.sizes, job.folder))
     engine, chosen = _first_that_runs(job, candidates)
     tell("reference")
-    return Reference(chosen, _describe(engine, job.full))
+    return OneProcess(chosen, _describe(engine, job.full))
 
 
 def has_one_size(dataset: MMDataset, arguments: Arguments) -> bool:

@@ -83,7 +83,7 @@ class VerifyJob:
 
 
 @dataclass(frozen=True)
-class Reference:
+class OneProcess:
     """What the one process has found out."""
 
     job: VerifyJob

@@ -60,6 +60,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "mm evaluate",
     ),
     ({"reference": {"kind": "stored"}, "grpo": {"beta": 0.1}}, {}, "reference.kind", "auto"),
+    ({"method": "nft", "nft": {"kl": 0}}, {}, "nft.old_decay", "0"),
     ({"flow": {"noise_level": 0}}, {}, "flow.noise_level", "nft"),
     ({"flow": {"window": {"size": 11}}}, {}, "flow.window.size", "Lower"),
     ({"rollout": {"temperature": 0}}, {}, "rollout.temperature", "1"),

@@ -204,6 +204,12 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.rollout.backend",
             way_out="Spread the model by fully_shard_parallel_size or tensor_parallel_size.",
         )
+    if posttrain.method == "nft" and posttrain.nft.old_decay != 0:
+        yield Problem(
+            f"{posttrain.nft.old_decay} keeps an older policy to draw samples, which this version does not",
+            key=f"{_KEY}.nft.old_decay",
+            way_out="Set it to 0: the policy itself draws them.",
+        )
     if training.val_interval and _has_held_out(arguments):
         yield Problem(
             "held-out rows are measured by a loss on their answers, and posttrain.method: "

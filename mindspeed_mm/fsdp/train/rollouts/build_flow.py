@@ -23,9 +23,6 @@ from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.train_engine import move
 
-_TASKS = ("t2i", "t2v")
-"""What is drawn from a prompt alone."""
-
 
 def build_flow_rollouts(
     arguments: Arguments,
@@ -40,7 +37,7 @@ def build_flow_rollouts(
     """What draws and judges samples of a generator.
 
     Raises:
-        ConfigError: The data are no prompts, or this generator cannot be post-trained by rewards.
+        ConfigError: The data are no prompts.
     """
     prompts = data.train.origin
     if not isinstance(prompts, PromptDataset):
@@ -49,21 +46,6 @@ def build_flow_rollouts(
             key="data.dataset_param.dataset_type",
             way_out="Set generation_prompts, and name a .txt or .json file of prompts.",
         )
-    adapter = denoise.adapter
-    if not adapter.noise_path.is_flow:
-        raise ConfigError(
-            f"'{arguments.posttrain.method}', but {type(assembled.model).__name__} learns by "
-            f"{adapter.noise_path.describe()}, and its steps have no densities here",
-            key="posttrain.method",
-            way_out="Choose a model that matches flows.",
-        )
-    if adapter.task not in _TASKS:
-        raise ConfigError(
-            f"'{adapter.task}' goes on from media, and prompts have none",
-            key="model.task",
-            way_out=f"Set {' or '.join(_TASKS)}, where the folder allows it.",
-        )
-    _refuse_unbuilt(arguments)
     context = assembled.applied.context
 
     def own(batch: Batch) -> Batch:
@@ -95,13 +77,3 @@ def _reference(arguments: Arguments, assembled: Assembled, device: torch.device)
             second = assemble_reference(arguments, device).model
             return lambda: nullcontext(second)
     return None
-
-
-def _refuse_unbuilt(arguments: Arguments) -> None:
-    posttrain = arguments.posttrain
-    if posttrain.method == "nft" and posttrain.nft.old_decay != 0:
-        raise ConfigError(
-            f"{posttrain.nft.old_decay} keeps an older policy, which is not built yet",
-            key="posttrain.nft.old_decay",
-            way_out="Set it to 0: the policy itself draws the samples.",
-        )
