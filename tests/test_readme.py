@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import shlex
@@ -110,6 +111,7 @@ def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "sets" / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": [published]}))
     (tmp_path / "run.yaml").write_text(recipe[1])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n"))  # of mm chat, which then ends
     for line in commands[1].splitlines():
         _, *words = shlex.split(line, comments=True)
         words = ["1" if before == "--nproc" else word for before, word in zip(["", *words], words, strict=False)]
