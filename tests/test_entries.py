@@ -23,7 +23,7 @@ from tests.helpers.tiny_run import make_rows
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindspeed_mm"
-KINDS = ("pretrain", "inference", "evaluate", "finetune", "posttrain")
+KINDS = ("pretrain", "inference", "evaluate", "finetune", "posttrain", "train")
 ENTRIES = sorted(path.stem for kind in KINDS for path in PACKAGE.glob(f"{kind}_*.py"))
 NOT_BUILT = [name for name in ENTRIES if name.startswith("posttrain_") or name == "evaluate_gen"]
 FEATURES = PACKAGE / "tools" / "feature_extraction"
@@ -48,7 +48,7 @@ def test_entries_stand_at_the_root_too(name: str) -> None:
 
 def test_every_entry_of_a_launch_is_there() -> None:
     at_the_root = {path.stem for path in ROOT.glob("*.py")}
-    assert at_the_root == set(ENTRIES) and len(ENTRIES) == 19
+    assert at_the_root == set(ENTRIES) and len(ENTRIES) == 20
     assert {path.stem for path in FEATURES.glob("get_*.py")} == {
         f"get_{of}_feature" for of in ("sora", "hunyuan", "wan")
     }

@@ -19,7 +19,7 @@ EXAMPLES = """
 Examples:
   mm posttrain dpo examples/digits_dpo/digits_dpo_config.yaml
   mm posttrain grpo run.yaml training.lr=1e-5
-  mm posttrain rollouts runs/reader --number 20
+  mm posttrain rollouts runs/reader --number 20 --json
   mm posttrain reference run.yaml --nproc 8
   mm train run.yaml posttrain.reference.kind=stored
 """

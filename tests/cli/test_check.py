@@ -78,6 +78,7 @@ ALL = [
     "resume",
     "batch keys",
     "samples",
+    "held-out questions",
     "memory",
 ]
 
@@ -128,6 +129,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "resume": "paths",
         "batch keys": "module patterns",
         "samples": "module patterns",
+        "held-out questions": "paths",
         "memory": "features",
     }
     assert result.findings[0].problem.where.endswith("run.yaml:3:19")

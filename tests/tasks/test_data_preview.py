@@ -291,5 +291,6 @@ def test_preference_rows_show_both_answers(tmp_path: Path) -> None:
     pair |= {"chosen": {"from": "gpt", "value": "seven"}, "rejected": {"from": "gpt", "value": "one"}}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     words = [*basics(dataset=str(tmp_path / "pairs.jsonl"), stage="rm"), "data.dataset_param.attr={ranking: true}"]
+    words.append("posttrain.method=dpo")
     text = plain(preview.run(run, words, rows=[0]))
     assert re.search(r"chosen: .*«seven<\|im_end\|>».*rejected: .*«one<\|im_end\|>»", text, flags=re.DOTALL)

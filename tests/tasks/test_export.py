@@ -207,4 +207,4 @@ def test_command(run_folder: Path, tmp_path: Path) -> None:
     assert json.loads(done.output)["step"] == 4
     done = CliRunner().invoke(command, [str(run_folder), str(tmp_path / "two")])
     assert done.output.startswith(f"{tmp_path / 'two'}: ") and "iter_0000004" in done.output
-    assert CliRunner().invoke(command, ["--help"]).output.count("mm export ") == 3
+    assert CliRunner().invoke(command, ["--help"]).output.count("mm export ") == 4

@@ -131,7 +131,7 @@ class TestRaw:
         batches = epoch_of(data) + epoch_of(data)
         assert sorted(ids(batches)) == sorted([*reference] * 2)
         for batch in batches:
-            assert batch.keys() == {"sample_ids", "epochs", "captions", "pixels"}
+            assert batch.keys() == {"sample_ids", "epochs", "captions", "pixels", "fps"}
             assert batch["pixels"].dtype == torch.uint8
             for name, epoch, caption, pixels in zip(
                 batch["sample_ids"], batch["epochs"], batch["captions"], batch["pixels"], strict=True
@@ -377,6 +377,8 @@ class Record:
     cut_captions: int = 0
     repeats: int = 1
     views: int = 1
+    is_prior: bool = False
+    fps: float | None = None
 
 
 class Store:
@@ -426,7 +428,7 @@ class TestFeatures:
         batches = epoch_of(loader(dataset, num_workers=workers))
         assert sorted(ids(batches)) == [record.key for record in store.records]
         for batch in batches:
-            assert batch.keys() == {"sample_ids", "epochs", "latents", "prompt_embeds", "pooled_prompt_embeds"}
+            assert batch.keys() == {"sample_ids", "epochs", "fps", "latents", "prompt_embeds", "pooled_prompt_embeds"}
             for row, name in enumerate(batch["sample_ids"]):
                 number = int(name, 16)
                 drawn = derive_seed(42, 0, name, "caption") % (1 + number % 2)
