@@ -67,6 +67,7 @@ def finish_and_compare(yaml: Path, save: Path, *extra: str) -> None:
     assert differing(tensors(save), tensors(whole)) == []
 
 
+@pytest.mark.slow
 def test_killed_run_ends_bitwise_like_an_unbroken_one(yaml: Path) -> None:
     save = yaml.parent / "killed"
     kill_and_restart(yaml, save, 3)

@@ -121,6 +121,7 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
     assert differing(tensors(save), tensors(whole)) == []
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(yaml: Path, tmp_path: Path) -> None:
     save = tmp_path / "save"
     process = start(yaml, save)

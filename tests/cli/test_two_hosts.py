@@ -98,6 +98,7 @@ def check_equal_to_one_host(yaml: Path, save: Path, steps: int) -> None:
     assert differing(tensors(save), tensors(whole)) == []
 
 
+@pytest.mark.slow
 def test_two_hosts_train_like_one(hosts: TwoHosts, yaml: Path, tmp_path: Path) -> None:
     (code, out, said), (code_b, _, said_b) = endings(start(hosts, yaml, tmp_path / "save"))
     assert (code, code_b) == (0, 0), said + said_b

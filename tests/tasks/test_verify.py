@@ -32,14 +32,13 @@ LORA = ("training.lora.enable=true", "training.lora.dropout=0.1")
 CHECKS = ["as planned = one process", "accumulated = one big batch", "resumed = uninterrupted", "packed = unpacked"]
 
 PLANS = {  # name → (model, overrides); two processes each
-    "vlm fsdp2": ("vlm", ("data.dataloader_param.sampler_type=LengthGroupedSampler",)),
     "vlm tp2": ("vlm", (TP, ONE)),
 }
 FAULTY = {  # fault → plan in which it shows
-    "averaged-gradients": ("vlm", ()),
     "missing-norm-sum": ("vlm", (TP, ONE)),
 }
 MORE_PLANS = {
+    "vlm fsdp2": ("vlm", ("data.dataloader_param.sampler_type=LengthGroupedSampler",)),
     "flux ulysses2": ("flux", (ULYSSES, ONE)),
     "vlm copies": ("vlm", (COPIES,)),
     "vlm ring2, recompute": ("plain vlm", (RING, ONE, "features.recompute=true")),
@@ -53,6 +52,7 @@ MORE_PLANS = {
     "i2v": ("i2v", ()),
 }
 MORE_FAULTS = {
+    "averaged-gradients": ("vlm", ()),
     "lost-optimizer-state": ("vlm", ()),
     "dropped-all-reduce": ("vlm", (COPIES,)),
     "wrong-divisor": ("vlm", ()),
