@@ -8,6 +8,7 @@ on: it never ends a run.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import threading
@@ -17,9 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.utils.media_files import clip_gif
 
 PROJECT = "mindspeed-mm"
 """Name of the project, or experiment, where a tracker's own variable names no other."""
@@ -62,6 +66,15 @@ class Tracker:
         """The run has ended."""
 
 
+_SHOWN = frozenset({".png", ".mp4"})
+
+
+def _picture(path: Path) -> tuple[bytes, int, int]:
+    """The file, width and height."""
+    with Image.open(path) as picture:
+        return path.read_bytes(), *picture.size
+
+
 def quiet_thread(kind: str) -> None:
     """Have no traceback printed for threads of a class: TensorBoard's writer ends with one when its folder goes, and
     hands the error to the next call as well, which is where it is told."""
@@ -102,17 +115,15 @@ class TensorBoard(Tracker):
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
     def show(self, media: Mapping[str, Path], step: int) -> None:
-        """Pictures as they are; TensorBoard plays no clips."""
-        from PIL import Image
+        """Pictures as they are; clips as animated GIFs among the pictures, since TensorBoard plays no mp4."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self.log({}, step)  # opens the file
         for name, path in media.items():
-            if self._writer is None or path.suffix != ".png":
+            if self._writer is None or path.suffix not in _SHOWN:
                 continue
-            with Image.open(path) as picture:
-                width, height = picture.size
-            shown = Summary.Image(height=height, width=width, encoded_image_string=path.read_bytes())
+            data, width, height = clip_gif(path) if path.suffix == ".mp4" else _picture(path)
+            shown = Summary.Image(height=height, width=width, encoded_image_string=data)
             self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
 
     def end(self, exit_code: int) -> None:
@@ -186,6 +197,16 @@ class SwanLab(Tracker):
         """Send the numbers."""
         self._module.log(dict(numbers), step=step)
 
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Send pictures, and clips as GIFs: SwanLab takes no mp4."""
+        sent: dict[str, Any] = {}
+        for name, path in media.items():
+            if path.suffix == ".png":
+                sent[name] = self._module.Image(str(path))
+            elif path.suffix == ".mp4":
+                sent[name] = self._module.Video(io.BytesIO(clip_gif(path)[0]))
+        self._module.log(sent, step=step)
+
     def end(self, exit_code: int) -> None:
         """Mark the experiment as finished or failed."""
         self._module.finish(**({} if exit_code == 0 else {"state": "crashed", "error": f"exit code {exit_code}"}))
@@ -253,6 +274,14 @@ class Trackio(Tracker):
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Send the numbers."""
         self._run.log(dict(numbers), step=step)
+
+    def show(self, media: Mapping[str, Path], step: int) -> None:
+        """Send pictures and clips."""
+        import trackio
+
+        kinds = {".png": trackio.Image, ".mp4": trackio.Video}
+        sent = {name: kinds[path.suffix](str(path)) for name, path in media.items() if path.suffix in kinds}
+        self._run.log(sent, step=step)
 
     def end(self, exit_code: int) -> None:
         """Write what waits."""
