@@ -102,6 +102,7 @@ class HeadLoss:
         suppressed: torch.Tensor | None = None,
         *,
         temperature: float = 1.0,
+        with_entropy: bool = False,
     ) -> torch.Tensor:
         """(n,) log p(target) of a model's own last hidden states, in fp32 at least; differentiable.
 
@@ -113,6 +114,7 @@ class HeadLoss:
             suppressed: (s,) ids that the model is never to give (placeholders of media): they are left out of the
                 softmax.
             temperature: Logits are divided by it.
+            with_entropy: Return (n, 2): beside it the entropy of the row's softmax, in nats.
 
         Raises:
             ConfigError: The model returns no logits, or changes them in a way that slices cannot follow.
@@ -122,9 +124,14 @@ class HeadLoss:
                 logits = output_of(model(**inputs), "logits")
             logits_NV = logits.reshape(-1, logits.shape[-1])
             return token_log_probs(
-                logits_NV, targets, suppressed=suppressed, temperature=temperature, vocabulary=self.vocabulary
+                logits_NV,
+                targets,
+                suppressed=suppressed,
+                temperature=temperature,
+                vocabulary=self.vocabulary,
+                with_entropy=with_entropy,
             )
-        request = LogProbRequest(targets, suppressed, temperature, self.vocabulary)
+        request = LogProbRequest(targets, suppressed, temperature, self.vocabulary, with_entropy)
         with self._rows.select(rows, request):
             returned = output_of(model(**inputs), "logits")
         check_untouched(model, returned, request.found, self._behind)

@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import ModelKind
-from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS
+from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS, GrpoArguments
 
 _KEY = "posttrain.method"
 _FROM_A_PROMPT = ("t2i", "t2v")
@@ -76,6 +76,16 @@ def check_rewarded_generator(method: str, adapter: Any, model: nn.Module) -> Non
             f"'{adapter.task}' goes on from media, and the prompts of '{method}' have none",
             key="model.task",
             way_out=f"Set {' or '.join(_FROM_A_PROMPT)}, where the folder allows it.",
+        )
+
+
+def check_generator_settings(grpo: GrpoArguments) -> None:
+    """Raise `ConfigError` when a setting asks for what only language models have."""
+    if grpo.entropy_coef:
+        raise ConfigError(
+            f"{grpo.entropy_coef:g}, but samples of a generator are made of no tokens, whose entropy could be raised",
+            key="posttrain.grpo.entropy_coef",
+            way_out="Leave it out; posttrain.flow.noise_level makes samples differ.",
         )
 
 

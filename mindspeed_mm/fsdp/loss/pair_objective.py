@@ -34,7 +34,16 @@ class ReferencePolicy(Protocol):
         """
         ...
 
-    def log_probs(self, model: nn.Module, inputs: Batch, rows: Tensor, targets: Tensor) -> Tensor:
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        rows: Tensor,
+        targets: Tensor,
+        suppressed: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """(n,) of the labelled tokens, without gradient, where `prepare` added nothing.
 
         Args:
@@ -42,6 +51,8 @@ class ReferencePolicy(Protocol):
             inputs: Arguments of its `forward`.
             rows: (n,) indices into the flattened tokens.
             targets: (n,) ids.
+            suppressed: (s,) ids that are left out of the softmax.
+            temperature: Logits are divided by it.
         """
         ...
 

@@ -44,6 +44,7 @@ class PolicyRule:
     corrects_kl: bool = True
     """Multiply the KL of a token by its ratio, so that its gradient is unbiased (2512.02556)."""
     entropy_coef: float = 0.0
+    """Of the entropy, which is maximised: its mean over tokens, whatever the rest is divided by."""
     max_completion_length: int = 512
     """Read by `dr_grpo`."""
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
@@ -76,16 +77,20 @@ class PolicyRows(NamedTuple):
     """Under the reference; needed where beta is not 0."""
     correction_N: torch.Tensor | None = None
     """How much the loss of a token counts where the sampler was another one than `old`."""
+    entropy_N: torch.Tensor | None = None
+    """Of the policy at each token, in nats; needed where its coefficient is not 0."""
     ratio_mean_A: torch.Tensor | None = None
     """Means of log ratios, of level `sequence`, where answers are spread over ranks."""
 
 
 class PolicySums(NamedTuple):
-    """0-d sums; the first two are differentiable."""
+    """0-d sums; the first three are differentiable."""
 
     policy: torch.Tensor
     kl: torch.Tensor
     """β · KL, summed as the policy's term is; both have one denominator."""
+    entropy: torch.Tensor
+    """−coefficient · Σ entropy; its denominator is the tokens of the step."""
     clipped: torch.Tensor
     """Tokens whose gradient the clip took away."""
     divergence: torch.Tensor
@@ -119,7 +124,11 @@ def policy_sums(rule: PolicyRule, rows: PolicyRows) -> PolicySums:
         k3 = torch.exp(distance) - distance - 1
         divergence = k3.detach().sum()
         kl = rule.beta * ((k3 * ratio if rule.corrects_kl else k3) * share).sum()
-    return PolicySums((surrogate * share).sum(), kl, clipped.to(lp.dtype).sum(), divergence)
+    entropy = zero
+    if rule.entropy_coef:
+        assert rows.entropy_N is not None
+        entropy = -rule.entropy_coef * rows.entropy_N.to(lp.dtype).sum()
+    return PolicySums((surrogate * share).sum(), kl, entropy, clipped.to(lp.dtype).sum(), divergence)
 
 
 def _log_ratio(rule: PolicyRule, rows: PolicyRows, by_token: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, ModelInputs, Terms, text_tokens
+from mindspeed_mm.fsdp.loss.pair_objective import ReferencePolicy
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRows, PolicyRule, policy_sums
 
 
@@ -27,6 +28,8 @@ class PolicyObjective:
         rule: What is summed.
         suppressed: Ids that the model never gives: they are left out of the softmax, as while it samples.
         temperature: Of the sampler; logits are divided by it.
+        reference: Needed where the rule has a KL term. Its probabilities are of the same softmax, and are computed anew
+            for each step that uses an answer.
         correction: How a sampler of other probabilities than the model's is corrected, and the bound; None: it is the
             model itself.
     """
@@ -39,11 +42,13 @@ class PolicyObjective:
         *,
         suppressed: Sequence[int] = (),
         temperature: float = 1.0,
+        reference: ReferencePolicy | None = None,
         correction: tuple[str, float] | None = None,
     ) -> None:
         self._inputs, self._head, self.rule = ModelInputs(model), head, rule
         self._suppressed = torch.tensor(list(suppressed), dtype=torch.long)
         self._temperature, self._correction = temperature, correction
+        self._reference = reference
         self._seen: dict[str, torch.Tensor] = {}
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
@@ -67,33 +72,59 @@ class PolicyObjective:
         tokens = sum(len(batch["_rows"]) for batch in batches)
         answers = sum(len(batch["_advantages"]) for batch in batches)
         count = answers if self.rule.counts_answers else tokens
-        return {"policy": count, **({"kl": count} if self.rule.beta else {})}
+        found: dict[str, float] = {"policy": count}
+        if self.rule.beta:
+            found["kl"] = count
+        if self.rule.entropy_coef:
+            found["entropy"] = tokens
+        return found
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the answers of this micro-batch."""
-        log_probs = self._log_probs(model, batch)
+        inputs, rows, targets = self._inputs(batch), batch["_rows"], batch["_targets"]
+        never = self._suppressed.to(rows.device) if len(self._suppressed) else None
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self._reference.log_probs(
+                    model, inputs, rows, targets, never, temperature=self._temperature
+                )
+        has_entropy = bool(self.rule.entropy_coef)
+        found = self._head.log_probs(
+            model, inputs, rows, targets, never, temperature=self._temperature, with_entropy=has_entropy
+        )
+        log_probs, entropy = found.unbind(1) if has_entropy else (found, None)
         sampled = batch["_sampled"].to(log_probs.dtype)
         old = None if batch["_fresh"] else sampled
-        rows = PolicyRows(
+        policy = PolicyRows(
             log_probs,
             batch["_segment"],
             batch["_advantages"],
             batch["_tokens"],
             old,
-            batch.get("_reference"),
+            reference,
             self._corrected(log_probs, sampled, batch),
+            entropy,
         )
-        sums = policy_sums(self.rule, rows)
+        sums = policy_sums(self.rule, policy)
         if torch.is_grad_enabled():
             gap = (log_probs.detach() - sampled).abs().sum() if batch["_fresh"] else log_probs.new_zeros(())
             self._note(log_probs, clip_share=sums.clipped, kl=sums.divergence, log_prob_gap=gap)
-        return {"policy": sums.policy, **({"kl": sums.kl} if self.rule.beta else {})}
+        terms = {"policy": sums.policy}
+        if self.rule.beta:
+            terms["kl"] = sums.kl
+        if has_entropy:
+            terms["entropy"] = sums.entropy
+        return terms
 
     def describe(self) -> str:
         """For the log: which loss runs."""
         rule = self.rule
         clip = f"ratios of {'answers' if rule.level == 'sequence' else 'tokens'}"
-        return f"policy gradient, {rule.loss_type}, {clip}" + (f", KL {rule.beta:g}" if rule.beta else "")
+        words = f"policy gradient, {rule.loss_type}, {clip}"
+        if self._reference is not None:
+            words += f", KL {rule.beta:g}, reference: {self._reference.describe()}"
+        return words + (f", entropy {rule.entropy_coef:g}" if rule.entropy_coef else "")
 
     def take_metrics(self) -> dict[str, float]:
         """Means over this rank's tokens since the last call."""
@@ -104,13 +135,6 @@ class PolicyObjective:
         if not self.rule.beta:
             seen.pop("kl", None)
         return {name: float(value) / tokens for name, value in seen.items()}
-
-    def _log_probs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        never = self._suppressed.to(batch["_rows"].device) if len(self._suppressed) else None
-        inputs = self._inputs(batch)
-        return self._head.log_probs(
-            model, inputs, batch["_rows"], batch["_targets"], never, temperature=self._temperature
-        )
 
     def _corrected(self, log_probs: torch.Tensor, sampled: torch.Tensor, batch: Batch) -> torch.Tensor | None:
         """How much each token's loss counts where a server sampled it: min(p / p of the server, bound), or 0 above the

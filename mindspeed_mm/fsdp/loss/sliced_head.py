@@ -51,8 +51,10 @@ class LogProbRequest:
     """(s,) ids that are left out of the softmax."""
     temperature: float = 1.0
     vocabulary: VocabularyShare | None = None
+    with_entropy: bool = False
+    """Ask for the entropy of each row's softmax, too."""
     found: RecordingTensor | None = None
-    """(n,); the head fills them in."""
+    """(n,), or with entropies (n, 2); the head fills them in."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class SlicedHead:
             plan,
             suppressed=request.suppressed,
             temperature=request.temperature,
+            with_entropy=request.with_entropy,
         )
 
     def _sums(self, hidden_NH: torch.Tensor, request: LossRequest) -> LossSums:

@@ -39,18 +39,24 @@ def build_pair_objective(arguments: Arguments, assembled: Assembled, job: Job, d
     """
     head, models = assembled.applied.head, [assembled.model]
     assert head is not None
-    reference: ReferencePolicy | None = None
-    match reference_kind(arguments):
-        case "adapters_off":
-            check_start(arguments)
-            reference = AdaptersOff(head)
-        case "frozen":
-            reference = _frozen(arguments, assembled, job.device)
-            models.append(reference.model)
-        case "stored":
-            sets = [each for each in (data.train, data.validation) if each is not None]
-            reference = StoredReference(opened_reference(arguments, sets))
+    reference: ReferencePolicy | None = _live_reference(arguments, assembled, head, job.device)
+    if isinstance(reference, FrozenModel):
+        models.append(reference.model)
+    if reference_kind(arguments) == "stored":
+        sets = [each for each in (data.train, data.validation) if each is not None]
+        reference = StoredReference(opened_reference(arguments, sets))
     return _pairs(arguments, assembled.model, head, reference, models)
+
+
+def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job, data: RunData) -> Objective:
+    """Answers that a language model draws.
+
+    Raises:
+        MMError: There is no such reference, or no output head.
+    """
+    head = assembled.applied.head
+    reference = _live_reference(arguments, assembled, head, job.device) if head is not None else None
+    return build_policy_objective(arguments, assembled, data, reference)
 
 
 def build_simulated_pairs(arguments: Arguments, model: nn.Module, head: HeadLoss | None) -> Objective:
@@ -70,6 +76,19 @@ def _pairs(
     return PairObjective(model, head, arguments.posttrain.dpo, reference, RepeatedMedia(*models))
 
 
+def _live_reference(
+    arguments: Arguments, assembled: Assembled, head: HeadLoss, device: torch.device
+) -> AdaptersOff | FrozenModel | None:
+    """The reference that a model computes; None where there is no such one."""
+    match reference_kind(arguments):
+        case "adapters_off":
+            check_start(arguments)
+            return AdaptersOff(head)
+        case "frozen":
+            return _frozen(arguments, assembled, device)
+    return None
+
+
 def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) -> FrozenModel:
     second = assemble_reference(arguments, device)
     if assembled.applied.towers is not None and second.applied.towers is not None:
@@ -80,6 +99,6 @@ def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) ->
 
 BUILDERS: dict[tuple[str, ModelKind], Build] = {
     ("dpo", LANGUAGE): build_pair_objective,
-    ("grpo", LANGUAGE): lambda arguments, assembled, _job, data: build_policy_objective(arguments, assembled, data),
+    ("grpo", LANGUAGE): build_answer_objective,
 }
 """Method and kind of model → what builds its objective."""

@@ -29,10 +29,19 @@ class AdaptersOff:
         """Nothing is known before the model runs."""
         return {}
 
-    def log_probs(self, model: nn.Module, inputs: Batch, rows: Tensor, targets: Tensor) -> Tensor:
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        rows: Tensor,
+        targets: Tensor,
+        suppressed: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """(n,) of the model without its adapters."""
         with adapters_off(model):
-            return self._head.log_probs(model, inputs, rows, targets)
+            return self._head.log_probs(model, inputs, rows, targets, suppressed, temperature=temperature)
 
     def describe(self) -> str:
         """For the log."""
@@ -56,9 +65,18 @@ class FrozenModel:
         """Nothing is known before the model runs."""
         return {}
 
-    def log_probs(self, model: nn.Module, inputs: Batch, rows: Tensor, targets: Tensor) -> Tensor:
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        rows: Tensor,
+        targets: Tensor,
+        suppressed: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """(n,) of the frozen model."""
-        return self._head.log_probs(self.model, inputs, rows, targets)
+        return self._head.log_probs(self.model, inputs, rows, targets, suppressed, temperature=temperature)
 
     def describe(self) -> str:
         """For the log."""

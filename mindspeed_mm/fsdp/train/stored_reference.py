@@ -125,7 +125,16 @@ class StoredReference:
             found.append(self._stored.log_probs[name] if counted else (0.0, 0.0))
         return {"_reference": torch.tensor(found, dtype=torch.float64).t().reshape(-1)}
 
-    def log_probs(self, model: nn.Module, inputs: Batch, rows: Tensor, targets: Tensor) -> Tensor:
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        rows: Tensor,
+        targets: Tensor,
+        suppressed: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """Never asked for: they are in the batch."""
         raise NotImplementedError("stored log-probabilities are those of whole answers")
 

@@ -73,6 +73,28 @@ def test_log_probs_and_gradients(slice_rows: int | None, suppressed: torch.Tenso
         assert torch.allclose(found, wanted, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("slice_rows", [None, 2])
+@pytest.mark.parametrize("suppressed", [None, SUPPRESSED])
+def test_entropies_beside_them(slice_rows: int | None, suppressed: torch.Tensor | None) -> None:
+    """Against `torch.distributions`, of the ids that are left alone, with gradients of both columns."""
+    kept = torch.tensor([n for n in range(VOCABULARY) if suppressed is None or n not in suppressed])
+    model, temperature = SmallModel(), 1.7
+    logits = model(IDS)["logits"].reshape(-1, VOCABULARY)[ROWS][:, kept] / temperature
+    wanted = torch.distributions.Categorical(logits=logits).entropy()
+    reference = torch.autograd.grad((wanted * WEIGHTS).sum(), list(model.parameters()))
+    behind = find_logit_steps(model, "lm_head") if slice_rows else LogitSteps()
+    sliced = SlicedHead(model.lm_head, Slices(slice_rows), behind) if slice_rows else None
+    head = HeadLoss(model.lm_head, sliced=sliced, behind=behind)
+    inputs = {"input_ids": IDS}
+    alone = head.log_probs(model, inputs, ROWS, TARGETS, suppressed, temperature=temperature)
+    found = head.log_probs(model, inputs, ROWS, TARGETS, suppressed, temperature=temperature, with_entropy=True)
+    assert torch.equal(found[:, 0], alone)
+    assert torch.allclose(found[:, 1], wanted, rtol=0, atol=1e-14)
+    gradients = torch.autograd.grad((found[:, 1] * WEIGHTS).sum(), list(model.parameters()))
+    for own, wanted_gradient in zip(gradients, reference, strict=True):
+        assert torch.allclose(own, wanted_gradient, rtol=0, atol=1e-14)
+
+
 def test_suppressed_ids_change_the_numbers_and_have_no_gradient() -> None:
     (plain, _), (masked, gradients) = measured(None, None), measured(2, SUPPRESSED)
     assert (masked > plain).all()
@@ -100,8 +122,8 @@ def split(suppressed: torch.Tensor | None) -> Any:
     torch.manual_seed(0)
     logits = torch.randn(len(TARGETS), VOCABULARY, dtype=torch.float64)
     own = logits.chunk(2, dim=1)[vocabulary.rank].clone().requires_grad_()
-    found = token_log_probs(own, TARGETS, suppressed=suppressed, vocabulary=vocabulary)
-    (gradient,) = torch.autograd.grad((found * WEIGHTS).sum(), own)
+    found = token_log_probs(own, TARGETS, suppressed=suppressed, vocabulary=vocabulary, with_entropy=True)
+    (gradient,) = torch.autograd.grad((found * WEIGHTS[:, None]).sum(), own)
     return found.detach(), gradient
 
 
@@ -111,8 +133,10 @@ def test_a_split_vocabulary(suppressed: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     logits = torch.randn(len(TARGETS), VOCABULARY, dtype=torch.float64, requires_grad=True)
     masked = logits if suppressed is None else logits.index_fill(1, suppressed, -torch.inf)
-    wanted = masked.log_softmax(-1).gather(1, TARGETS[:, None])[:, 0]
-    (gradient,) = torch.autograd.grad((wanted * WEIGHTS).sum(), logits)
+    kept = masked[0].isfinite()
+    entropy = torch.distributions.Categorical(logits=masked[:, kept]).entropy()
+    wanted = torch.stack([masked.log_softmax(-1).gather(1, TARGETS[:, None])[:, 0], entropy], dim=1)
+    (gradient,) = torch.autograd.grad((wanted * WEIGHTS[:, None]).sum(), logits)
     results = run_ranks(2, split, suppressed)
     for (found, own), part in zip(results, gradient.chunk(2, dim=1), strict=True):
         assert torch.allclose(found, wanted.detach(), rtol=0, atol=1e-14)

@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.method_checks import check_rewarded_generator
+from mindspeed_mm.fsdp.loss.method_checks import check_generator_settings, check_rewarded_generator
+from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments
 
 
 def family(*, is_flow: bool = True, further: tuple[str, ...] = (), task: str = "t2v") -> Any:
@@ -29,6 +30,13 @@ def test_refusals(adapter: Any, words: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_rewarded_generator("grpo", adapter, nn.Identity())
     assert words in str(caught.value) and key in str(caught.value)
+
+
+def test_an_entropy_of_tokens_that_there_are_not() -> None:
+    check_generator_settings(GrpoArguments(beta=0.04))
+    with pytest.raises(ConfigError, match=r"0\.01, but samples of a generator are made of no tokens") as caught:
+        check_generator_settings(GrpoArguments(entropy_coef=0.01))
+    assert "posttrain.grpo.entropy_coef" in str(caught.value)
 
 
 def test_one_stream_from_a_prompt_is_taught() -> None:

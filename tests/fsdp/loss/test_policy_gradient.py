@@ -1,5 +1,6 @@
 """Policy gradients: formulas by hand in fp64, any split of a step, and TRL's own functions where TRL is installed."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
         "reference": lp + draw(0.4),
         "advantages": torch.randn(len(LENGTHS), generator=random, dtype=torch.float64),
         "mask": (torch.arange(shape[1]) < LENGTHS[:, None]).double(),
+        "entropy": draw(1.0).abs(),
     }
 
 
@@ -40,6 +42,7 @@ def rows_of(numbers: dict[str, torch.Tensor], answers: list[int] | None = None, 
         mask.sum(1),
         numbers["old"][kept][mask],
         numbers["reference"][kept][mask],
+        entropy_N=numbers["entropy"][kept][mask],
     )
     return rows._replace(**changes)
 
@@ -48,9 +51,11 @@ def denominator(rule: PolicyRule, rows: PolicyRows) -> int:
     return len(rows.advantages_A) if rule.counts_answers else len(rows.log_probs_N)
 
 
-def loss_of(rule: PolicyRule, rows: PolicyRows, over: float | None = None) -> torch.Tensor:
+def loss_of(rule: PolicyRule, rows: PolicyRows, over: float | None = None, tokens: float | None = None) -> torch.Tensor:
     sums = policy_sums(rule, rows)
-    return (sums.policy + sums.kl) / (over or denominator(rule, rows))
+    return (sums.policy + sums.kl) / (over or denominator(rule, rows)) + sums.entropy / (
+        tokens or len(rows.log_probs_N)
+    )
 
 
 def test_the_clipped_surrogate_by_hand() -> None:
@@ -83,14 +88,15 @@ def test_a_ratio_of_one_is_cross_entropy_with_advantages_as_weights() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_any_split_of_a_step_has_the_same_loss_and_gradient(loss_type: str, level: str) -> None:
-    rule = PolicyRule(loss_type, level, beta=0.1, max_completion_length=5)
+    rule = PolicyRule(loss_type, level, beta=0.1, entropy_coef=0.2, max_completion_length=5)
     numbers = padded()
     numbers["lp"].requires_grad_()
+    tokens = int(LENGTHS.sum())
     whole = loss_of(rule, rows_of(numbers))
     (gradient,) = torch.autograd.grad(whole, numbers["lp"])
     over = denominator(rule, rows_of(numbers))
     for split in ([[0], [1, 2, 3, 4, 5]], [[5, 0], [2], [1, 3, 4]], [[number] for number in range(6)]):
-        parts = sum(loss_of(rule, rows_of(numbers, answers), over) for answers in split)
+        parts = sum(loss_of(rule, rows_of(numbers, answers), over, tokens) for answers in split)
         (of_parts,) = torch.autograd.grad(parts, numbers["lp"])
         assert torch.allclose(parts, whole, rtol=0, atol=1e-15)
         assert torch.allclose(of_parts, gradient, rtol=0, atol=1e-15)
@@ -98,6 +104,37 @@ def test_any_split_of_a_step_has_the_same_loss_and_gradient(loss_type: str, leve
     wrong = sum(loss_of(rule, rows_of(numbers, answers)) for answers in ([0], [1, 2, 3, 4, 5])) / 2
     (of_wrong,) = torch.autograd.grad(wrong, numbers["lp"])
     assert (of_wrong - gradient).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_the_divergence_and_the_entropy_by_hand(corrects: bool) -> None:
+    """k3 of two tokens with ratios of 1.5 and 0.5, its mean over an answer, and its gradient."""
+    lp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    entropy = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
+    ratios = torch.tensor([1.5, 0.5], dtype=torch.float64)
+    distance = torch.tensor([0.3, -0.2], dtype=torch.float64)  # reference − policy
+    rows = PolicyRows(
+        lp,
+        torch.tensor([0, 0]),
+        torch.zeros(1),
+        torch.tensor([2]),
+        (lp - ratios.log()).detach(),
+        (lp + distance).detach(),
+        entropy_N=entropy,
+    )
+    sums = policy_sums(PolicyRule("grpo", beta=0.04, corrects_kl=corrects, entropy_coef=0.01), rows)
+    k3 = [math.exp(0.3) - 1.3, math.exp(-0.2) - 0.8]
+    weights = [1.5, 0.5] if corrects else [1, 1]
+    expected = 0.04 * (k3[0] * weights[0] + k3[1] * weights[1]) / 2
+    assert sums.kl.item() == pytest.approx(expected, abs=1e-15)
+    assert sums.divergence.item() == pytest.approx(sum(k3), abs=1e-15)
+    assert sums.entropy.item() == pytest.approx(-0.02, abs=1e-15)
+    # d k3 / d lp = 1 − e^d; a ratio has its own derivative, the ratio
+    own = [1 - math.exp(0.3), 1 - math.exp(-0.2)]
+    slopes = [(slope + corrects * k) * weight for slope, k, weight in zip(own, k3, weights, strict=True)]
+    by_lp, by_entropy = torch.autograd.grad(sums.kl + sums.entropy, [lp, entropy])
+    assert by_lp.tolist() == pytest.approx([0.02 * slope for slope in slopes], abs=1e-15)
+    assert by_entropy.tolist() == [-0.01, -0.01]
 
 
 def test_the_kl_needs_a_reference() -> None:
@@ -179,7 +216,7 @@ def of_trl(rule: PolicyRule, numbers: dict[str, torch.Tensor], *, with_old: bool
     )
     trainer = SimpleNamespace(
         args=args,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (numbers["lp"], torch.zeros_like(numbers["lp"]), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (numbers["lp"], numbers["entropy"], None),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=rule.level,
@@ -194,7 +231,9 @@ def of_trl(rule: PolicyRule, numbers: dict[str, torch.Tensor], *, with_old: bool
         max_completion_length=rule.max_completion_length,
         accelerator=_One(),
         aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=rule.entropy_coef != 0,
+        entropy_coef=rule.entropy_coef,
+        use_adaptive_entropy=False,
         _metrics={"train": defaultdict(list)},
     )
     mask = numbers["mask"]
@@ -218,18 +257,20 @@ def of_trl(rule: PolicyRule, numbers: dict[str, torch.Tensor], *, with_old: bool
 def test_loss_and_gradient_are_those_of_trl(loss_type: str, level: str, beta: float) -> None:
     high = 1.1 if loss_type == "cispo" else 0.28
     for rule in (
-        PolicyRule(loss_type, level, epsilon_high=high, beta=beta, max_completion_length=7),
+        PolicyRule(loss_type, level, epsilon_high=high, beta=beta, max_completion_length=7, entropy_coef=beta / 5),
         PolicyRule(loss_type, level, delta=1.25, beta=beta, corrects_kl=False, max_completion_length=7),
     ):
         for with_old in (True, False):
             numbers = padded(3)
-            numbers["lp"].requires_grad_()
+            numbers["lp"].requires_grad_(), numbers["entropy"].requires_grad_()
             theirs = of_trl(rule, numbers, with_old=with_old)
-            (their_gradient,) = torch.autograd.grad(theirs, numbers["lp"])
+            tensors = [numbers["lp"], *([numbers["entropy"]] if rule.entropy_coef else [])]
+            their_gradients = torch.autograd.grad(theirs, tensors)
             ours = loss_of(rule, rows_of(numbers) if with_old else rows_of(numbers, old_N=None))
-            (our_gradient,) = torch.autograd.grad(ours, numbers["lp"])
+            our_gradients = torch.autograd.grad(ours, tensors)
             assert torch.allclose(ours, theirs, rtol=0, atol=2e-16 * max(1, abs(theirs.item()) * 8))
-            assert torch.allclose(our_gradient, their_gradient, rtol=0, atol=1e-15)
+            for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
+                assert torch.allclose(our_gradient, their_gradient, rtol=0, atol=1e-15)
 
 
 def test_the_sums_say_what_was_clipped() -> None:

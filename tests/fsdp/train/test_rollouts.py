@@ -85,6 +85,27 @@ def test_a_run_that_was_killed_within_a_rollout_goes_on_with_it(tmp_path: Path) 
     assert lines(save, 0) == first
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_divergence_from_the_reference_and_entropy_are_trained(tmp_path: Path, lora: bool) -> None:
+    """The policy starts as its reference, so that the divergence is 0 and then grows; a large β holds it back. The
+    entropy in the loss is that of the answers' tokens."""
+    adapters = {"lora": {"enable": True, "rank": 4}} if lora else {}
+
+    def logged(name: str, **grpo: float) -> list[dict[str, Any]]:
+        save = tmp_path / name
+        training = {"save": str(save), "save_interval": 1000, "train_iters": 3, **adapters}
+        trained(configured(tmp_path, training, grpo={"num_generations": 4, **grpo}))
+        return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+
+    free, held = logged("free", beta=1e-6), logged("held", beta=10.0, entropy_coef=0.5)
+    assert abs(free[0]["kl"]) < 1e-9 and abs(held[0]["loss/kl"]) < 1e-8
+    assert free[-1]["kl"] > 1e-7 and held[-1]["kl"] < free[-1]["kl"]
+    answers = lines(tmp_path / "held", 0)
+    lengths = [len(answer["token_ids"]) for answer in answers]
+    mean = sum(answer["entropy"] * length for answer, length in zip(answers, lengths, strict=True)) / sum(lengths)
+    assert held[0]["loss/entropy"] == pytest.approx(-0.5 * mean, rel=1e-5)
+
+
 def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     grpo = {"num_generations": 4, "num_iterations": 2}
     save = tmp_path / "run"

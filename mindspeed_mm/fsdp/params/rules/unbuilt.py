@@ -56,8 +56,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
-    "posttrain.grpo.beta": (0.0,),
-    "posttrain.grpo.entropy_coef": (0.0,),
     "posttrain.flow.guidance_scale": (1.0,),
     "posttrain.rollout.weight_sync": ("disk",),
     "posttrain.rollout.ahead": (0,),

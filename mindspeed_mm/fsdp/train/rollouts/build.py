@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.loss.pair_objective import ReferencePolicy
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -81,8 +82,16 @@ def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
     )
 
 
-def build_policy_objective(arguments: Arguments, assembled: Assembled, data: RunData) -> PolicyObjective:
+def build_policy_objective(
+    arguments: Arguments, assembled: Assembled, data: RunData, reference: ReferencePolicy | None = None
+) -> PolicyObjective:
     """The loss on sampled answers.
+
+    Args:
+        arguments: The whole configuration.
+        assembled: The policy.
+        data: Of the run.
+        reference: Of the KL term.
 
     Raises:
         ConfigError: The model has no output head.
@@ -102,6 +111,7 @@ def build_policy_objective(arguments: Arguments, assembled: Assembled, data: Run
         policy_rule(arguments.posttrain.grpo, rollout),
         suppressed=never_drawn(assembled.model, data.train.processor),
         temperature=rollout.temperature,
+        reference=reference,
         correction=(rollout.correction, rollout.correction_max) if corrects else None,
     )
 
