@@ -46,7 +46,13 @@ def trained(path: str, words: list[str]) -> dict[str, Any]:
 def run_of(folder: Path, name: str, data_ranks: int, words: list[str]) -> tuple[str, list[str]]:
     posttrain: Given = {
         "method": "grpo",
-        "grpo": {"num_generations": GROUP, "steps_per_generation": 2, "scale_rewards": "batch"},
+        "grpo": {
+            "num_generations": GROUP,
+            "steps_per_generation": 2,
+            "scale_rewards": "batch",
+            "beta": 0.05,
+            "entropy_coef": 0.01,
+        },
         "rollout": {"max_completion_length": 6},
         "rewards": [{"name": "of_words"}],
     }
