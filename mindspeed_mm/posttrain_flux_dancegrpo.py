@@ -1,14 +1,19 @@
-"""Stands for MindSpeed-MM's entry of this name, whose training is not built."""
+"""Trains FLUX.1 on rewards of its pictures by the flags of MindSpeed-MM's entry of this name (DanceGRPO).
+
+`torchrun $DISTRIBUTED_ARGS posttrain_flux_dancegrpo.py $GPT_ARGS $MM_ARGS $OUTPUT_ARGS $GRPO_ARGS`.
+"""
 
 from __future__ import annotations
 
+import sys
+
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
-from mindspeed_mm.provider.launch import refuse_posttraining
+from mindspeed_mm.tasks.dancegrpo import run
 
 
 def main() -> None:
-    """End with a line."""
-    run_entry(lambda: refuse_posttraining("posttrain_flux_dancegrpo.py"))
+    """Train as the flags say."""
+    run_entry(lambda: run.run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

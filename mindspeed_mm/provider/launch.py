@@ -86,6 +86,12 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if entry is None:
         return Launch("", list(words))
     name = Path(words[entry]).name
+    if name == "posttrain_flux_dancegrpo.py":
+        raise UsageError(
+            "reads its flags itself and writes them as a YAML beside the folder of --save",
+            where=words[entry],
+            way_out="Start it: it trains as that YAML does.",
+        )
     if name.startswith("posttrain_"):
         refuse_posttraining(words[entry])
     launcher, own = words[:entry], list(words[entry + 1 :])

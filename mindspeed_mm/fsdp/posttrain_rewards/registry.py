@@ -35,6 +35,7 @@ _BUILT_IN = {
     **dict.fromkeys(("length", "repetition"), f"{_ROOM}.rules"),
     "http": f"{_ROOM}.http",
     "jpeg_size": f"{_ROOM}.pictures",
+    **dict.fromkeys(("clip_score", "hps_v2", "pickscore"), f"{_ROOM}.clip"),
 }
 
 reward_register = Registry("posttrain.rewards", builtin=lambda: _BUILT_IN)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
@@ -148,7 +149,7 @@ def build_text_rollouts(
         build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
         objective,
         rule,
-        build_rewards(arguments),
+        build_rewards(arguments, job.device),
         micro_batch_size=training.micro_batch_size,
         batch_size=rollout.batch_size or training.micro_batch_size,
         end_ids=end_ids(model, dataset),
@@ -176,16 +177,21 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
     source.write_weights = write_weights
 
 
-def build_rewards(arguments: Arguments) -> list[Reward]:
+def build_rewards(arguments: Arguments, device: torch.device | str = "cpu") -> list[Reward]:
     """The rewards that the section names.
+
+    Args:
+        arguments: The whole configuration.
+        device: Where those with a model of their own work.
 
     Raises:
         ConfigError: One is unknown, or does not take its settings.
     """
     rewards = []
     for each in arguments.posttrain.rewards:
-        limit = {"timeout_s": each.timeout_s} if takes_setting(each.name, "timeout_s") else {}
-        rewards.append(build_reward(each.name, each.weight, {**limit, **each.settings}))
+        offered = {"timeout_s": each.timeout_s, "device": str(device)}
+        taken = {name: value for name, value in offered.items() if takes_setting(each.name, name)}
+        rewards.append(build_reward(each.name, each.weight, {**taken, **each.settings}))
     return rewards
 
 

@@ -55,7 +55,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, _reference(arguments, assembled, job.device)),
         objective,
         arguments.posttrain,
-        build_rewards(arguments),
+        build_rewards(arguments, job.device),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,

@@ -1,0 +1,252 @@
+"""The flags and files of MindSpeed-MM's `posttrain_flux_dancegrpo.py`, and what they mean here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.json_file import read_json_object
+
+WITHOUT_EFFECT = {
+    "--cache_dir": "nothing is downloaded",
+    "--cfg": "the script does not read it either",
+    "--checkpointing_steps": "--save-interval counts",
+    "--ckpt-format": "checkpoints have one format",
+    "--dataloader_num_workers": "prompts are read in no time",
+    "--distributed-backend": "it follows from the device",
+    "--ema_decay": "the script does not read it either",
+    "--ema_start_step": "the script does not read it either",
+    "--eval-interval": "nothing is evaluated while training",
+    "--eval-iters": "nothing is evaluated while training",
+    "--ignore_last": "the last step is never trained: it draws no noise",
+    "--load_rank": "weights are read shard by shard",
+    "--loss_coef": "the script does not read it either",
+    "--lr_num_cycles": "the learning rate is constant",
+    "--lr_power": "the learning rate is constant",
+    "--mm-tool": "profilers are set in the YAML",
+    "--num_latent_t": "the script does not read it either",
+    "--output_dir": "--save counts",
+    "--precondition_outputs": "the script does not read it either",
+    "--sampler_seed": "--seed decides the order of prompts, too",
+    "--train_sp_batch_size": "--train_batch_size counts",
+}
+"""Flag → why it does nothing."""
+_SWITCHES = frozenset({"--ignore_last", "--precondition_outputs"})
+"""Those of them that take no value."""
+_SHARDING = ("full", "hybrid_full", "none")
+_DTYPES = {"no": "fp32", "bf16": "bf16"}
+_GUIDANCE = 3.5
+"""What the script tells FLUX.1 dev."""
+
+
+@dataclass(frozen=True)
+class DanceFlags:
+    """What a command line asks for."""
+
+    options: argparse.Namespace
+    overrides: tuple[str, ...]
+    """`section.key=value`, for the YAML."""
+    notes: tuple[str, ...]
+    """What differs from the script, and which flags do nothing."""
+
+
+class _EntryParser(argparse.ArgumentParser):
+    """Says what is wrong as every command here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, way_out="See --help.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags with the script's defaults."""
+    parser = _EntryParser(
+        "posttrain_flux_dancegrpo.py",
+        description="Train FLUX.1 on what HPSv2 thinks of its pictures (DanceGRPO). Words such as training.lr=1e-5 "
+        "change the YAML that is written.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="FOLDER", help="FLUX.1 in diffusers' layout.")
+    add("--save", type=Path, required=True, metavar="FOLDER", help="Where the run goes.")
+    add("--mm-data", type=Path, required=True, metavar="JSON", help="Names the prompts (videos2caption.json).")
+    add("--mm-model", type=Path, required=True, metavar="JSON", help="Names HPSv2's weights.")
+    add("--seed", type=int, default=42, help="Seed (%(default)s).")
+    add("--lr", type=float, default=1e-4, help="Learning rate (%(default)s).")
+    add("--lr_warmup_steps", type=int, default=10, help="Steps until it is reached (%(default)s).")
+    add("--lr_scheduler", choices=["constant", "constant_with_warmup"], default="constant_with_warmup",
+        help="Its course (%(default)s).")  # fmt: skip
+    add("--weight-decay", type=float, default=0.01, help="AdamW (%(default)s).")
+    add("--max_grad_norm", type=float, default=2.0, help="Largest norm of gradients (%(default)s).")
+    add("--train-iters", type=int, required=True, help="Rollouts, each of which makes one step.")
+    add("--log-interval", type=int, default=1, help="Steps between two lines of the log (%(default)s).")
+    add("--save-interval", type=int, default=10_000, help="Steps between two checkpoints (%(default)s).")
+    add("--train_batch_size", type=int, default=1, help="Prompts of a rank and step (%(default)s).")
+    add("--gradient_accumulation_steps", type=int, default=1, help="Has no effect: a rollout makes one step.")
+    add("--gradient_checkpointing", action="store_true", help="Compute activations again, to save memory.")
+    add("--selective_checkpointing", type=float, default=1.0, help="Share of the blocks that does so: 1.")
+    add("--mixed_precision", choices=sorted(_DTYPES), default="bf16", help="What is computed in (%(default)s).")
+    add("--master_weight_type", choices=["fp32"], default="fp32", help="What weights are kept in (%(default)s).")
+    add("--use_cpu_offload", action="store_true", help="Keep weights and optimizer state on the host.")
+    add("--fsdp_sharding_strategy", choices=_SHARDING, default="hybrid_full", help="Ranks that share the weights: all "
+        "(full), those of a host (hybrid_full), or none (%(default)s).")  # fmt: skip
+    add("--sp_size", type=int, default=1, help="Ranks that share a picture (%(default)s).")
+    add("--h", type=int, required=True, help="Height in pixels.")
+    add("--w", type=int, required=True, help="Width in pixels.")
+    add("--t", type=int, default=1, choices=[1], help="Frames: FLUX.1 draws one.")
+    add("--sampling_steps", type=int, required=True, help="Steps from noise to picture.")
+    add("--eta", type=float, required=True, help="Noise that a step draws.")
+    add("--shift", type=float, default=1.0, help="Shift of the noise levels (%(default)s).")
+    add("--init_same_noise", action="store_true", help="Begin all samples of a prompt with the same noise.")
+    add("--timestep_fraction", type=float, default=1.0, help="Share of the steps that is trained (%(default)s).")
+    add("--use_group", action="store_true", help="Compare the samples of a prompt: needed.")
+    add("--num_generations", type=int, default=16, help="Samples of a prompt (%(default)s).")
+    add("--sample_batch_size", type=int, help="Samples that are drawn and trained at a time; default: a prompt's.")
+    add("--clip_range", type=float, default=1e-4, help="Distance from 1 at which ratios are cut (%(default)s).")
+    add("--adv_clip_max", type=float, default=5.0, help="Largest advantage (%(default)s).")
+    add("--use_hpsv2", action="store_true", help="HPSv2 is the reward; without it name others, posttrain.rewards=….")
+    add("--hps_reward_save", type=Path, metavar="FILE", help="Gets the mean reward of each step, a line each.")
+    return parser
+
+
+def read_flags(words: Sequence[str]) -> DanceFlags:
+    """The flags of a command line.
+
+    Raises:
+        UsageError: One is unknown, missing, or of a value that cannot be.
+    """
+    options, others = build_parser().parse_known_args(list(words))
+    overrides, notes = _others(others)
+    if not options.use_group:
+        raise UsageError(
+            "is missing: samples are compared with others of their prompt", key="--use_group", way_out="Give it."
+        )
+    if options.selective_checkpointing != 1 and options.gradient_checkpointing:
+        raise UsageError(
+            f"{options.selective_checkpointing:g}: blocks are recomputed all or as patterns say",
+            key="--selective_checkpointing",
+            way_out="Leave it out and add features.recompute_plan.apply_modules=[PATTERN].",
+        )
+    samples = options.train_batch_size * options.num_generations
+    if options.sample_batch_size is None:
+        options.sample_batch_size = options.num_generations
+    if options.sample_batch_size < 1 or samples % options.sample_batch_size:
+        raise UsageError(
+            f"{options.sample_batch_size} does not divide the {samples} samples of a rank and step "
+            "(--train_batch_size × --num_generations)",
+            key="--sample_batch_size",
+            way_out="Choose one that does.",
+        )
+    if options.gradient_accumulation_steps not in (1, samples):
+        notes.append(
+            f"--gradient_accumulation_steps {options.gradient_accumulation_steps}: the {samples} samples of a rollout "
+            "make one step here, in which they count alike; the script makes several steps of them"
+        )
+    return DanceFlags(options, tuple(overrides), tuple(notes))
+
+
+def _others(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words for the YAML, and notes on flags that do nothing."""
+    overrides, notes, has_value = [], [], False
+    for word in words:
+        flag, sign, _ = word.partition("=")
+        if flag in WITHOUT_EFFECT:
+            notes.append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
+            has_value = not sign and flag not in _SWITCHES
+        elif flag.startswith("--"):
+            raise UsageError("no such flag", key=flag, way_out="See --help.")
+        elif has_value:
+            has_value = False
+        elif sign and "." in flag:
+            overrides.append(word)
+        else:
+            raise UsageError(f"'{word}' belongs to no flag", way_out="See --help.")
+    return overrides, notes
+
+
+def configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """The YAML's content.
+
+    Raises:
+        ConfigError: A JSON file is broken, or lacks what is needed.
+    """
+    sizes = {"height": options.h, "width": options.w}
+    samples = options.train_batch_size * options.num_generations
+    warmup = options.lr_warmup_steps if options.lr_scheduler == "constant_with_warmup" else 0
+    plan = {"param_dtype": _DTYPES[options.mixed_precision], "cpu_offload": options.use_cpu_offload}
+    return {
+        "model": {"model_name_or_path": str(options.load), "model_id": "flux"},
+        "data": {
+            "dataset_param": {
+                "dataset_type": "generation_prompts",
+                "basic_parameters": {"dataset": _prompts(options.mm_data)},
+                "preprocess_parameters": sizes,
+            }
+        },
+        "parallel": {"fsdp_plan": plan, "ulysses_parallel_size": options.sp_size, **_sharding(options)},
+        "features": {"recompute": options.gradient_checkpointing},
+        "training": {
+            "lr": options.lr,
+            "lr_decay_style": "constant",
+            "lr_warmup_ratio": min(1.0, warmup / options.train_iters),
+            "weight_decay": options.weight_decay,
+            "clip_grad": options.max_grad_norm,
+            "train_iters": options.train_iters,
+            "micro_batch_size": options.sample_batch_size,
+            "gradient_accumulation_steps": samples // options.sample_batch_size,
+            "seed": options.seed,
+            "log_interval": options.log_interval,
+            "save": str(options.save),
+            "save_interval": options.save_interval,
+            "diffusion": {"shift": options.shift, "guidance": _GUIDANCE},
+        },
+        "posttrain": {
+            "method": "grpo",
+            "grpo": {
+                "num_generations": options.num_generations,
+                "clip_range": options.clip_range,
+                "adv_clip_max": options.adv_clip_max,
+            },
+            "flow": {
+                "sde": "dance",
+                "noise_level": options.eta,
+                "num_inference_steps": options.sampling_steps,
+                "timestep_fraction": options.timestep_fraction,
+                "same_noise": options.init_same_noise,
+            },
+            "rewards": [_hps(options)] if options.use_hpsv2 else [],
+        },
+    }
+
+
+def _prompts(path: Path) -> str:
+    found = _inside(path, "dataset_param", "basic_parameters", "data_path")
+    return str(found)
+
+
+def _hps(options: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(_inside(options.mm_model, "reward", "ckpt_dir"))
+    weights = folder / _inside(options.mm_model, "reward", "load_pt")
+    # The script has CLIP's words from a package of its own; FLUX.1 comes with the same.
+    return {"name": "hps_v2", "settings": {"path": str(weights), "tokenizer": str(options.load / "tokenizer")}}
+
+
+def _inside(path: Path, *keys: str) -> str:
+    value: Any = read_json_object(path, ConfigError)
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, str) or not value:
+        raise ConfigError("is missing, or is no text", where=str(path), key=".".join(keys), way_out="Give it.")
+    return value
+
+
+def _sharding(options: argparse.Namespace) -> dict[str, Any]:
+    if options.fsdp_sharding_strategy == "none":
+        return {"fully_shard_parallel_size": 1}
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    is_hybrid = options.fsdp_sharding_strategy == "hybrid_full" and ranks > here
+    return {"fully_shard_parallel_size": here} if is_hybrid else {}

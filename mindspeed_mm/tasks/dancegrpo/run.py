@@ -1,0 +1,55 @@
+"""DanceGRPO by MindSpeed-MM's flags: the YAML that they make, and the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
+
+CONFIGURATION = "dancegrpo.yaml"
+
+
+def run(words: Sequence[str]) -> Path:
+    """Train as the flags say; `dancegrpo.yaml` beside the run's folder trains the same by `mm train`.
+
+    Args:
+        words: The command line's.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        MMError: Anything that a person can act on.
+    """
+    flags = read_flags(words)
+    options = flags.options
+    is_first = os.environ.get("RANK", "0") == "0"
+    for note in flags.notes if is_first else ():
+        print(f"note: {note}", file=sys.stderr)
+    text = io.StringIO()
+    YAML().dump(configuration(options), text)
+    options.save.absolute().parent.mkdir(parents=True, exist_ok=True)
+    path = options.save.with_name(f"{options.save.name}.{CONFIGURATION}")
+    atomic_write_text(path, text.getvalue())  # every rank the same
+    from mindspeed_mm.tasks import train  # torch: not for --help
+
+    train.run(path, flags.overrides)
+    if options.hps_reward_save is not None and is_first:
+        write_rewards(options.save, options.hps_reward_save)
+    return Path(options.save)
+
+
+def write_rewards(run_folder: Path, path: Path) -> None:
+    """The mean reward of each step that the log has, a line each, as the script writes it."""
+    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = [line["reward"] for line in map(json.loads, lines) if "reward" in line]
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, "".join(f"{reward}\n" for reward in rewards))
