@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
-from mindspeed_mm.fsdp.loss.flow_objectives import FlowPolicyObjective, NftObjective, RewardObjective
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
@@ -34,16 +32,17 @@ from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
-from mindspeed_mm.fsdp.train.posttrain import build_posttrain_objective, build_simulated_pairs
-from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
-from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
-from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.step.objective import build_language_objective
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
+
+# What only post-training needs is imported inside the methods that build it: a plain run starts without it.
 
 
 class Family(ABC):
@@ -142,17 +141,24 @@ class LanguageFamily(Family):
         """Cross-entropy of the next token, with the terms that stand beside it; or what a method of post-training asks
         for."""
         if self.arguments.posttrain.method:
+            from mindspeed_mm.fsdp.train.posttrain import build_posttrain_objective
+
             return build_posttrain_objective(self.arguments, assembled, job, data)
         return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
         """The same; statistics of routers are summed over no ranks."""
         if self.arguments.posttrain.method == "dpo":
+            from mindspeed_mm.fsdp.train.posttrain import build_simulated_pairs
+
             return build_simulated_pairs(self.arguments, outline.model, head)
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
 
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """The model answers prompts."""
+        from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+        from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
+
         assert isinstance(objective, PolicyObjective)
         return build_text_rollouts(self.arguments, assembled, job, data, objective)
 
@@ -205,11 +211,13 @@ class GeneratorFamily(Family):
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Denoising, on features or on raw media; or what `posttrain.method` names."""
         posttrain = self.arguments.posttrain
+        if not posttrain.method:
+            return self.denoising(data.train, data.validation)
+        from mindspeed_mm.fsdp.loss.flow_objectives import FlowPolicyObjective, NftObjective
+
         if posttrain.method == "grpo":
             return FlowPolicyObjective(self.denoiser, posttrain.grpo)
-        if posttrain.method == "nft":
-            return NftObjective(self.denoiser, posttrain.nft, posttrain.grpo.adv_clip_max)
-        return self.denoising(data.train, data.validation)
+        return NftObjective(self.denoiser, posttrain.nft, posttrain.grpo.adv_clip_max)
 
     def denoising(self, *datasets: MMDataset | None) -> DenoisingObjective:
         """The objective for data sets of features, or of raw media; None among them is passed over.
@@ -240,6 +248,9 @@ class GeneratorFamily(Family):
 
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """The model draws from prompts."""
+        from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
+        from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
+
         assert isinstance(objective, RewardObjective)
         return build_flow_rollouts(
             self.arguments, assembled, job, data, objective, denoise=self.denoiser, encoders=self.encoders

@@ -38,8 +38,6 @@ from mindspeed_mm.fsdp.train.family import Family, family_of
 from mindspeed_mm.fsdp.train.hooks.build import build_hooks
 from mindspeed_mm.fsdp.train.hooks.callback import CallbackHook
 from mindspeed_mm.fsdp.train.hooks.summary import summary_hook
-from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_loader
-from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters, run_context
 from mindspeed_mm.fsdp.train.run.data import (
     Pass,
@@ -225,7 +223,10 @@ class Trainer:
             self._continue_data(loader, resume, state, record)
         family = family_of(assembled.model, self.arguments, job.device)
         objective = self._build_objective(family, assembled, job, data)
-        if isinstance(loader, RolloutLoader):
+        if draws_samples(self.arguments):
+            from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it
+
+            assert isinstance(loader, RolloutLoader)
             loader.draw_from(family.rollout_source(assembled, job, data, objective), assembled.model)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps
@@ -261,6 +262,8 @@ class Trainer:
     def _build_loader(self, job: Job, data: RunData) -> RunLoader:
         """What yields the training data; it may read the first of them as late as its `__iter__`."""
         if draws_samples(self.arguments):
+            from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_loader  # a plain run starts without it
+
             return build_rollout_loader(self.arguments, job, data.train)
         return build_loader(self.arguments, job, data.train, self.options.packs)
 

@@ -7,7 +7,6 @@ from mindspeed_mm.fsdp.train.hooks.best import best_hook
 from mindspeed_mm.fsdp.train.hooks.checkpoint import checkpoint_hook
 from mindspeed_mm.fsdp.train.hooks.compile import compile_hook
 from mindspeed_mm.fsdp.train.hooks.data import data_hook
-from mindspeed_mm.fsdp.train.hooks.evaluation import evaluation_hook
 from mindspeed_mm.fsdp.train.hooks.garbage import garbage_hook
 from mindspeed_mm.fsdp.train.hooks.log import log_hook
 from mindspeed_mm.fsdp.train.hooks.memory_profile import memory_profile_hook
@@ -20,7 +19,11 @@ from mindspeed_mm.fsdp.train.train_engine import Hook
 
 def build_hooks(parts: RunParts) -> list[Hook]:
     """The hooks that apply: what makes each says whether its hook does, None when it does not."""
-    checkpoints, validation, evaluation = checkpoint_hook(parts), validation_hook(parts), evaluation_hook(parts)
+    checkpoints, validation, evaluation = checkpoint_hook(parts), validation_hook(parts), None
+    if parts.arguments.training.evaluate.interval:
+        from mindspeed_mm.fsdp.train.hooks.evaluation import evaluation_hook  # a run that does not ask starts without
+
+        evaluation = evaluation_hook(parts)
     built = [
         adapter_start_hook(parts),
         log_hook(parts),

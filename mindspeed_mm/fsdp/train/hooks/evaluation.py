@@ -97,16 +97,14 @@ class HeldOutQuestions:
         return self.encoder.media(self.media_dir, [self.media_dir])
 
 
-def evaluation_hook(parts: RunParts) -> EvaluationHook | None:
-    """The hook, where `training.evaluate.interval` asks for it.
+def evaluation_hook(parts: RunParts) -> EvaluationHook:
+    """The hook that `training.evaluate` asks for.
 
     Raises:
         ConfigError: The model does not generate text.
         MMError: As `HeldOutQuestions.of`.
     """
     asked, state = parts.arguments.training.evaluate, parts.job.state
-    if not asked.interval:
-        return None
     check_generates(parts.assembled.model)
     save = parts.arguments.training.save
     return EvaluationHook(
