@@ -149,7 +149,7 @@ def _surrogate(
         return -ratio.clamp(max=rule.upper).detach() * advantages * lp, (ratio > rule.upper) & (advantages > 0)
     if rule.loss_type == "sapo":
         positive, other = rule.sapo_temperatures
-        temperature = torch.where(advantages > 0, positive, other).to(ratio.dtype)
+        temperature = torch.full_like(ratio, other).masked_fill(advantages > 0, positive)
         gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
         return -gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
     within = ratio.clamp(1 - rule.epsilon, 1 + rule.upper)

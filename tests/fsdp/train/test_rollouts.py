@@ -1,6 +1,7 @@
 """Training on the model's own answers, in one process: what is drawn, learnt, and replayed by a resume."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match="is missing or broken"):
         trained(path)
+
+
+@pytest.mark.parametrize("change", ["seed", "rewards"])
+def test_a_run_that_starts_again_with_other_settings_draws_again(tmp_path: Path, change: str) -> None:
+    """The file of a first rollout is there, and no checkpoint yet."""
+    save = tmp_path / "run"
+    training: dict[str, Any] = {"save": str(save), "train_iters": 1}
+    trained(configured(tmp_path, training))
+    shutil.rmtree(save / "iter_0000001")
+    (save / "latest_checkpointed_iteration.txt").unlink()
+    own = training | ({"seed": 8} if change == "seed" else {})
+    rewards = [{"name": "of_words", "weight": 1 if change == "seed" else -1}]
+    again = trained(configured(tmp_path, own, rewards=rewards)).steps[-1]
+    drawn = lines(save, 0)
+    shutil.rmtree(save)
+    fresh = trained(configured(tmp_path, own, rewards=rewards)).steps[-1]
+    assert drawn == lines(save, 0)
+    assert all(torch.equal(again["weights"][name], weight) for name, weight in fresh["weights"].items())
 
 
 def test_what_cannot_be_answered_or_built_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArgume
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, takes_setting
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
 from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
 from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, ServedRollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
@@ -65,7 +67,17 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
     keeps = posttrain.rollout.keep
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
     folder = Path(training.save) if training.save and (keeps or plan.uses > 1) else None
-    return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps)
+    settings = _mark_of_settings(arguments, prompts) if folder is not None else ""
+    return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps, settings=settings)
+
+
+def _mark_of_settings(arguments: Arguments, prompts: MMDataset) -> str:
+    """Of what decides, beside the weights that are trained, what is drawn and what it is worth: a run that starts again
+    before its first checkpoint may have others."""
+    of_training = {"seed", "lora", "diffusion"}
+    sections: dict[str, Any] = {"model": True, "data": True, "posttrain": True, "training": of_training}
+    given = arguments.model_dump(mode="json", include=sections)
+    return digest_of(json.dumps([given, prompts.fingerprint()], sort_keys=True, default=str))
 
 
 def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:

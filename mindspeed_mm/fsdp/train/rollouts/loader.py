@@ -52,13 +52,21 @@ class RolloutLoader:
         job: This rank.
         folder: Where rollouts are kept; None: nowhere.
         keeps_all: Leave the files of rollouts that are used up.
+        settings: Tells the settings and rows that decide what is drawn, and what it is worth, from others.
     """
 
     def __init__(
-        self, prompts: MMDataLoader, plan: RolloutPlan, job: Job, *, folder: Path | None, keeps_all: bool = True
+        self,
+        prompts: MMDataLoader,
+        plan: RolloutPlan,
+        job: Job,
+        *,
+        folder: Path | None,
+        keeps_all: bool = True,
+        settings: str = "",
     ) -> None:
         self._prompts, self._plan, self._job = prompts, plan, job
-        self._folder, self._keeps_all = folder, keeps_all
+        self._folder, self._keeps_all, self._settings = folder, keeps_all, settings
         self.source: RolloutSource | None = None
         """Set when the model stands, before the first step."""
         self._model: nn.Module | None = None
@@ -149,12 +157,13 @@ class RolloutLoader:
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
     def _rollout(self, number: int, prompts: list[list[Any]]) -> Rollout:
-        """Drawn and judged; or read, where the very same weights drew it before."""
+        """Drawn and judged; or read, where the very same weights drew it before, by the same settings."""
         repeated = [self._repeated(each) for each in prompts]
         keys = [self._keys(number, each) for each in repeated]
         assert self._model is not None
         mark = weights_mark(self._model) if self._folder is not None else 0
-        header = {"rollout": number, "weights": mark, "samples": self._plan.group_size * self._prompts_of_all(prompts)}
+        samples = self._plan.group_size * self._prompts_of_all(prompts)
+        header = {"rollout": number, "weights": mark, "settings": self._settings, "samples": samples}
         stored = self._stored(number, header)
         if stored is not None:
             return self._read(number, repeated, stored)
