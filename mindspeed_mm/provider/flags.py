@@ -153,6 +153,15 @@ _MODEL_AND_DATA = (
     LaunchFlag("processor-path", "word", key="data.dataset_param.preprocess_parameters.model_name_or_path"),
 )
 
+_PREFERENCES = (
+    LaunchFlag("posttrain-method", "word", rule="preferences", sets="posttrain.method", example="dpo"),
+    LaunchFlag("dpo-beta", "float", rule="preferences", sets="posttrain.dpo.beta"),
+    LaunchFlag("dpo-loss-type", "word", rule="preferences", sets="posttrain.dpo.loss_type", example="hinge"),
+    LaunchFlag("dpo-label-smoothing", "float", rule="preferences", sets="posttrain.dpo.label_smoothing"),
+    LaunchFlag("pref-ftx", "float", rule="preferences", sets="posttrain.dpo.pref_ftx"),
+    LaunchFlag("ref-model", "word", rule="preferences", sets="posttrain.reference.model_name_or_path"),
+)
+
 _DREAMBOOTH = (
     LaunchFlag("pretrained_model_name_or_path", "word", key="model.model_name_or_path"),
     LaunchFlag("dataset_name", "word", key="data.dataset_param.basic_parameters.dataset"),
@@ -185,6 +194,7 @@ FLAGS: tuple[LaunchFlag, ...] = (
     *_CHECKPOINTS,
     *_MEMORY,
     *_MODEL_AND_DATA,
+    *_PREFERENCES,
     *_DREAMBOOTH,
     *WITHOUT_EFFECT,
     *REFUSED,

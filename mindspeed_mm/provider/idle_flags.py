@@ -193,7 +193,7 @@ WITHOUT_EFFECT: tuple[LaunchFlag, ...] = (
     LaunchFlag("ai-framework", "word", "pytorch", rule="framework", example="pytorch"),
 )  # fmt: skip
 
-_POSTTRAIN = "preferences and rewards cannot be trained on with flags yet"
+_POSTTRAIN = "rewards are flags of posttrain_flux_dancegrpo.py alone"
 _SEARCH = "plans are not searched for from flags; mm check forecasts the memory of a plan"
 _PARTS = "all parts of a model share one parallel plan"
 _STAGES = "stages are cut evenly, or as pipeline_num_layers of model.json says"
@@ -207,8 +207,8 @@ _LOW = "low precision is chosen by training.quantization_plan of a YAML"
 _SEVERAL_STEPS = "a run ends at --train-iters, or by a signal, after which the same command continues"
 
 REFUSED: tuple[LaunchFlag, ...] = (
-    *refused(_POSTTRAIN, "float", "dpo-beta dpo-label-smoothing pref-ftx"),
-    *refused(_POSTTRAIN, "word", "dpo-loss-type ref-model hps_reward_save cache_dir stage"),
+    *refused(_POSTTRAIN, "word", "hps_reward_save cache_dir"),
+    *refused("the entry says what is trained on, e.g. posttrain_qwen2vl_dpo.py", "word", "stage"),
     *refused(_POSTTRAIN, "float", "adv_clip_max cfg clip_range eta sampler_seed shift timestep_fraction"),
     *refused(
         _POSTTRAIN,

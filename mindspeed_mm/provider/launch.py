@@ -17,6 +17,8 @@ _RUNNER = "mindspeed_mm.megatron_names"
 _NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
 _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 """How entries begin that need no learning rate and no number of steps."""
+_STANDS_FOR = {"posttrain_qwen2vl_dpo.py": ("--posttrain-method", "dpo")}
+"""Entry → flags that it is as good as given."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
 )
@@ -92,7 +94,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
             where=words[entry],
             way_out="Start it: it trains as that YAML does.",
         )
-    if name.startswith("posttrain_"):
+    if name == "posttrain_sora_dpo.py":
         refuse_posttraining(words[entry])
     launcher, own = words[:entry], list(words[entry + 1 :])
     kept: list[str] = []
@@ -101,6 +103,7 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         if word.startswith("--") and flag in _NUMBER_OF_RANKS:
             kept += [word] if sign else list(launcher[at : at + 2])
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
+    kept += _STANDS_FOR.get(name, ())
     return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
 
 

@@ -21,6 +21,7 @@ from mindspeed_mm.provider.flags import FLAGS, by_dest
 from mindspeed_mm.provider.json_tree import read_json_tree
 from mindspeed_mm.provider.model_json import put_model
 from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.preference_rules import preferences
 from mindspeed_mm.provider.reading import Reading
 from mindspeed_mm.provider.tools_json import put_tools
 
@@ -55,6 +56,7 @@ RULES: tuple[Callable[[Reading], None], ...] = (
     flag_rules.noise_levels,
     flag_rules.samples,
     flag_rules.framework,
+    preferences,
     memory_rules.recomputation,
     memory_rules.kept_attention,
     memory_rules.fused_kernels,

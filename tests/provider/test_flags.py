@@ -50,6 +50,14 @@ ACCUMULATION = "training.gradient_accumulation_steps"
 TP, PP, CP, EP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context", "expert-model"))
 CP2 = f"{CP} 2 --context-parallel-algo"
 CASES = {
+    "posttrain_method": Case("--posttrain-method dpo", "posttrain.method", "dpo"),
+    "dpo_beta": Case("--posttrain-method dpo --dpo-beta 0.3", "posttrain.dpo.beta", 0.3),
+    "dpo_loss_type": Case("--posttrain-method dpo --dpo-loss-type hinge", "posttrain.dpo.loss_type", ("hinge",)),
+    "dpo_label_smoothing": Case(
+        "--posttrain-method dpo --dpo-label-smoothing 0.1", "posttrain.dpo.label_smoothing", 0.1
+    ),
+    "pref_ftx": Case("--posttrain-method dpo --pref-ftx 1", "posttrain.dpo.pref_ftx", 1.0),
+    "ref_model": Case("--posttrain-method dpo --ref-model other", "posttrain.reference.model_name_or_path", "other"),
     "nproc_per_node": Case("--nproc_per_node 4 --global-batch-size 16", ACCUMULATION, 2),
     "nnodes": Case("--nnodes 2 --global-batch-size 16", ACCUMULATION, 4),
     "global_batch_size": Case("--global-batch-size 64", ACCUMULATION, 4),

@@ -29,6 +29,7 @@ LAUNCHES = (
     "drawing.sh",
     "one_model.sh",
     "older.sh",
+    "pairs.sh",
 )
 """One of each kind that MindSpeed-MM's scripts are of."""
 

@@ -220,6 +220,7 @@ class WhisperCollator(GenericCollator):
 
 
 @register_collator("pairwise")
+@register_collator("qwen2vl_dpo")
 class PairwiseCollator:
     """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
