@@ -55,7 +55,7 @@ def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
     if entries[0]["image"]:
         arguments["image"] = [Image.open(entry["image"]).convert("RGB") for entry in entries]
     media = pipeline(
-        [entry["prompt"] for entry in entries],
+        prompt=[entry["prompt"] for entry in entries],
         negative_prompt=[entry["negative_prompt"] for entry in entries],
         generator=[torch.Generator().manual_seed(entry["noise_seed"]) for entry in entries],
         output_type="np",
@@ -70,6 +70,8 @@ def arguments_of(pipeline: Any, settings: dict[str, Any]) -> dict[str, Any]:
     same = {name: settings[name] for name in ("height", "width", "num_inference_steps")}
     if type(pipeline).__name__.startswith("Flux"):
         length = pipeline.tokenizer_2.model_max_length
+        if "Kontext" in type(pipeline).__name__:  # it would choose sizes of its own
+            same |= {"max_area": same["height"] * same["width"], "_auto_resize": False}
         return same | {
             "true_cfg_scale": settings["guidance_scale"],
             "max_sequence_length": length,

@@ -1,9 +1,9 @@
 """The whole road of two generators on a laptop CPU: data and model, extraction, training, generation, judges, export.
 
 `make quickstart-generation` runs this after installation; so does `python examples/quickstart_generation.py [NAME …]`,
-with `digits_flux` (pictures), `moving_digits_wan` (clips) or both, the default, or `moving_digits_i2v` (clips from a
-first frame); `--runs FOLDER` says where to write, by default `runs`. Run again, it says what it reuses; an interrupted
-training goes on from its newest checkpoint.
+with `digits_flux` (pictures), `moving_digits_wan` (clips) or both, the default, `moving_digits_i2v` (clips from a first
+frame) or `digits_edit` (edited pictures); `--runs FOLDER` says where to write, by default `runs`. Run again, it says
+what it reuses; an interrupted training goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ EXAMPLES = {
         "prompts.jsonl",
         "shown.jsonl",
     ),
+    "digits_edit": Example(
+        "digits_edit", "make_digits_edit.py", "judge_digits_edit.py", 1, "prompts.jsonl", "shown.jsonl"
+    ),
 }
 DEFAULT_NAMES = ("digits_flux", "moving_digits_wan")
 
@@ -115,7 +118,7 @@ class Quickstart:
     def make_data(self) -> None:
         """The data set and the model folder, unless this very recipe has made them already."""
         mark = self.folder / "made-by.txt"
-        recipe = recipe_hash(self.example)
+        recipe = recipe_hash()
         if mark.exists() and mark.read_text() == recipe:
             print(f"reused: {self.folder}/data, {self.folder}/model")
             return
@@ -182,9 +185,9 @@ def processor_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def recipe_hash(example: Example) -> str:
-    """Changes when the scripts that make data and model change."""
-    scripts = sorted({*(HERE / "digits_flux").glob("*.py"), *example.folder.glob("*.py")})
+def recipe_hash() -> str:
+    """Changes when the scripts that make data and models change; the examples share them."""
+    scripts = sorted(script for name in EXAMPLES for script in (HERE / name).glob("*.py"))
     return hashlib.sha256("".join(sha256_file(script) for script in scripts).encode()).hexdigest()
 
 

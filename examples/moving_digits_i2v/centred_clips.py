@@ -9,11 +9,8 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "moving_digits_wan"))  # the canvas and its judges
 
-from clips import CANVAS, FRAMES  # first of the examples': it finds the scans
+from clips import CANVAS, DIRECTIONS, FRAMES  # first of the examples': it finds the scans
 from scans import SIDE
-
-WAYS = {"left": -1, "right": 1}
-"""Pixels that the digit moves each frame."""
 
 
 def caption(way: str) -> str:
@@ -26,7 +23,7 @@ def draw_clip(picture: np.ndarray, way: str) -> np.ndarray:
 
     Args:
         picture: (8, 8) uint8.
-        way: One of `WAYS`.
+        way: left or right.
 
     Returns:
         (5, 16, 16) uint8.
@@ -34,6 +31,6 @@ def draw_clip(picture: np.ndarray, way: str) -> np.ndarray:
     clip = np.zeros((FRAMES, CANVAS, CANVAS), dtype=np.uint8)
     middle = (CANVAS - SIDE) // 2
     for number in range(FRAMES):
-        left = middle + number * WAYS[way]
+        left = middle + number * DIRECTIONS[way]
         clip[number, middle : middle + SIDE, left : left + SIDE] = picture
     return clip

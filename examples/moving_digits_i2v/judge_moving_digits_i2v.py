@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from centred_clips import WAYS, caption, draw_clip  # first: it finds the others
-from clips import FRAMES, direction_of
+from centred_clips import caption, draw_clip  # first: it finds the others
+from clips import DIRECTIONS, FRAMES, direction_of
 from judge_moving_digits import read_clips, train_window_judges, windows_of, write_strips
 from judges import Distances, Judges, read_manifest, run_judge, verdict, write_results
 from PIL import Image
@@ -93,14 +93,14 @@ def judge(folder: Path) -> int:
 
 def write_picture(folder: Path, strips: Sequence[str]) -> None:
     """`result.png`: clips of some first frames, side by side by way, enlarged."""
-    step = max(1, len(strips) // SHOWN_CLIPS // len(WAYS)) * len(WAYS)  # whole groups of the same first frame
-    shown = [name for start in range(0, len(strips), step) for name in strips[start : start + len(WAYS)]]
+    ways = len(DIRECTIONS)
+    step = max(1, len(strips) // SHOWN_CLIPS // ways) * ways  # whole groups of the same first frame
+    shown = [name for start in range(0, len(strips), step) for name in strips[start : start + ways]]
     opened = [np.asarray(Image.open(folder / "samples" / name)) for name in shown[:SHOWN_CLIPS]]
-    rows = [
-        np.concatenate([np.pad(strip, ((0, 2), (0, 4)), constant_values=255) for strip in opened[i : i + len(WAYS)]], 1)
-        for i in range(0, len(opened), len(WAYS))
-    ]
-    sheet = Image.fromarray(np.concatenate(rows))
+    framed = [np.pad(strip, ((0, 2), (0, 4)), constant_values=255) for strip in opened]
+    sheet = Image.fromarray(
+        np.concatenate([np.concatenate(framed[i : i + ways], 1) for i in range(0, len(framed), ways)])
+    )
     sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST).save(folder / "result.png")
 
 

@@ -12,35 +12,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from centred_clips import WAYS, caption, draw_clip  # first: it finds the other examples
+from centred_clips import caption, draw_clip  # first: it finds the other examples
+from clips import DIRECTIONS
+from make_moving_digits import GENERATORS_SPLITS, write_split
 from PIL import Image
 from scans import Scan, load_scans, split_scans
 from tiny_wan import write_model_folder as write_wan_folder
 
-from mindspeed_mm.fsdp.utils.media_files import write_video
-
-GENERATORS_SPLITS = ("train", "validation")
-FPS = 4
-LOSSLESS = 0
 SHOWN_SCANS = 10
 """Of `shown.jsonl`, which is drawn while training."""
 MASK_AND_FRAME = 2
 CAPTION_TOKENS = 4
 """'it moves left' and its end."""
-
-
-def write_split(name: str, scans: Sequence[Scan], folder: Path) -> None:
-    """Write `<name>.jsonl` and its clips, one a scan; of each digit, every other goes left."""
-    (folder / "clips" / name).mkdir(parents=True, exist_ok=True)
-    lines = []
-    for number, scan in enumerate(scans):
-        way = list(WAYS)[number % len(WAYS)]
-        clip = f"clips/{name}/{scan.index:04d}-{way}.mp4"
-        frames = np.repeat(draw_clip(scan.picture, way)[..., None], 3, axis=-1)
-        write_video(folder / clip, frames, FPS, crf=LOSSLESS)
-        lines.append(json.dumps({"path": clip, "cap": caption(way)}) + "\n")
-    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def write_prompts(scans: Sequence[Scan], folder: Path) -> None:
@@ -50,26 +33,25 @@ def write_prompts(scans: Sequence[Scan], folder: Path) -> None:
     for scan in scans:
         frame = f"first/{scan.index:04d}.png"
         Image.fromarray(draw_clip(scan.picture, "left")[0]).save(folder / frame)
-        lines += [json.dumps({"prompt": caption(way), "image": frame}) + "\n" for way in WAYS]
+        lines += [json.dumps({"prompt": caption(way), "image": frame}) + "\n" for way in DIRECTIONS]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / "shown.jsonl").write_text("".join(lines[: SHOWN_SCANS * len(WAYS)]), encoding="utf-8")
+    (folder / "shown.jsonl").write_text("".join(lines[: SHOWN_SCANS * len(DIRECTIONS)]), encoding="utf-8")
 
 
 def make_data(folder: Path) -> dict[str, int]:
     """Write rows, clips and prompts; returns the number of rows of each split."""
     splits = split_scans(load_scans())
     for name in GENERATORS_SPLITS:
-        write_split(name, splits[name], folder)
+        write_split(name, splits[name], folder, draw_clip, lambda _, direction: caption(direction))
     write_prompts(splits["validation"], folder)
     return {name: len(splits[name]) for name in GENERATORS_SPLITS}
 
 
 def write_model_folder(folder: Path) -> int:
     """Write the folder; returns the transformer's number of parameters."""
-    words = ("it", "moves", *WAYS)
     return write_wan_folder(
         folder,
-        words=words,
+        words=("it", "moves", *DIRECTIONS),
         caption_tokens=CAPTION_TOKENS,
         pipeline_name="WanImageToVideoPipeline",
         given_channels=MASK_AND_FRAME,

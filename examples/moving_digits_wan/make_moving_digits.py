@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,27 @@ FPS = 4
 LOSSLESS = 0
 
 
-def write_split(name: str, scans: Sequence[Scan], folder: Path) -> None:
-    """Write `<name>.jsonl` and its clips, one a scan; of each digit, every other scan goes left."""
+def caption_of(scan: Scan, direction: str) -> str:
+    """What the clip of a scan is called."""
+    return caption(scan.digit, direction)
+
+
+def write_split(
+    name: str,
+    scans: Sequence[Scan],
+    folder: Path,
+    draw_clip: Callable[[np.ndarray, str], np.ndarray] = draw_clip,
+    caption_of: Callable[[Scan, str], str] = caption_of,
+) -> None:
+    """Write `<name>.jsonl` and its clips, one a scan; of each digit, every other scan goes left.
+
+    Args:
+        name: Of the split.
+        scans: That move.
+        folder: Where.
+        draw_clip: The clip (5, 16, 16) uint8 of a picture (8, 8) in a direction.
+        caption_of: What is asked.
+    """
     (folder / "clips" / name).mkdir(parents=True, exist_ok=True)
     lines = []
     for number, scan in enumerate(scans):
@@ -33,7 +52,7 @@ def write_split(name: str, scans: Sequence[Scan], folder: Path) -> None:
         clip = f"clips/{name}/{scan.index:04d}-{direction}.mp4"
         frames = np.repeat(draw_clip(scan.picture, direction)[..., None], 3, axis=-1)
         write_video(folder / clip, frames, FPS, crf=LOSSLESS)
-        lines.append(json.dumps({"path": clip, "cap": caption(scan.digit, direction)}) + "\n")
+        lines.append(json.dumps({"path": clip, "cap": caption_of(scan, direction)}) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

@@ -15,13 +15,15 @@ from tests.helpers.runs import mm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "quickstart_generation.py"
-for name in ("", "/digits_flux", "/moving_digits_wan", "/moving_digits_i2v"):
+for name in ("", "/digits_flux", "/moving_digits_wan", "/moving_digits_i2v", "/digits_edit"):
     if f"{ROOT}/examples{name}" not in sys.path:
         sys.path.append(f"{ROOT}/examples{name}")
 
 import judge_digits  # noqa: E402
+import judge_digits_edit  # noqa: E402
 import judge_moving_digits  # noqa: E402
 import judge_moving_digits_i2v  # noqa: E402
+import make_digits_edit  # noqa: E402
 import make_digits_flux  # noqa: E402
 import make_moving_digits  # noqa: E402
 import make_moving_digits_i2v  # noqa: E402
@@ -33,12 +35,15 @@ PARTS = {
     "digits_flux": (make_digits_flux, judge_digits),
     "moving_digits_wan": (make_moving_digits, judge_moving_digits),
     "moving_digits_i2v": (make_moving_digits_i2v, judge_moving_digits_i2v),
+    "digits_edit": (make_digits_edit, judge_digits_edit),
 }
-JUDGED = {"digits_flux": 20, "moving_digits_wan": 40, "moving_digits_i2v": 12}
+JUDGED = {"digits_flux": 20, "moving_digits_wan": 40, "moving_digits_i2v": 12, "digits_edit": 60}
 LINE = re.compile(r"generated: (.+) (\d+\.\d) % \(n=400, 95 % interval \d+\.\d–\d+\.\d %\)")
 
 
-FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in ("moving_digits_wan", "moving_digits_i2v")]
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("moving_digits_wan", "moving_digits_i2v", "digits_edit")
+]
 
 
 @pytest.mark.parametrize("name", ["digits_flux", *FURTHER])
@@ -116,13 +121,23 @@ def test_quickstart_generation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_first_frame_is_followed(tmp_path: Path) -> None:
-    """The commands of the page; it asks for 90 %."""
-    said = run_script(tmp_path, "moving_digits_i2v")
+    check_followed("moving_digits_i2v", tmp_path, judged=4)
+
+
+@pytest.mark.slow
+def test_an_edit_is_followed(tmp_path: Path) -> None:
+    check_followed("digits_edit", tmp_path, judged=3)
+
+
+def check_followed(name: str, runs: Path, judged: int) -> None:
+    """The command of the page, plain diffusers included; the page asks for 90 %."""
+    said = run_script(runs, name)
     assert said.returncode in (0, 1), said.stderr[-3000:]
-    results = json.loads((tmp_path / "moving_digits_i2v" / "run" / "eval" / "results.json").read_text())
-    assert len(results["tasks"]) == 4
+    assert re.search(r"diffusers alone draws the same for (\d+) of \1 prompts", said.stdout), said.stderr[-3000:]
+    results = json.loads((runs / name / "run" / "eval" / "results.json").read_text())
+    assert len(results["tasks"]) == judged
     assert all(task["accuracy"] >= 0.85 for task in results["tasks"].values()), results["tasks"]
-    assert (tmp_path / "moving_digits_i2v" / "result.png").stat().st_size > 1000
+    assert (runs / name / "result.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
