@@ -67,14 +67,16 @@ def load_tensors(
     state: OptimizerState = {}
     if optimizer is not None:
         state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
-    average = averages_to_fill(ema) if ema is not None and held.average_entries() else {}
-    if ema is not None and held.average_entries():
-        ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole)))
+    has_average = ema is not None and bool(held.average_entries(ema.key))
+    average = averages_to_fill(ema) if ema is not None and has_average else {}
+    if ema is not None and has_average:
+        key = ema.key
+        ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole), key))
     tree: Tree = {MODEL: {names[name]: tensor for name, tensor in weights.items()}}
     if state:
         tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
-    if average:
-        tree[EMA] = average
+    if ema is not None and average:
+        tree[ema.key] = average
     with torch.no_grad():
         read_tree(held.as_stored(tree), reader.storage, ranks)
     if optimizer is not None:
@@ -87,7 +89,7 @@ def load_tensors(
             optimizer.state[own[name]] = keys
     if first_names(model):
         _fill_copies(model, optimizer, ema if average else None)
-    return ema is not None and bool(held.average_entries())
+    return has_average
 
 
 def averages_to_fill(ema: Ema) -> dict[str, torch.Tensor]:
@@ -171,15 +173,15 @@ class TensorIndex:
             if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
         }
 
-    def average_entries(self) -> dict[str, TensorStorageMetadata]:
-        """The average of the trained parameters by name; empty when none was kept."""
-        start = f"{EMA}."
+    def average_entries(self, key: str = EMA) -> dict[str, TensorStorageMetadata]:
+        """The average of the trained parameters by name; empty when none was kept under this key."""
+        start = f"{key}."
         own = self.tensors if self.prefix else {}
         return {key.removeprefix(start): entry for key, entry in own.items() if key.startswith(start)}
 
-    def check_average(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def check_average(self, tensors: Mapping[str, torch.Tensor], key: str = EMA) -> None:
         """Raise `CheckpointError`, with a diff, when the checkpoint's average is of other parameters than `tensors`."""
-        held = {name: entry.size for name, entry in self.average_entries().items()}
+        held = {name: entry.size for name, entry in self.average_entries(key).items()}
         check_same_shapes({n: t.shape for n, t in tensors.items()}, held, f"{self.path}, the average of the weights,")
 
     def match(self, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,6 @@ from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tens
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.retention import prune
 from mindspeed_mm.fsdp.checkpoint.tree import (
-    EMA,
     MODEL,
     OPTIMIZER,
     average_tensors,
@@ -176,7 +175,8 @@ class CheckpointManager:
         )
         if ema is not None and not has_average:
             ema.restart()
-            self.note(f"{checkpoint.path}: the average of the weights starts from the weights loaded")
+            what = "average of the weights" if ema.is_result else "old policy"
+            self.note(f"{checkpoint.path}: the {what} starts from the weights loaded")
         rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
         return {**load_state(checkpoint), "rng": rng}
 
@@ -194,7 +194,7 @@ class CheckpointManager:
         if with_optimizer:
             tree[OPTIMIZER] = optimizer_tensors(model, optimizer)
         if ema is not None:
-            tree[EMA] = average_tensors(ema)
+            tree[ema.key] = average_tensors(ema)
         rng = state.get("rng")
         if self.training.no_save_rng or not isinstance(rng, dict):
             rng = {}

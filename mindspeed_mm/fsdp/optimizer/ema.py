@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,9 +34,16 @@ class Ema:
         args: The `training.ema` section.
     """
 
+    key = "ema"
+    """Its name in checkpoints."""
+    is_result = True
+    """Whether evaluations and exports are of it."""
+
     def __init__(self, model: nn.Module, args: EmaArguments) -> None:
-        self.model = model
-        self._args = args
+        self._start(model, args.interval, lambda step: decay_at(step, args))
+
+    def _start(self, model: nn.Module, interval: int, decay: Callable[[int], float]) -> None:
+        self.model, self._interval, self._decay = model, interval, decay
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = {name: _copy(parameter) for name, parameter in self._parameters.items()}
         self._is_applied = False
@@ -50,9 +57,9 @@ class Ema:
                 multiples of `interval` nothing happens.
         """
         self._refuse_while_applied("updated")
-        if step % self._args.interval:
+        if step % self._interval:
             return
-        share = 1 - decay_at(step, self._args)
+        share = 1 - self._decay(step)
         pairs = [(average, weights) for _, average, weights in self._local_pairs()]
         alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
         if alike:
@@ -137,6 +144,22 @@ class Ema:
     def _refuse_while_applied(self, action: str) -> None:
         if self._is_applied:
             raise MMError(f"the average of the weights is in the model now and cannot be {action}")
+
+
+class OldPolicy(Ema):
+    """The policy that draws samples: a slower copy of the one that is trained (DiffusionNFT, arXiv 2509.16117).
+
+    Args:
+        model: As above.
+        interval: Steps of a rollout: it moves when the samples of a rollout are used up.
+        decay: Step → share of the old policy that stays.
+    """
+
+    key = "old_policy"
+    is_result = False
+
+    def __init__(self, model: nn.Module, interval: int, decay: Callable[[int], float]) -> None:
+        self._start(model, interval, decay)
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

@@ -184,7 +184,8 @@ class FlowArguments(Section):
     num_inference_steps: Positive = 10
     """Number of steps of a trajectory."""
     guidance_scale: Annotated[Number, Field(ge=1)] = 1.0
-    """Scale of classifier-free guidance while sampling; above 1 each step costs two passes."""
+    """Scale of classifier-free guidance, by an empty prompt, in sampling and in the ratios that are trained; above 1
+    each step costs two passes. `grpo` only."""
     timestep_fraction: Annotated[Ratio, Field(gt=0)] = 1.0
     """Share of the steps that are trained."""
     window: WindowArguments = Field(default_factory=WindowArguments)
@@ -201,7 +202,9 @@ class NftArguments(Section):
     kl: NotNegative = 1e-4
     """Weight of the distance from the reference."""
     old_decay: Annotated[float | Literal["linear"], BeforeValidator(_old_decay)] = "linear"
-    """Share of the old policy that remains at each step: a number, or `linear`: min(0.001 · step, 0.5)."""
+    """The policy that draws samples is an older one, of which this share remains whenever the samples of a rollout are
+    used up: a number, or `linear`: min(0.001 · step, 0.5). 0: the policy itself draws them, without a second copy of
+    what is trained."""
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """Which samples count, by the sign of their advantages; `all` uses all of them."""
 

@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.ema import Ema, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -28,6 +29,18 @@ from mindspeed_mm.fsdp.train.step.forward_backward import (
 )
 from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+
+
+def build_average(model: nn.Module, arguments: Arguments) -> Ema | None:
+    """The copy of what is trained that follows it: an average of the weights, or the policy that draws samples."""
+    posttrain = arguments.posttrain
+    decay = posttrain.nft.old_decay
+    if posttrain.method != "nft" or decay == 0:
+        return Ema(model, arguments.training.ema) if arguments.training.ema.enable else None
+    from mindspeed_mm.fsdp.loss.nft import old_policy_decay  # a plain run starts without it
+
+    steps_of_rollout = posttrain.grpo.steps_per_generation * posttrain.grpo.num_iterations
+    return OldPolicy(model, steps_of_rollout, old_policy_decay if decay == "linear" else lambda _step: float(decay))
 
 
 def build_engine(

@@ -23,8 +23,9 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
-from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -81,8 +82,17 @@ class Family(ABC):
     def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """Write the whole model as its library loads it; called by all ranks. It may be sharded."""
 
-    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+    def rollout_source(
+        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
+    ) -> RolloutSource:
         """What draws and judges the samples that the model is trained on.
+
+        Args:
+            assembled: The model.
+            job: This rank.
+            data: Its prompts.
+            objective: What it is trained for.
+            average: Of its weights, where one is kept: the old policy is one.
 
         Raises:
             ConfigError: This kind of model, or this model, cannot draw them.
@@ -154,7 +164,9 @@ class LanguageFamily(Family):
             return build_simulated_pairs(self.arguments, outline.model, head)
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
 
-    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+    def rollout_source(
+        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
+    ) -> RolloutSource:
         """The model answers prompts."""
         from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
         from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
@@ -205,8 +217,11 @@ class GeneratorFamily(Family):
 
     @property
     def denoiser(self) -> Denoiser:
-        """The path through the transformer."""
-        return Denoiser(self.adapter, self.compute_dtype, self.arguments.training.diffusion.guidance)
+        """The path through the transformer; of rollouts that are guided, with their guidance."""
+        told, scale = self.arguments.training.diffusion.guidance, self.arguments.posttrain.flow.guidance_scale
+        if self.arguments.posttrain.method == "grpo" and scale > 1:
+            return GuidedDenoiser(self.adapter, self.compute_dtype, told, scale)
+        return Denoiser(self.adapter, self.compute_dtype, told)
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Denoising, on features or on raw media; or what `posttrain.method` names."""
@@ -246,14 +261,23 @@ class GeneratorFamily(Family):
             self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype
         )
 
-    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
+    def rollout_source(
+        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
+    ) -> RolloutSource:
         """The model draws from prompts."""
         from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
         from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
 
         assert isinstance(objective, RewardObjective)
         return build_flow_rollouts(
-            self.arguments, assembled, job, data, objective, denoise=self.denoiser, encoders=self.encoders
+            self.arguments,
+            assembled,
+            job,
+            data,
+            objective,
+            denoise=self.denoiser,
+            encoders=self.encoders,
+            average=average,
         )
 
     def save_model(self, model: nn.Module, save: WholeSave) -> None:

@@ -295,7 +295,7 @@ class TrainEngine:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """While inside, the model is in evaluation mode and, when asked for, its weights are their moving average."""
-        averages = self.ema is not None and self.training.ema.use_for_evaluation
+        averages = self.ema is not None and self.ema.is_result and self.training.ema.use_for_evaluation
         with self.ema.applied() if self.ema is not None and averages else nullcontext():
             self.model.eval()
             yield

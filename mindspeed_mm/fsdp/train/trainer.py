@@ -28,11 +28,10 @@ from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
-from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.build_engine import build_engine, continue_from
+from mindspeed_mm.fsdp.train.build_engine import build_average, build_engine, continue_from
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family, family_of
 from mindspeed_mm.fsdp.train.hooks.build import build_hooks
@@ -215,7 +214,7 @@ class Trainer:
             optimizer = build_optimizer(
                 assembled.model, training, self.arguments.features, assembled.plan.groups, note=record.note
             )
-            ema = Ema(assembled.model, training.ema) if training.ema.enable else None
+            ema = build_average(assembled.model, self.arguments)
         with job.setup("loading the checkpoint"):
             seed_everything(training.seed, job.state.random_rank)
             state = resume.load(assembled.model, optimizer, ema)
@@ -227,7 +226,7 @@ class Trainer:
             from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it
 
             assert isinstance(loader, RolloutLoader)
-            loader.draw_from(family.rollout_source(assembled, job, data, objective), assembled.model)
+            loader.draw_from(family.rollout_source(assembled, job, data, objective, ema), assembled.model)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps
         )

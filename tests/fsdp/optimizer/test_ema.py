@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.optimizer import ema as ema_module
-from mindspeed_mm.fsdp.optimizer.ema import Ema, decay_at
+from mindspeed_mm.fsdp.optimizer.ema import Ema, OldPolicy, decay_at
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full
@@ -251,3 +251,18 @@ def test_a_fault_is_seen(fault: str, kind: str) -> None:
     expected = averaged_run("")
     for found in run_ranks(2, averaged_run, "2 kept gathered", fault):
         assert largest_difference(expected[kind], found[kind]) > 1e-3
+
+
+def test_an_old_policy_follows_when_a_rollout_is_used_up() -> None:
+    """old ← d old + (1 − d) new, every second step, with d of the step."""
+    model = small()
+    old = OldPolicy(model, 2, lambda number: 0.1 * number)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = trained(model)
+    for number in range(1, 5):
+        step(model, optimizer, number)
+        old.update(number)
+        if number % 2 == 0:
+            now = trained(model)
+            expected = {name: 0.1 * number * each + (1 - 0.1 * number) * now[name] for name, each in expected.items()}
+        assert largest_difference(old.tensors(), expected) < 1e-15

@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.loss.sde_steps import SdeSteps
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
-from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser, blank_text
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
 from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts
 from tests.helpers.distributed import run_ranks
@@ -31,26 +31,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shift", [None, 3.0])
-def test_without_noise_a_trajectory_is_the_pipelines(folder: Path, shift: float | None) -> None:
-    """FLUX by diffusers, from the same noise; a shift of its own is another grid."""
+@pytest.mark.parametrize(("shift", "guidance"), [(None, 1.0), (3.0, 1.0), (None, 2.5)])
+def test_without_noise_a_trajectory_is_the_pipelines(folder: Path, shift: float | None, guidance: float) -> None:
+    """FLUX by diffusers, from the same noise, with guidance as without; a shift of its own is another grid."""
     adapter = find_adapter(folder / "model")
     encoders = load_encoders(adapter, torch.device("cpu"))
     model = diffusers_class(adapter.transformer_class).from_pretrained(folder / "model" / "transformer").eval()
-    (features,) = adapter.encode_text(encoders, ["a red box"])
+    features, blank = adapter.encode_text(encoders, ["a red box", ""])
     shape = (4, 8, 8)
     noise = [SampleNoise(7, "0/a", member) for member in range(2)]
     batch = adapter.pad_text([features] * 2) | {"latents": torch.zeros(2, *shape)}
+    batch |= blank_text(adapter.pad_text([blank] * 2))
     steps = SdeSteps("flow", 0.0, noise_grid(adapter, shape, 5, shift))
-    found = roll_out(Denoiser(adapter, torch.float32, 3.5), model, batch, steps, noise).latents
+    plain, guided = Denoiser(adapter, torch.float32, 3.5), GuidedDenoiser(adapter, torch.float32, 3.5, guidance)
+    found = roll_out(guided if guidance > 1 else plain, model, batch, steps, noise).latents
     pipeline = load_pipeline(adapter, model, encoders)
     start = torch.stack([each.start(shape) for each in noise])
     made = pipeline(
         prompt=["a red box"] * 2, height=16, width=16, num_inference_steps=5, latents=pack(start), output_type="latent",
-        max_sequence_length=adapter.text_tokens, return_dict=False,
+        max_sequence_length=adapter.text_tokens, return_dict=False, negative_prompt=[""] * 2, true_cfg_scale=guidance,
     )[0]  # fmt: skip
     gap = float((found - unpack(made, (2, *shape))).abs().max())
     assert gap < 1e-5 if shift is None else gap > 1e-3
+    if guidance > 1:
+        assert float((found - roll_out(plain, model, batch, steps, noise).latents).abs().max()) > 1e-3
 
 
 def test_noise_is_of_the_sample_alone() -> None:
@@ -69,10 +73,11 @@ def trained(yaml: Path, save: Path, *words: str) -> list[dict[str, Any]]:
     return [line for line in lines(save / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize("method", ["grpo", "nft"])
-def test_what_is_trained_is_what_was_drawn(method: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "guidance"), [("grpo", 1), ("grpo", 2.5), ("nft", 1)])
+def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder: Path, tmp_path: Path) -> None:
     """To the bit: the log of the ratio, or the distance from the old policy, is 0 where a rollout serves one step."""
-    for line in trained(folder / "run.yaml", tmp_path / "run", f"posttrain.method={method}", "training.train_iters=2"):
+    words = (f"posttrain.method={method}", f"posttrain.flow.guidance_scale={guidance}", "training.train_iters=2")
+    for line in trained(folder / "run.yaml", tmp_path / "run", *words):
         assert line["ratio_gap" if method == "grpo" else "old_gap"] == 0
         assert line["grad_norm"] > 0
         assert line["diversity"] > 0
@@ -110,6 +115,45 @@ def test_a_run_that_stops_within_a_rollout_goes_on(uses: str, folder: Path, tmp_
     assert not differing(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
     gaps = [line["ratio_gap"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if "ratio_gap" in line]
     assert gaps[0] == gaps[2] == 0 < min(gaps[1], gaps[3])  # the second step of a rollout is off the old policy
+
+
+def test_an_older_policy_draws_the_samples(folder: Path, tmp_path: Path) -> None:
+    """It is the trained one at first, and follows it slowly: with old_decay 0.5 it is half as far behind as with none
+    of the trained one taken over, and a later rollout is another one than the trained policy's."""
+    words = ("posttrain.method=nft", "training.train_iters=2")
+    alone, half, slow = (
+        trained(folder / "run.yaml", tmp_path / str(decay), *words, f"posttrain.nft.old_decay={decay}")
+        for decay in (0, 0.5, 0.999999)
+    )
+    assert alone[0]["loss"] == half[0]["loss"] == slow[0]["loss"]
+    assert half[0]["old_gap"] == alone[1]["old_gap"] == 0
+    assert half[1]["old_gap"] == pytest.approx(slow[1]["old_gap"] / 2, rel=0.1)
+    assert half[1]["loss"] != alone[1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_keeps_its_older_policy(folder: Path, tmp_path: Path) -> None:
+    words = ("posttrain.method=nft", "posttrain.nft.old_decay=0.5", "posttrain.grpo.steps_per_generation=2",
+             "training.train_iters=6", "training.save_interval=3")  # fmt: skip
+    train(folder / "run.yaml", tmp_path / "whole", *words)
+    assert mm("train", folder / "run.yaml", f"training.save={tmp_path / 'parts'}", *words, "--steps", 3).code == 0
+    train(folder / "run.yaml", tmp_path / "parts", *words)
+    assert not differing(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
+    assert mm("export", tmp_path / "whole", tmp_path / "exported").code == 0  # the policy, not the older one
+
+
+@pytest.mark.slow
+def test_the_divergence_of_steps_is_taken_from_either_reference(folder: Path, tmp_path: Path) -> None:
+    """grpo.beta: 0 in the first step, of either kind the same later."""
+    words = ("posttrain.grpo.beta=0.5", "training.lora.enable=true", "training.lr=0.01")
+    found = [
+        trained(folder / "run.yaml", tmp_path / kind, *words, f"posttrain.reference.kind={kind}")
+        for kind in ("adapters_off", "frozen")
+    ]
+    distances = [[line["kl"] for line in each] for each in found]
+    assert distances[0][0] == distances[1][0] == 0 < distances[0][1]
+    assert distances[0] == pytest.approx(distances[1], rel=1e-4)
+    assert [line["loss/kl"] for line in found[0]] == pytest.approx([0.5 * each for each in distances[0]], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -12,6 +12,14 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 
+_BLANK = "_blank/"
+"""Begins the batch keys of the features of no prompt."""
+
+
+def blank_text(text: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Features of empty prompts as they stand in a batch beside those of the prompts: for `GuidedDenoiser`."""
+    return {f"{_BLANK}{key}": value for key, value in text.items()}
+
 
 @dataclass(frozen=True)
 class Denoiser:
@@ -71,3 +79,24 @@ class Denoiser:
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
             cast[key] = value.to(self.compute_dtype) if is_float else value
         return cast
+
+
+@dataclass(frozen=True)
+class GuidedDenoiser(Denoiser):
+    """With classifier-free guidance (arXiv 2207.12598), as pipelines draw: v₀ + s (v − v₀), where v₀ is predicted from
+    an empty prompt. Both passes are trained.
+
+    Args:
+        scale: s; at 1 guidance has no effect.
+    """
+
+    scale: float = 1.0
+
+    def predict(
+        self, model: nn.Module, noisy: Mapping[str, torch.Tensor], time: torch.Tensor, batch: Batch
+    ) -> dict[str, torch.Tensor]:
+        """As above; the batch has `blank_text`, too."""
+        blank = {key.removeprefix(_BLANK): value for key, value in batch.items() if key.startswith(_BLANK)}
+        found = super().predict(model, noisy, time, batch)
+        without = super().predict(model, noisy, time, {**batch, **blank})
+        return {key: without[key] + self.scale * (v - without[key]) for key, v in found.items()}

@@ -204,11 +204,11 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.rollout.backend",
             way_out="Spread the model by fully_shard_parallel_size or tensor_parallel_size.",
         )
-    if posttrain.method == "nft" and posttrain.nft.old_decay != 0:
+    if posttrain.method == "nft" and posttrain.nft.old_decay != 0 and training.ema.enable:
         yield Problem(
-            f"{posttrain.nft.old_decay} keeps an older policy to draw samples, which this version does not",
-            key=f"{_KEY}.nft.old_decay",
-            way_out="Set it to 0: the policy itself draws them.",
+            "true, but posttrain.method: nft keeps an older policy, and a run has room for one copy of its weights",
+            key="training.ema.enable",
+            way_out="Leave it out, or set posttrain.nft.old_decay: 0, with which the policy itself draws the samples.",
         )
     if training.val_interval and _has_held_out(arguments):
         yield Problem(
@@ -255,6 +255,12 @@ def _of_trajectories(posttrain: PosttrainArguments) -> Iterator[Problem]:
             "0, but posttrain.method: grpo needs samples that differ, and probabilities of their steps",
             key=f"{_KEY}.flow.noise_level",
             way_out="Set it above 0, e.g. 0.7, or posttrain.method: nft.",
+        )
+    if posttrain.method == "nft" and flow.guidance_scale > 1:
+        yield Problem(
+            f"{flow.guidance_scale:g}, but posttrain.method: nft learns what guidance would add, and draws without it",
+            key=f"{_KEY}.flow.guidance_scale",
+            way_out="Set it to 1, or posttrain.method: grpo.",
         )
     random_steps = flow.num_inference_steps - 1
     if flow.window.size is not None and flow.window.size > random_steps:

@@ -45,7 +45,10 @@ _DEFAULTS = InferenceArguments()
 _ABSENT = object()
 """What a key has whose section is not given."""
 
-INSTEAD: dict[str, str] = {f"inference.{key}": words for key, words in _INFERENCE.items()}
+INSTEAD: dict[str, str] = {
+    **{f"inference.{key}": words for key, words in _INFERENCE.items()},
+    "posttrain.reference.sync_steps": "A reference that moves would have to stand in every checkpoint.",
+}
 """Key → what to do instead, where that is more than to leave it out."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
@@ -56,7 +59,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
-    "posttrain.flow.guidance_scale": (1.0,),
     "posttrain.rollout.weight_sync": ("disk",),
     "posttrain.rollout.ahead": (0,),
     "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),

@@ -122,7 +122,7 @@ class CheckpointHook(Hook):
 
     def _save_for_others(self, engine: TrainEngine, saves: HuggingFaceSaves) -> None:
         """As `mm export` does: the moving average of the weights, where there is one."""
-        with engine.ema.applied() if engine.ema is not None else nullcontext():
+        with engine.ema.applied() if engine.ema is not None and engine.ema.is_result else nullcontext():
             saves.save(engine.iteration, engine.model)
 
     def _tell(self) -> None:

@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import Pr
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
+from mindspeed_mm.fsdp.optimizer.ema import Ema, OldPolicy
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
@@ -33,8 +34,9 @@ def build_flow_rollouts(
     *,
     denoise: Denoiser,
     encoders: Any,
+    average: Ema | None = None,
 ) -> FlowRollouts:
-    """What draws and judges samples of a generator.
+    """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one.
 
     Raises:
         ConfigError: The data are no prompts.
@@ -51,8 +53,10 @@ def build_flow_rollouts(
     def own(batch: Batch) -> Batch:
         return move(batch if context is None else context.split(batch), job.device)
 
+    reference = _reference(arguments, assembled, job.device)
+    old: Switch = average.applied if isinstance(average, OldPolicy) else nullcontext
     return FlowRollouts(
-        FlowModel(assembled.model, denoise, encoders, own, job.device, _reference(arguments, assembled, job.device)),
+        FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
         build_rewards(arguments, job.device),

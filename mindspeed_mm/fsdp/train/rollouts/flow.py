@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, SdeSteps
 from mindspeed_mm.fsdp.loss.trained_window import TrainedWindow
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
-from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser, blank_text
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, scores_of
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
@@ -136,6 +137,7 @@ class FlowRollouts:
         grid = noise_grid(self._adapter, self._shape, flow.num_inference_steps, shift)
         self._steps = SdeSteps(flow.sde, flow.noise_level, grid)
         self._draws_noise = posttrain.method == "grpo"
+        self._is_guided = isinstance(generator.denoise, GuidedDenoiser)
         self._window = TrainedWindow(
             flow.num_inference_steps,
             flow.window.size,
@@ -191,7 +193,18 @@ class FlowRollouts:
         while len(self._features) > max(_PROMPTS_KEPT, len(rows)):
             self._features.popitem(last=False)
         features = [self._features[prompt["prompt"].place] for prompt in prompts]
-        return [dict(self._adapter.pad_text(batch)) for batch in self._cut(features)]
+        return [self._as_batch(batch) for batch in self._cut(features)]
+
+    def _as_batch(self, features: Sequence[TextFeatures]) -> Batch:
+        text = dict(self._adapter.pad_text(features))
+        return text | blank_text(self._adapter.pad_text([self._blank] * len(features))) if self._is_guided else text
+
+    @cached_property
+    def _blank(self) -> TextFeatures:
+        """Of the empty prompt, which guidance leads away from."""
+        with self._generator.encoders_there():
+            (features,) = self._adapter.encode_text(self._generator.encoders, [""])
+        return {name: value.cpu() for name, value in features.items()}
 
     def _encoded(self, rows: Sequence[PromptRow]) -> dict[str, TextFeatures]:
         found = {row.place: row.stored_features() for row in rows}
