@@ -6,7 +6,7 @@ B pairs make 2B rows of L tokens: the chosen answers' rows, then the rejected on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed.nn.functional as dist_nn
@@ -22,17 +22,8 @@ from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
 
-class ReferencePolicy(Protocol):
-    """Where the log-probabilities of the reference come from."""
-
-    def prepare(self, batch: Batch, counts: Tensor) -> Batch:
-        """What it adds to a prepared micro-batch on the host: `_reference`, (2B,), where it knows them already.
-
-        Args:
-            batch: As collated.
-            counts: (2B,) how many labels each answer has.
-        """
-        ...
+class ReferenceModel(Protocol):
+    """A reference that scores answers when they are trained on."""
 
     def log_probs(
         self,
@@ -44,7 +35,7 @@ class ReferencePolicy(Protocol):
         *,
         temperature: float = 1.0,
     ) -> Tensor:
-        """(n,) of the labelled tokens, without gradient, where `prepare` added nothing.
+        """(n,) of the labelled tokens; called without gradients.
 
         Args:
             model: The policy.
@@ -59,6 +50,31 @@ class ReferencePolicy(Protocol):
     def describe(self) -> str:
         """For the log."""
         ...
+
+
+@runtime_checkable
+class KnownAnswers(Protocol):
+    """A reference that has scored all answers before training."""
+
+    def answers(self, batch: Batch, counts: Tensor) -> Tensor:
+        """(2B,) log-probabilities of the answers of a micro-batch, on the host.
+
+        Args:
+            batch: As collated.
+            counts: (2B,) how many labels each answer has.
+
+        Raises:
+            DataError: It knows nothing of a pair.
+        """
+        ...
+
+    def describe(self) -> str:
+        """For the log."""
+        ...
+
+
+ReferencePolicy = ReferenceModel | KnownAnswers
+"""Where the log-probabilities of the reference come from."""
 
 
 class MediaOnce(Protocol):
@@ -127,8 +143,8 @@ class PairObjective:
         }
         if self._ld_alpha is not None:
             prepared["_weights"] = _tail_weights(labels, counts, self._ld_alpha)
-        if self._reference is not None:
-            prepared |= self._reference.prepare(batch, counts)
+        if isinstance(self._reference, KnownAnswers):
+            prepared["_reference"] = self._reference.answers(batch, counts)
         return prepared
 
     def tokens(self, batch: Batch) -> BatchTokens:
@@ -150,7 +166,7 @@ class PairObjective:
         """Sums over the pairs of this micro-batch."""
         inputs, rows, targets = self._inputs(batch), batch["_rows"], batch["_targets"]
         reference = None
-        if self._reference is not None and "_reference" not in batch:
+        if self._reference is not None and not isinstance(self._reference, KnownAnswers):
             with torch.no_grad():
                 reference = self._sums(batch, self._reference.log_probs(model, inputs, rows, targets))
         found = self._head.log_probs(model, inputs, rows, targets)

@@ -11,7 +11,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, ModelInputs, Terms, text_tokens
-from mindspeed_mm.fsdp.loss.pair_objective import ReferencePolicy
+from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRows, PolicyRule, policy_sums
 
 
@@ -42,7 +42,7 @@ class PolicyObjective:
         *,
         suppressed: Sequence[int] = (),
         temperature: float = 1.0,
-        reference: ReferencePolicy | None = None,
+        reference: ReferenceModel | None = None,
         correction: tuple[str, float] | None = None,
     ) -> None:
         self._inputs, self._head, self.rule = ModelInputs(model), head, rule

@@ -25,10 +25,6 @@ class AdaptersOff:
     def __init__(self, head: HeadLoss) -> None:
         self._head = head
 
-    def prepare(self, batch: Batch, counts: Tensor) -> Batch:
-        """Nothing is known before the model runs."""
-        return {}
-
     def log_probs(
         self,
         model: nn.Module,
@@ -60,10 +56,6 @@ class FrozenModel:
         assert assembled.applied.head is not None
         self._head, self._name = assembled.applied.head, name
         self.model = assembled.model
-
-    def prepare(self, batch: Batch, counts: Tensor) -> Batch:
-        """Nothing is known before the model runs."""
-        return {}
 
     def log_probs(
         self,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file, make_writable_folder
@@ -108,8 +108,8 @@ class StoredReference:
     def __init__(self, stored: StoredLogProbs) -> None:
         self._stored = stored
 
-    def prepare(self, batch: Batch, counts: Tensor) -> Batch:
-        """`_reference`, (2B,).
+    def answers(self, batch: Batch, counts: Tensor) -> Tensor:
+        """(2B,) of a micro-batch's answers.
 
         Raises:
             DataError: A pair is not known, or other tokens were scored.
@@ -123,20 +123,7 @@ class StoredReference:
                     f"{what} the pairs whose log-probabilities are stored", where=name, key=KEY, way_out=AGAIN
                 )
             found.append(self._stored.log_probs[name] if counted else (0.0, 0.0))
-        return {"_reference": torch.tensor(found, dtype=torch.float64).t().reshape(-1)}
-
-    def log_probs(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        rows: Tensor,
-        targets: Tensor,
-        suppressed: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-    ) -> Tensor:
-        """Never asked for: they are in the batch."""
-        raise NotImplementedError("stored log-probabilities are those of whole answers")
+        return torch.tensor(found, dtype=torch.float64).t().reshape(-1)
 
     def describe(self) -> str:
         """For the log."""

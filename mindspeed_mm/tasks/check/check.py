@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_paths
+from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
 
@@ -261,6 +262,8 @@ class _Check:
         )
         if param is arguments.data.dataset_param:
             self._collect([partial(check_encoders, (dataset, validation))])
+        if reference_kind(arguments) == "stored":
+            self._collect([partial(self._stored_reference, [each for each in (dataset, validation) if each])])
         self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
         loader = build_mm_dataloader(
             dataset,
@@ -279,6 +282,12 @@ class _Check:
         self.batch, self.processor = next(iter(loader))[0], dataset.processor
         if validation is not None:
             validation[0]
+
+    def _stored_reference(self, sets: list[Any]) -> None:
+        """The reference's log-probabilities are there, and are of these weights and rows."""
+        from mindspeed_mm.fsdp.train.stored_reference import opened_reference
+
+        opened_reference(self.config.arguments, sets)
 
     def _before_extraction(self, param: DatasetParam) -> DatasetParam:
         """Where features are still to be made, the media that they will be made of are looked at instead."""

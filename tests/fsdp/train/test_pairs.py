@@ -26,6 +26,7 @@ from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import train_steps
+from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_pairs import make_tiny_pairs
 from tests.helpers.tiny_run import make_tiny_run
@@ -101,6 +102,17 @@ def _changed(path: Path) -> bytes:
     content = bytearray(path.read_bytes())
     content[-8:] = b"\0" * 8
     return bytes(content)
+
+
+def test_the_check_opens_what_is_stored(yaml: str, tmp_path: Path) -> None:
+    file = tmp_path / "reference.safetensors"
+    words = [STORED, f"posttrain.reference.path={file}"]
+    said = mm("check", yaml, *words)
+    assert said.code != 0 and f"{file}  posttrain.reference.path  there are no stored" in said.out
+    reference.run(Path(yaml), words[1:])
+    assert mm("check", yaml, *words).code == 0
+    said = mm("check", yaml, *words, "data.dataset_param.basic_parameters.cutoff_len=77")
+    assert said.code != 0 and "are of other rows or their template" in said.out and str(file) in said.out
 
 
 def test_pairs_that_were_not_scored_are_refused(yaml: str, tmp_path: Path) -> None:

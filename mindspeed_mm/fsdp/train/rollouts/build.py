@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.loss.pair_objective import ReferencePolicy
+from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -96,7 +96,7 @@ def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
 
 
 def build_policy_objective(
-    arguments: Arguments, assembled: Assembled, data: RunData, reference: ReferencePolicy | None = None
+    arguments: Arguments, assembled: Assembled, data: RunData, reference: ReferenceModel | None = None
 ) -> PolicyObjective:
     """The loss on sampled answers.
 
