@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fsdp.data.test_media_folders import captioned
-from tests.helpers.runs import losses, mm, train
+from tests.helpers.runs import lines, losses, mm, train
 from tests.helpers.tiny_generators import make_tiny_flux
 
 FIVE_LINES = """\
@@ -64,6 +64,31 @@ def test_features_and_raw_media_train_the_same(folder: Path, monkeypatch: pytest
     other = mm("train", "run.yaml", features, *CHANGES, "data.dataset_param.preprocess_parameters.flip=false")
     assert other.code == 4
     assert "preprocess_parameters.flip" in other.err
+
+
+MIXED = (
+    "data.dataset_param.basic_parameters.dataset=[{path: set/3_dog, name: dog}, {path: set/1_others, name: cats}]",
+    "data.dataset_param.basic_parameters.mix.weights={dog: 1, cats: 3}",
+    "training.train_iters=8",
+)
+
+
+def test_shares_of_several_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of themselves, an eighth of the samples would be cats; features are drawn as raw media are."""
+    monkeypatch.chdir(folder)
+    train("run.yaml", "mixed", *MIXED)
+    (told,) = [event for event in lines(folder / "mixed" / "events.jsonl") if event["kind"] == "mix"][-1:]
+    assert told["shares"] == pytest.approx({"dog": 0.25, "cats": 0.75}, abs=0.2)
+    assert told["shares"]["cats"] > 0.5
+    stats = json.loads(mm("data", "stats", "run.yaml", *MIXED, "--json").out)
+    assert {each["name"]: each["weight"] for each in stats["shares"]} == {"dog": 0.25, "cats": 0.75}
+    features = "data.dataset_param.basic_parameters.features_dir=shares"
+    assert mm("extract", "run.yaml", features, *MIXED).code == 0
+    train("run.yaml", "mixed_features", features, *MIXED)
+    assert losses(folder / "mixed_features") == pytest.approx(losses(folder / "mixed"), rel=1e-6)
+    other = "data.dataset_param.basic_parameters.mix.weights={dog: 1, cats: 2}"
+    said = mm("train", "run.yaml", *MIXED, "training.save=mixed", other, "training.train_iters=9")
+    assert said.code != 0 and "mix" in said.err, said.err
 
 
 def test_a_changed_number_of_repeats_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

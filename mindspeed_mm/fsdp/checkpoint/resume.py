@@ -259,7 +259,7 @@ def is_other_split(then: Context, today: Context) -> bool:
     both = (then, today)
     if not all("micro_batches_per_step" in each and "shuffle" in each for each in both):
         return False
-    if any(then[key] != today[key] for key in then.keys() | today.keys() if key not in _SPLIT_KEYS):
+    if any(then.get(key) != today.get(key) for key in then.keys() | today.keys() if key not in _SPLIT_KEYS):
         return False
     if then["max_tokens_per_batch"] is not None:  # then nobody asks for micro_batch_size
         return bool(then["micro_batches_per_step"] == today["micro_batches_per_step"])

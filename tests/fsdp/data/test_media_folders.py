@@ -139,6 +139,24 @@ def test_entries_have_repeats_and_sizes_of_their_own(tmp_path: Path) -> None:
         source((DataEntry(path=str(tmp_path / "small"), name="s", sizes={"height": 15, "width": 16}),))
 
 
+def test_entries_are_cut_at_their_own_number_of_rows(tmp_path: Path) -> None:
+    """Counted over all files of an entry, as the folders of kohya are."""
+    for name in ("3_x/a", "3_x/b", "1_y/c", "1_y/d", "other/e", "other/f"):
+        captioned(tmp_path / Path(name).parent.name / f"{Path(name).name}.png", name)
+    for folder in ("3_x", "1_y"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / folder).rename(tmp_path / "set" / folder)
+    entries = (DataEntry(path=str(tmp_path / "set"), max_samples=3), DataEntry(path=str(tmp_path / "other")))
+    assert [row.captions[0] for row in source(entries).rows] == ["1_y/c", "1_y/d", "3_x/a", "other/e", "other/f"]
+    assert len(source(entries, max_samples=1)) == 3  # of each file
+
+
+def test_samples_of_an_entry_stand_together() -> None:
+    repeats, entries = [2, 1, 3, 1], ["a", "b", "a", "b"]
+    assert samples_of(repeats, entries) == [(0, 0), (2, 0), (0, 1), (2, 1), (2, 2), (1, 0), (3, 0)]
+    assert sorted(samples_of(repeats)) == sorted(samples_of(repeats, entries))
+
+
 class TestWhatIsWrong:
     def test_a_medium_without_a_caption(self, tmp_path: Path) -> None:
         captioned(tmp_path / "set" / "a.png", "a")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
+from mindspeed_mm.fsdp.data.dataloader.mixed_buckets import MixedBucketOrder
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixedSampler, MixShares, weighted_parts
 from mindspeed_mm.fsdp.data.dataloader.order import Deal, GlobalOrder, Order
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
@@ -24,7 +28,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 from mindspeed_mm.fsdp.data.dataloader.streaming import StreamSampler
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, MixPlan
 
 _PATCHES_KEY = "data.dataloader_param.max_patches_per_batch"
 _MODE_KEY = "data.dataloader_param.dataloader_mode"
@@ -62,7 +66,8 @@ def build_order(
     if dataloader_param.dataloader_mode == "custom":
         raise ConfigError("'custom' is not built yet", key=_MODE_KEY)
     if dataset.sizes is not None:
-        return _by_media_size(dataset, dataloader_param, deal, seed), None
+        mix_plan = None if for_passes else dataset.basic_parameters.mix
+        return _by_media_size(dataset, dataloader_param, deal, seed, mix_plan)
     basic = dataset.basic_parameters
     sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
     known = dataset.known_sizes()
@@ -77,7 +82,9 @@ def build_order(
     return BufferedOrder(sampler, sizes, shape, deal, drop_last=dataloader_param.drop_last), mix
 
 
-def _by_media_size(dataset: MMDataset, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> BucketOrder:
+def _by_media_size(
+    dataset: MMDataset, dataloader_param: DataloaderParam, deal: Deal, seed: int, mix: MixPlan | None
+) -> tuple[BucketOrder, MixShares | None]:
     """Micro-batches of one size each, for generators."""
     if dataloader_param.sampler_type == BUDGET_SAMPLER and dataloader_param.max_tokens_per_batch is None:
         raise ConfigError(
@@ -89,15 +96,31 @@ def _by_media_size(dataset: MMDataset, dataloader_param: DataloaderParam, deal: 
         raise ConfigError("generators have no patches", key=_PATCHES_KEY, way_out=f"Set {TOKENS_KEY} instead.")
     is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
     assert dataset.sizes is not None and dataset.geometry is not None
-    return BucketOrder(
-        dataset.sizes,
-        dataset.geometry,
-        deal,
-        seed=seed,
-        shuffle=not is_sequential,
-        drop_last=dataloader_param.drop_last,
-        max_tokens=dataloader_param.max_tokens_per_batch,
-    )
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "shuffle": not is_sequential,
+        "drop_last": dataloader_param.drop_last,
+        "max_tokens": dataloader_param.max_tokens_per_batch,
+    }
+    sizes, geometry = dataset.sizes, dataset.geometry
+    if mix is None:
+        return BucketOrder(sizes, geometry, deal, **settings), None
+    parts, weights = _weighted(dataset, mix)
+    if mix.by == "samples":
+        return MixedBucketOrder(parts, weights, sizes, geometry, deal, **settings), MixShares(parts)
+    tokens = [geometry.tokens(geometry.latent_shape(size)) for size in sizes]
+    means = [sum(tokens[part.first : part.end]) / (part.end - part.first) for part in parts]
+    shares = [weight / mean for weight, mean in zip(weights, means, strict=True)]
+    return MixedBucketOrder(parts, shares, sizes, geometry, deal, **settings), MixShares(parts, means)
+
+
+def _weighted(dataset: MMDataset, mix: MixPlan) -> tuple[list[Part], list[float]]:
+    """The parts that are drawn from, with their weights. Raises `ConfigError` as `weighted_parts`."""
+    if not dataset.parts:
+        raise ConfigError(
+            f"{type(dataset.origin).__name__} does not name its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
+        )
+    return weighted_parts(dataset.parts, mix.weights)
 
 
 def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters) -> BatchShape | None:
@@ -133,11 +156,7 @@ def _sampler(
         return StreamSampler(dataset.has, 1 if is_sequential else dataloader_param.shuffle_window, seed), None
     if basic.mix is None:
         return build_sampler(dataloader_param, len(dataset), seed), None
-    if not dataset.parts:
-        raise ConfigError(
-            f"{type(dataset.origin).__name__} does not name its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
-        )
-    parts, weights = weighted_parts(dataset.parts, basic.mix.weights)
+    parts, weights = _weighted(dataset, basic.mix)
     if basic.mix.by == "samples":
         return MixedSampler(parts, weights, seed, shuffle=not is_sequential), MixShares(parts)
     means = [mean_tokens(sizes, part.first, part.end) for part in parts]

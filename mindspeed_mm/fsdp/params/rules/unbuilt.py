@@ -19,8 +19,12 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
-_OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
-"""Keys that data sets of conversations act on, and those of generators do not."""
+_ACTING = {
+    "async_preprocess": ("huggingface",),
+    "mix": ("huggingface", "generation"),
+    "streaming": ("huggingface",),
+}
+"""Key → the `dataset_type` of the built-in data sets that act on it."""
 
 _INFERENCE: dict[str, str] = {
     "load": "mm infer and mm evaluate take the model as their first argument.",
@@ -97,9 +101,10 @@ def _is_idle(arguments: Arguments, key: str) -> bool:
 
 
 def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
-    """Whether the key is for a dataset that is not built in, or for what only conversations do."""
+    """Whether the key is for a dataset that is not built in, or for one that acts on it."""
     section, name = key.split(".")[:2]
-    if key.rpartition(".")[2] in _OF_CONVERSATIONS and getattr(arguments.data, name).dataset_type == "huggingface":
+    acting = _ACTING.get(key.rpartition(".")[2])
+    if acting is not None and getattr(arguments.data, name).dataset_type in acting:
         return True
     is_described = section == "data" and name != "dataloader_param"
     return is_described and getattr(arguments.data, name).dataset_type not in dataset_cards()

@@ -71,6 +71,29 @@ class FeatureSource:
         """How often an epoch reads each row."""
         return [record.repeats for record in self._records]
 
+    @property
+    def entries(self) -> list[str]:
+        """The entry of `dataset` that each row belongs to; empty where nobody asks for shares of them.
+
+        Raises:
+            DataError: Nothing says which of them a row belongs to.
+        """
+        if self._basic.mix is None or self._basic.dataset is None:
+            return []
+        with warnings.catch_warnings(action="ignore"):
+            rows = read_rows(self._basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._adapter.media_roles)
+        known = {(str(row.place), row.digest): entry for row, entry in zip(rows, rows.entries(), strict=True)}
+        found = [known.get((record.place, record.said)) for record in self._records]
+        if None in found:
+            raise DataError(
+                f"{found.count(None)} of {len(found)} rows of the features belong to no entry of dataset any more, so "
+                "shares cannot be kept",
+                where=str(self._folder),
+                key="data.dataset_param.basic_parameters.mix",
+                way_out="Run mm extract again.",
+            )
+        return [entry for entry in found if entry is not None]
+
     def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
         """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions; arguments as
         of `RawSource.item`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import torch
 from mindspeed_mm.core.batch import Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import row_sources
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
@@ -71,7 +75,9 @@ class GenerationDataset(MMDataset):
             self.media = self._source.media
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
-        self._samples = samples_of(self._source.repeats)
+        self.basic_parameters, entries = basic_param, self._source.entries
+        self._samples = samples_of(self._source.repeats, entries)
+        self.parts = _parts_of(basic_param, [entries[row] for row, _ in self._samples] if entries else [])
         self.sizes = [self._source.sizes[row] for row, _ in self._samples]
         self.row_numbers, self.geometry = [row for row, _ in self._samples], adapter.geometry
         self.left_out, self.noted_components = self._source.left_out, adapter.noted
@@ -127,14 +133,28 @@ class GenerationDataset(MMDataset):
         return self._source.fingerprint()
 
 
-def samples_of(repeats: Sequence[int]) -> list[tuple[int, int]]:
-    """Row of each sample of an epoch, and which of the row's samples it is: every row once, then the others.
+def samples_of(repeats: Sequence[int], entries: Sequence[str] = ()) -> list[tuple[int, int]]:
+    """Row of each sample of an epoch, and which of the row's samples it is: of each entry of `dataset` every row once,
+    then the others.
 
     Args:
         repeats: How often an epoch reads each row.
+        entries: That each row belongs to; none: all belong to one.
     """
     once = [(row, 0) for row in range(len(repeats))]
-    return once + [(row, repeat) for row, times in enumerate(repeats) for repeat in range(1, times)]
+    samples = once + [(row, repeat) for row, times in enumerate(repeats) for repeat in range(1, times)]
+    order = {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
+    return sorted(samples, key=lambda sample: order[entries[sample[0]]]) if entries else samples
+
+
+def _parts_of(basic: BasicParameters, entries: Sequence[str]) -> list[Part]:
+    """The samples of each entry of `dataset`, which stand together; entries without any have an empty part."""
+    if not entries:
+        return []
+    counts = Counter(entries)
+    names = dict.fromkeys([*counts, *(source.name for source in row_sources(basic))])
+    ends = list(itertools.accumulate((counts[name] for name in names), initial=0))
+    return [Part(name, *ends[number : number + 2]) for number, name in enumerate(names)]
 
 
 class GenerationCollator:

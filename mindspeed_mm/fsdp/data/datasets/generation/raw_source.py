@@ -121,6 +121,11 @@ class RawSource:
         """How often an epoch reads each row."""
         return [self.repeats_of(index) for index in range(len(self))]
 
+    @property
+    def entries(self) -> list[str]:
+        """The entry of `dataset` that each row belongs to."""
+        return self.rows.entries()
+
     def repeats_of(self, index: int) -> int:
         """How often an epoch reads row `index`."""
         return self.rows.files[self.rows.file_number(index)].repeats

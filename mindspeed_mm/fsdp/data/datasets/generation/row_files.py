@@ -43,8 +43,9 @@ class RowFile:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `preprocess_parameters` about sizes that are others for these rows."""
     entry: str = ""
-    """The entry of `dataset` that names it, for messages."""
-
+    """The entry of `dataset` that names it, as `mix.weights` calls it."""
+    most: int | None = None
+    """Rows beyond are left out."""
     root: str = ""
     """The folder above the data set, where its own path is the beginning of its media's: these are called by what
     follows, so that features stay those of a data set that is moved."""
@@ -104,17 +105,25 @@ def open_row_files(basic: BasicParameters) -> list[RowFile]:
     mode = basic.get("data_storage_mode")
     if mode not in (None, *_MODES):
         raise ConfigError(f"'{mode}' is not one of {', '.join(_MODES)}", key=_MODE_KEY)
-    sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat(), holds_media)
-    return [opened for source in sources for path in source.files for opened in _of_source(source, path, mode, basic)]
+    return [opened for source in row_sources(basic) for opened in _of_source(source, mode, basic)]
 
 
-def _of_source(source: RowSource, path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
-    """The files of rows behind one that an entry names, as the entry wants them read."""
-    given = source.entry
-    for file in _open(path, mode, basic):
+def row_sources(basic: BasicParameters) -> list[RowSource]:
+    """What the entries of `dataset` name. Raises as `find_sources`."""
+    return find_sources(basic.dataset, basic.dataset_dir, RowFormat(), holds_media)
+
+
+def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
+    """The files of rows behind an entry, as the entry wants them read."""
+    given, left = source.entry, source.most
+    for file in (opened for path in source.files for opened in _open(path, mode, basic)):
+        if left == 0:
+            return
         repeats = file.repeats if given is None or given.repeats is None else given.repeats
         is_prior = given is not None and given.prior
-        yield replace(file, repeats=repeats, is_prior=is_prior, sizes=(given and given.sizes) or {}, entry=source.name)
+        own: dict[str, Any] = {"repeats": repeats, "is_prior": is_prior, "sizes": (given and given.sizes) or {}}
+        yield replace(file, **own, entry=source.name, most=left)
+        left = None if left is None else max(0, left - len(file.reader))
 
 
 def _open(path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:

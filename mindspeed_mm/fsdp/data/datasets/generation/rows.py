@@ -106,7 +106,7 @@ class GenerationRows(Sequence[GenerationRow]):
     Args:
         files: Where the rows stand.
         columns: What holds the medium and the captions.
-        most: Most rows taken from each file.
+        most: Most rows taken from each file; each may have a limit of its own.
         may_skip: Leave out rows that are off (`left_out`) instead of raising.
         look: Called with each good row while all are looked through; what it returns is kept in `looks`.
         rules: What becomes of captions.
@@ -129,7 +129,9 @@ class GenerationRows(Sequence[GenerationRow]):
     ) -> None:
         self.files = tuple(files)
         self._columns, self._rules, self._roles = columns, rules or CaptionRules(), tuple(roles)
-        sizes = [len(file.reader) if most is None else min(len(file.reader), most) for file in self.files]
+        sizes = [
+            min(count for count in (len(file.reader), most, file.most) if count is not None) for file in self.files
+        ]
         self._ends = list(itertools.accumulate(sizes, initial=0))
         self.left_out: dict[str, str] = {}
         """Place → reason, of rows that cannot be used."""
@@ -173,6 +175,10 @@ class GenerationRows(Sequence[GenerationRow]):
     def file_number(self, index: int) -> int:
         """Which of `files` row `index` stands in."""
         return bisect.bisect_right(self._ends, int(self._kept[index])) - 1
+
+    def entries(self) -> list[str]:
+        """Of each row, the entry of `dataset` that it belongs to."""
+        return [self.files[self.file_number(index)].entry for index in range(len(self))]
 
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Take rows out, by index: their media cannot be used."""
