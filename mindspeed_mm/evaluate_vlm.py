@@ -24,8 +24,6 @@ def evaluate_rows() -> None:
         ConfigError: There is no model, or no rows.
     """
     args = parse_args()
-    if args.rank:
-        return  # one rank answers
     translated = translate(args, for_training=False)
     section = JsonSection(translated.model_json)
     model = translated.arguments.training.load or translated.arguments.model.model_name_or_path
@@ -52,7 +50,8 @@ def evaluate_rows() -> None:
         scores: Evaluation | PublishedResult = evaluate.run(Path(model), Path(rows), out=out, max_new_tokens=longest)
     else:
         scores = published.run(PublishedRequest(Path(model), name, Path(rows), out, max_new_tokens=longest))
-    print("\n".join(scores.lines()), flush=True)
+    if not args.rank:  # all ranks have answered their share
+        print("\n".join(scores.lines()), flush=True)
 
 
 def main() -> None:

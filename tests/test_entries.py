@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from importlib import import_module
@@ -16,6 +18,7 @@ from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.extract import extract
 from mindspeed_mm.tools.feature_extraction import get_sora_feature
+from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -79,9 +82,26 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out.splitlines() == expected.lines()
     assert (tmp_path / "scores" / scored.SAMPLES).read_text() == (tmp_path / "expected" / scored.SAMPLES).read_text()
     monkeypatch.setenv("RANK", "1")
-    for entry in (evaluate_vlm, inference_vlm):
-        assert run(monkeypatch, entry, "--mm-model", model, "--load", str(folder)) == 0
+    assert run(monkeypatch, inference_vlm, "--mm-model", model, "--load", str(folder)) == 0
     assert capsys.readouterr().out == ""
+
+
+def evaluate_as_rank(model: str, folder: str) -> str:
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(said):
+        assert run(monkeypatch, evaluate_vlm, "--mm-model", model, "--load", folder) == 0
+    return said.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_share_the_rows(tmp_path: Path) -> None:
+    folder, rows = make_tiny_qwen3_vl(tmp_path / "model"), make_rows(tmp_path, 3)
+    settings = {"dataset_path": str(rows), "result_output_path": str(tmp_path / "scores")}
+    model = write_json(tmp_path, "evaluate", settings | {"generation_config": {"max_new_tokens": 2}})
+    expected = evaluate.run(folder, rows, out=tmp_path / "expected", max_new_tokens=2)
+    said = run_ranks(2, evaluate_as_rank, str(model), str(folder))
+    assert said == ["\n".join(expected.lines()) + "\n", ""]
+    assert (tmp_path / "scores" / scored.SAMPLES).read_text() == (tmp_path / "expected" / scored.SAMPLES).read_text()
 
 
 def test_scores_of_a_published_set(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import click
-from click.core import ParameterSource
 
+from mindspeed_mm.cli.sharing import is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
 
 EXAMPLES = """
@@ -99,27 +100,18 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     type=click.Path(path_type=Path),
     help="YAML whose data section describes the rows and how they are presented; default: the run's.",
 )
+@click.option(
+    "--plan",
+    type=click.Path(path_type=Path),
+    help="YAML whose 'parallel' section spreads a model that is too large for one device over the processes, which "
+    "then answer each question together.",
+)
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Number of processes on this host; they share the questions."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-def command(
-    model: Path,
-    data: Path | None,
-    benchmark: str | None,
-    against: Path | None,
-    generated: bool,
-    reference: Path | None,
-    clip: Path | None,
-    loss: bool,
-    out: Path | None,
-    media_dir: Path | None,
-    batch_size: int | None,
-    max_new_tokens: int | None,
-    metric: Literal["exact", "wer", "cer"] | None,
-    ignore_case: bool,
-    ignore_punctuation: bool,
-    lora: Path | None,
-    config: Path | None,
-    as_json: bool,
-) -> None:
+@click.pass_context
+def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
 
     Every question is answered by greedy generation; an answer counts when it is the expected one, character for
@@ -132,109 +124,109 @@ def command(
 
     With --generated, MODEL is a folder of pictures that a generator made. Writes generated.json.
     """
-    if generated or reference is not None or clip is not None:
-        _measure_generated(
-            {"folder": model, "reference": reference, "clip": clip, "out": out, "batch_size": batch_size}
-        )
-        return
-    own = {"--metric": metric, "--ignore-case": ignore_case or None, "--ignore-punctuation": ignore_punctuation or None}
-    if benchmark is None and against is not None:
-        raise UsageError("compares results of --benchmark", key="--against", way_out="Name the set: --benchmark NAME.")
-    if benchmark is not None:
-        unused = {"--loss": loss or None, "--media-dir": media_dir, **own}
-        _refuse_given(unused, "does not go with --benchmark, whose set decides it")
-        if data is None:
-            raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
-        limits = {"batch_size": batch_size or QUESTIONS_AT_A_TIME, "max_new_tokens": max_new_tokens or MAX_NEW_TOKENS}
-        _score_published(
-            {"model": model, "benchmark": benchmark, "data": data, "out": out, "lora": lora, "config": config}
-            | {"against": against, **limits},
-            as_json,
-        )
-        return
-    if loss:
-        _refuse_given({"--max-new-tokens": max_new_tokens, **own}, "nothing is generated with --loss")
-        _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
-        return
-    if data is None:
+    way = next((name for name in ("generated", "benchmark", "loss") if options[name]), "rows")
+    _check_options(context, way)
+    action, shares = _WAYS[way]
+    return share(context, "evaluate", lambda: _tell(action(model, options), options["as_json"]), shares=shares)
+
+
+_OWN = {
+    "reference": ("generated", "measures generated pictures", "Add --generated."),
+    "clip": ("generated", "measures generated pictures", "Add --generated."),
+    "against": ("benchmark", "compares results of --benchmark", "Name the set: --benchmark NAME."),
+}
+"""Option → the only way that takes it, what it does there, how to get there."""
+_COMPARED = {"metric", "ignore_case", "ignore_punctuation"}
+_MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
+_TAKEN = {
+    "generated": {"reference", "clip"},
+    "benchmark": {"against"} | _MODEL | _GENERATING,
+    "loss": {"media_dir"} | _MODEL,
+    "rows": {"media_dir"} | _MODEL | _GENERATING | _COMPARED,
+}
+"""Way → its options, beside those of all."""
+_WHY_NOT = {
+    "generated": "does not go with --generated, which asks no questions",
+    "benchmark": "does not go with --benchmark, whose set decides it",
+    "loss": "nothing is generated with --loss",
+}
+
+
+def _check_options(context: click.Context, way: str) -> None:
+    """Raise `UsageError` for the first option that this way of measuring has no use for, or that it lacks."""
+    given = {option.name or "": option.opts[0] for option in context.command.params if is_given(context, option)}
+    for name, (owner, what, way_out) in _OWN.items():
+        if name in given and owner != way:
+            raise UsageError(what, key=given[name], way_out=way_out)
+    taken = {"model", way, "out", "batch_size", "as_json", *_TAKEN[way]}
+    for name in (name for name in given if name not in taken):
+        raise UsageError(_WHY_NOT[way], key=given[name], way_out="Leave it out.")
+    if context.params["data"] is None and way == "benchmark":
+        raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
+    if context.params["data"] is None and way == "rows":
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
+
+
+class Result(Protocol):
+    """What every way of measuring returns."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+
+
+def _tell(result: Result, as_json: bool) -> None:
+    if speaks():
+        for line in [json.dumps(result.to_dict(), ensure_ascii=False)] if as_json else result.lines():
+            click.echo(line)
+
+
+def _score_rows(model: Path, options: dict[str, Any]) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
 
-    result = evaluate.run(
-        model,
-        data,
-        out=out,
-        batch_size=batch_size or QUESTIONS_AT_A_TIME,
-        max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
-        media_dir=media_dir,
-        lora=lora,
-        config=config,
-        comparison=Comparison(metric or "exact", ignore_case, ignore_punctuation),
-    )
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
-        return
-    if result.facts["cut_off"]:
-        limit = max_new_tokens or MAX_NEW_TOKENS
-        click.echo(f"{result.facts['cut_off']} answers were cut off at {limit} tokens (--max-new-tokens)")
-    for line in result.lines():
-        click.echo(line)
+    comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
+    taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan")}
+    return evaluate.run(model, options["data"], comparison=comparison, **taken, **_limits(options))
 
 
-def _refuse_given(options: dict[str, Any], what: str) -> None:
-    """Raise for the first of these options that has a value."""
-    for key in (key for key, value in options.items() if value is not None):
-        raise UsageError(what, key=key, way_out="Leave it out.")
-
-
-def _score_published(asked: dict[str, Any], as_json: bool) -> None:
+def _score_published(model: Path, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
 
-    result = evaluate.run(evaluate.PublishedRequest(**asked))
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
-        return
-    for line in result.lines():
-        click.echo(line)
+    taken = {name: options[name] for name in ("benchmark", "data", "out", "lora", "config", "against", "plan")}
+    return evaluate.run(evaluate.PublishedRequest(model, **taken, **_limits(options)))
 
 
-def _measure_loss(
-    model: Path,
-    data: Path | None,
-    media_dir: Path | None,
-    batch_size: int | None,
-    lora: Path | None,
-    config: Path | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
+def _limits(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "batch_size": options["batch_size"] or QUESTIONS_AT_A_TIME,
+        "max_new_tokens": options["max_new_tokens"] or MAX_NEW_TOKENS,
+    }
 
-    request = evaluate_loss.LossEvaluationRequest(
-        model, data, media_dir, batch_size or evaluate_loss.BATCH_SIZE, lora=lora, config=config
+
+def _measure_loss(model: Path, options: dict[str, Any]) -> Result:
+    from mindspeed_mm.tasks.evaluate import loss  # torch: the help does without
+
+    taken = {name: options[name] for name in ("lora", "config")}
+    size = options["batch_size"] or loss.BATCH_SIZE
+    return loss.run(
+        loss.LossEvaluationRequest(model, options["data"], options["media_dir"], size, **taken), options["out"]
     )
-    result = evaluate_loss.run(request, out)
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
-        return
-    for line in result.lines():
-        click.echo(line)
 
 
-def _measure_generated(asked: dict[str, Any]) -> None:
-    context = click.get_current_context()
-    taken = {"model", "generated", "reference", "clip", "out", "batch_size", "as_json"}
-    for name in context.params:
-        if name not in taken and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            key = f"--{name.replace('_', '-')}"
-            raise UsageError("does not go with --generated, which asks no questions", key=key, way_out="Leave it out.")
-    if not context.params["generated"]:
-        key = "--reference" if asked["reference"] is not None else "--clip"
-        raise UsageError("measures generated pictures", key=key, way_out="Add --generated.")
+def _measure_generated(model: Path, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
 
-    request = {name: value for name, value in asked.items() if value is not None}
-    result = evaluate.run(evaluate.GeneratedRequest(**request))
-    for line in [json.dumps(result, ensure_ascii=False)] if context.params["as_json"] else evaluate.lines(result):
-        click.echo(line)
+    names = ("reference", "clip", "out", "batch_size")
+    return evaluate.run(evaluate.GeneratedRequest(model, **{n: options[n] for n in names if options[n] is not None}))
+
+
+_WAYS: dict[str, tuple[Callable[[Path, dict[str, Any]], Result], bool]] = {
+    "generated": (_measure_generated, False),
+    "benchmark": (_score_published, True),
+    "loss": (_measure_loss, False),
+    "rows": (_score_rows, True),
+}
+"""Way → what measures so, and whether processes share it."""

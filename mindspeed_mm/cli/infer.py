@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
-from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.cli.sharing import is_given, share
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 
 EXAMPLES = """
@@ -201,11 +201,6 @@ def refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
             raise UsageError(why, where=str(context.params["model"]), key=parameter.opts[0], way_out="Leave it out.")
 
 
-def is_given(context: click.Context, parameter: click.Parameter) -> bool:
-    """Whether somebody has written the option."""
-    return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-
-
 # --- generators ------------------------------------------------------------------------------------------------------
 
 
@@ -216,33 +211,19 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
     media = media_of(options)
     settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
-    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
-    from mindspeed_mm.tasks import train  # torch: the help does without
-    from mindspeed_mm.tasks.draw import generate  # torch: the help does without
-    from mindspeed_mm.tasks.launch.launcher import launch
 
-    if starts_ranks(options["nproc"]):
-        return launch(options["nproc"], ["infer", *words_of(context)], None)
-    request = generate.GenerateRequest(
-        prompts=options["prompts"],
-        prompts_file=options["prompts_file"],
-        media=media,
-        task=options["task"],
-        media_dir=options["media_dir"],
-        settings=settings,
-        lora=options["lora"],
-        vae_options=tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"]),
-        config=options["config"],
-    )
-    try:
+    def draw() -> None:
+        from mindspeed_mm.tasks.draw import generate  # torch: the help does without
+
+        asked = {name: options[name] for name in names}
+        request = generate.GenerateRequest(media=media, settings=settings, vae_options=vae_options, **asked)
         outcome = generate.run(model, out, request, overwrite=options["overwrite"])
-    except Exception as error:
-        if train.tell_launcher(error) and isinstance(error, MMError):
-            return int(error.exit_code)  # the launcher prints it, once for all ranks
-        raise
-    if outcome is not None:
-        click.echo(json.dumps(asdict(outcome), default=str) if options["as_json"] else outcome.sentence())
-    return 0
+        if outcome is not None:
+            click.echo(json.dumps(asdict(outcome), default=str) if options["as_json"] else outcome.sentence())
+
+    names = ("prompts", "prompts_file", "task", "media_dir", "lora", "config")
+    vae_options = tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"])
+    return share(context, "infer", draw)
 
 
 def media_of(options: dict[str, Any]) -> dict[str, Path]:
@@ -281,21 +262,6 @@ def read_size(text: str | None) -> dict[str, int]:
     return {"height": int(found[1]), "width": int(found[2])}
 
 
-def words_of(context: click.Context) -> list[str]:
-    """The command line again, for each rank: everything that was given but the number of ranks."""
-    words = [str(context.params["model"])]
-    for option in context.command.params:
-        if not isinstance(option, click.Option) or option.name == "nproc" or not is_given(context, option):
-            continue
-        value = context.params[option.name or ""]
-        if option.is_flag:
-            words.append(option.opts[0])
-        else:
-            # Written as one word: a prompt may begin with a dash.
-            words += [f"{option.opts[0]}={item}" for item in (value if option.multiple else [value])]
-    return words
-
-
 # --- language --------------------------------------------------------------------------------------------------------
 
 
@@ -305,11 +271,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     check_source(options, media)
     check_choice(options)
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
-    from mindspeed_mm.tasks.launch.launcher import launch  # torch: the help does without
 
-    if options["data"] is not None and starts_ranks(options["nproc"]):
-        return launch(options["nproc"], ["infer", *words_of(context)], None)
     names = ("temperature", "top_p", "top_k", "seed", "beams")
     settings: dict[str, Any] = {
         "max_new_tokens": options["max_new_tokens"],
@@ -318,14 +280,19 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
         "sampling": Sampling(options["max_new_tokens"], **{name: options[name] for name in names}),
         "hides_thoughts": options["hide_thoughts"],
     }
-    if options["data"] is None:
-        return answer_prompt(model, options, media, settings)
-    return answer_rows(model, options, settings)
+
+    def say() -> None:
+        if options["data"] is None:
+            answer_prompt(model, options, media, settings)
+        else:
+            answer_rows(model, options, settings)
+
+    return share(context, "infer", say, shares=options["data"] is not None)
 
 
 def answer_prompt(
     model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
-) -> int:
+) -> None:
     """Answer the one prompt, and print what is said."""
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.tasks.answer import infer
@@ -333,41 +300,33 @@ def answer_prompt(
     shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
     said = infer.answer_prompt(model, next(iter(options["prompts"]), ""), shown, **settings)
     click.echo(json.dumps(asdict(said), ensure_ascii=False) if options["as_json"] else said.text)
-    return 0
 
 
-def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> int:
+def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
     """Answer every row of the file, and print how many there were."""
-    from mindspeed_mm.tasks import train
     from mindspeed_mm.tasks.answer import infer
 
-    try:
-        outcome = infer.run(
-            model,
-            options["data"],
-            options["out"],
-            batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
-            media_dir=options["media_dir"],
-            overwrite=options["overwrite"],
-            adapters=read_adapters(options["adapters"]),
-            plan=options["plan"],
-            **settings,
-        )
-    except Exception as error:
-        if train.tell_launcher(error) and isinstance(error, MMError):
-            return int(error.exit_code)  # the launcher prints it, once for all ranks
-        raise
+    outcome = infer.run(
+        model,
+        options["data"],
+        options["out"],
+        batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
+        media_dir=options["media_dir"],
+        overwrite=options["overwrite"],
+        adapters=read_adapters(options["adapters"]),
+        plan=options["plan"],
+        **settings,
+    )
     if outcome is None:
-        return 0
+        return
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))
-        return 0
+        return
     kept = f", {outcome.kept} were already there" if outcome.kept else ""
     click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
         longest = options["max_new_tokens"]
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
-    return 0
 
 
 def language_media(options: dict[str, Any]) -> list[tuple[Medium, Path]]:

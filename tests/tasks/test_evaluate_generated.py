@@ -14,7 +14,7 @@ from PIL import Image
 from mindspeed_mm.tasks.evaluate.generated import evaluate
 from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance, psnr, ssim
 from tests.helpers.runs import mm
-from tests.helpers.tiny_models import build_tokenizer
+from tests.helpers.tiny_clip import make_tiny_clip
 
 
 def test_pairs_are_measured_as_by_torchmetrics_and_piq() -> None:
@@ -44,23 +44,11 @@ def test_distributions_are_measured_as_by_scipy_and_torchmetrics() -> None:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
-
-    folder = tmp_path_factory.mktemp("clip")
-    tokenizer = build_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0, "pad_token_id": tokenizer.pad_token_id}
-    text = {**sizes, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 32}
-    config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 32, "patch_size": 8}, projection_dim=8)
-    torch.manual_seed(0)
-    CLIPModel(config).save_pretrained(folder)
-    size = {"height": 32, "width": 32}
-    shown = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
-    CLIPProcessor(image_processor=shown, tokenizer=tokenizer).save_pretrained(folder)
-    return folder
+    return make_tiny_clip(tmp_path_factory.mktemp("clip"))
 
 
 def make_pictures(folder: Path, count: int, seed: int) -> Path:
+    """`0.png` … of 32 × 32 random pixels, and the manifest of their prompts."""
     folder.mkdir()
     draw = np.random.default_rng(seed)
     entries = []
@@ -93,7 +81,9 @@ def test_a_folder_is_measured(clip: Path, tmp_path: Path) -> None:
             similarity = model(**inputs).logits_per_image / model.logit_scale.exp()
         scores.append(max(0.0, 100 * float(similarity)))
     assert result["measures"]["CLIP score"]["value"] == pytest.approx(np.mean(scores), abs=1e-3)
-    assert evaluate.run(evaluate.GeneratedRequest(own, real, out=tmp_path / "out"))["counted"]["pairs"] == 4  # its own
+    assert (
+        evaluate.run(evaluate.GeneratedRequest(own, real, out=tmp_path / "out")).facts["counted"]["pairs"] == 4
+    )  # its own
 
 
 def test_what_cannot_be_measured_is_said(clip: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FSDP = "{param_dtype: fp32, reduce_dtype: fp32}"
 PLANS = {
     "fsdp": f"fully_shard_parallel_size: auto, fsdp_plan: {FSDP}",
     "tp": f"tensor_parallel_size: 2, fsdp_plan: {FSDP}",
+    "ulysses": f"ulysses_parallel_size: 2, fsdp_plan: {FSDP}",  # of training: an answer has weights to share alone
     "ep": f"expert_parallel_size: 2, fsdp_plan: {FSDP}",
 }
 
@@ -80,6 +81,7 @@ def test_a_sharded_model_says_what_it_says_in_one_process(tmp_path: Path) -> Non
     ("make", "name"),
     [
         (make_tiny_qwen3_vl, "tp"),
+        (make_tiny_qwen3_vl, "ulysses"),
         (make_tiny_qwen3_moe, "fsdp"),
         (make_tiny_qwen3_moe, "tp"),
         (make_tiny_qwen3_moe, "ep"),
@@ -95,7 +97,7 @@ def test_every_plan(tmp_path: Path, make: Callable[..., Path], name: str) -> Non
     ("words", "beams", "message"),
     [
         (PLANS["fsdp"], 2, "beams are not searched"),
-        ("ulysses_parallel_size: 2", None, "layers or sequences"),
+        ("pipeline_parallel_size: 2", None, "layers that are spread"),
         ("tensor_parallel_size: 3", None, "3"),
     ],
 )

@@ -17,11 +17,14 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 _LINE_START = '{"row": '
 QUIET_S = 5.0
 """Work that takes less than this shows no progress."""
 LINE_INTERVAL_S = 10.0
+WAIT_S = 7 * 24 * 3600.0
+"""Ranks wait for one another at the end, and one may have much more to do."""
 
 
 class AnswerFile:
@@ -114,6 +117,24 @@ def answer_all(
         if is_shown:
             progress.advance(len(answered))
     progress.close()
+
+
+def answer_on_ranks(
+    generator: Generator,
+    questions: Sequence[Question],
+    media: MediaLoader,
+    ranks: Ranks,
+    *,
+    sampling: Sampling,
+    batch_size: int,
+) -> dict[int, Answer]:
+    """Row → answer, on every rank: ranks share the questions, or answer each together where they share the model."""
+    share = questions if generator.is_spread else questions[ranks.rank :: ranks.world_size]
+    batches = answer_all(generator, share, media, sampling=sampling, batch_size=batch_size, is_shown=ranks.is_first)
+    answers = {question.row: answer for batch in batches for question, answer in batch}
+    if generator.is_spread:
+        return answers
+    return {row: answer for part in ranks.gather(answers) for row, answer in part.items()}
 
 
 class AnswerProgress:

@@ -13,20 +13,15 @@ from mindspeed_mm.core.file_writing import check_output_file, check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
-from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
-from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
+from mindspeed_mm.tasks.answer.answering import WAIT_S, AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.spread import check_spread, load_spread
+from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
-_WAIT_S = 7 * 24 * 3600.0
-"""Ranks wait for one another at the end, and one may have much more to do."""
 is_answers = first_line_has("row", "id", "question", "images", "answer", "finished", "model")
 """Whether a file begins like one that this command wrote."""
 
@@ -123,13 +118,13 @@ def run(
     settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
     fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}"
     fingerprint += _mark(settings, max_new_tokens, source, adapters or {})
-    with joined_ranks(_WAIT_S) as ranks:
+    with joined_ranks(WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
         share = missing if plan is not None else missing[ranks.rank :: ranks.world_size]
         if share:
             answers = AnswerFile(out, fingerprint)
-            generator = _loaded(source, view, adapters, plan, ranks)
+            generator = load_on_ranks(source, view, plan, ranks, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
             for batch in answer_all(
                 generator, share, media, batch_size=batch_size, is_shown=ranks.is_first, **settings
@@ -160,20 +155,6 @@ def _mark(settings: dict[str, Any], max_new_tokens: int, source: ModelSource, ad
     asks = "" if settings == usual else repr(tuple(settings.values()))
     asks += "".join(f"{name}={replace(source, lora=path).fingerprint()}" for name, path in adapters.items())
     return f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
-
-
-def _loaded(
-    source: ModelSource, view: RowsView, adapters: Mapping[str, Path] | None, plan: Path | None, ranks: Ranks
-) -> Generator:
-    """The whole model, or this rank's part of it."""
-    if plan is None:
-        return load_generator(source.folder, source.lora, view, adapters)
-    check_spread(ranks.world_size)
-    if source.lora is not None or adapters:
-        way_out = "Merge them first: mm merge."
-        raise UsageError("adapters are not spread over ranks", key="--plan", way_out=way_out)
-    encoder = QuestionEncoder(source.folder, view)
-    return Generator(load_spread(source.folder, plan), encoder, spread=True)
 
 
 def _check_adapters(questions: Sequence[Question], adapters: Mapping[str, Path], data: Path) -> None:

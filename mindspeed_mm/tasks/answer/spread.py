@@ -6,6 +6,7 @@ as sharded layers must be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,40 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.apply import apply_plan, fill
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.model_source import ModelSource
 
-_OTHER_AXES = ("pipeline_parallel_size", "ring_attention_size", "ulysses_parallel_size")
+_OF_SEQUENCES: dict[str, Any] = {"ring_attention_size": 1, "ulysses_parallel_size": 1, "data_parallel_size": None}
+"""An answer has no long sequence to split: ranks that share one in training hold shards of the weights here."""
+
+
+def load_on_ranks(
+    source: ModelSource,
+    view: RowsView,
+    plan: Path | None,
+    ranks: Ranks,
+    adapters: Mapping[str, Path] | None = None,
+) -> Generator:
+    """The whole model on each rank or, by the plan of a YAML, this rank's part of it.
+
+    Raises:
+        UsageError: There are adapters to be spread, or nothing to spread over.
+        MMError: As `load_generator` and `load_spread`.
+    """
+    if plan is None:
+        return load_generator(source.folder, source.lora, view, adapters)
+    check_spread(ranks.world_size)
+    if source.lora is not None or adapters:
+        way_out = "Merge them first: mm merge."
+        raise UsageError("adapters are not spread over ranks", key="--plan", way_out=way_out)
+    encoder = QuestionEncoder(source.folder, view)
+    return Generator(load_spread(source.folder, plan), encoder, spread=True)
 
 
 def load_spread(folder: Path, plan: Path) -> Any:
@@ -37,7 +67,7 @@ def load_spread(folder: Path, plan: Path) -> Any:
         plan: The YAML whose section `parallel` says how the model is spread, and in which type it computes.
 
     Raises:
-        ConfigError: The plan does not fit the model or the number of ranks, or spreads layers or sequences.
+        ConfigError: The plan does not fit the model or the number of ranks, or spreads layers.
         ModelFolderError: Weights or configuration are missing or broken.
     """
     arguments = _arguments(folder, plan)
@@ -76,18 +106,18 @@ def check_spread(world_size: int) -> None:
 def _arguments(folder: Path, plan: Path) -> Arguments:
     """The YAML's, for this folder, without what only training does."""
     arguments = load_with_plugins(plan).arguments
-    for name in _OTHER_AXES:
-        if getattr(arguments.parallel, name) > 1:
-            raise ConfigError(
-                "an answer is not made by layers or sequences that are spread over ranks",
-                where=str(plan),
-                key=f"parallel.{name}",
-                way_out="Set it to 1, and spread the weights: fully_shard_parallel_size, tensor_parallel_size.",
-            )
+    if arguments.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "an answer is not made by layers that are spread over ranks",
+            where=str(plan),
+            key="parallel.pipeline_parallel_size",
+            way_out="Set it to 1, and spread the weights: fully_shard_parallel_size, tensor_parallel_size.",
+        )
     model = {"model_name_or_path": str(folder), "train_from_scratch": False, "freeze": ()}
     return arguments.model_copy(
         update={
             "model": arguments.model.model_copy(update=model),
+            "parallel": arguments.parallel.model_copy(update=_OF_SEQUENCES),
             "features": FeatureArguments(loss_cfg=LossConfig(loss_type="raw")),  # whole logits
             "training": arguments.training.model_copy(update={"lora": LoraArguments()}),
         }

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import make_writable_folder
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
-from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions
 from mindspeed_mm.fsdp.sampling.answers.scored import (
     EXACT,
     Evaluation,
@@ -19,8 +21,8 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
 )
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
-from mindspeed_mm.tasks.answer.answering import answer_all
-from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
+from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
@@ -37,8 +39,11 @@ def run(
     config: Path | None = None,
     data_name: str | None = None,
     comparison: Comparison = EXACT,
+    plan: Path | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
+
+    As ranks of one job, processes share the rows; or, with `plan`, the model. All of them return the scores.
 
     Args:
         model: A Hugging Face folder or a run.
@@ -52,31 +57,40 @@ def run(
         config: Says how rows are laid out and shown, instead of the run's own.
         data_name: What the results call `data`; None: its path.
         comparison: How answers are compared with the expected ones.
+        plan: A YAML whose section `parallel` spreads the model over the ranks.
 
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` cannot be written.
     """
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
-    if data.is_dir():
-        questions = read_transcripts(data)
-    else:
-        questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+    questions = _questions(data, media_dir, view)
     media_dir = media_dir or data.parent
     out = out or (source.run or Path.cwd()) / "eval"
+    with joined_ranks(WAIT_S) as ranks:
+        ranks.first("looking at the results' folder", lambda: _prepare(out))
+        began = time.monotonic()
+        generator = load_on_ranks(source, view, plan, ranks)
+        media = generator.encoder.media(media_dir, [data.parent])
+        greedy = Sampling(max_new_tokens, temperature=0)
+        answers = answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=batch_size)
+        told = data_name or str(data.absolute())
+        facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
+        evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts, comparison)
+        ranks.first("writing the results", lambda: write_evaluation(evaluation, out))
+    return evaluation
+
+
+def _questions(data: Path, media_dir: Path | None, view: RowsView) -> list[Question]:
+    """Speech with its transcripts, or rows with their answers."""
+    if data.is_dir():
+        return read_transcripts(data)
+    return read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+
+
+def _prepare(out: Path) -> None:
     check_evaluation_folder(out)
     make_writable_folder(out)
-    began = time.monotonic()
-    generator = load_generator(source.folder, source.lora, view)
-    media = generator.encoder.media(media_dir, [data.parent])
-    greedy = Sampling(max_new_tokens, temperature=0)
-    batches = answer_all(generator, questions, media, sampling=greedy, batch_size=batch_size)
-    answers = {question.row: answer for batch in batches for question, answer in batch}
-    told = data_name or str(data.absolute())
-    facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
-    evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts, comparison)
-    write_evaluation(evaluation, out)
-    return evaluation
 
 
 def _facts(

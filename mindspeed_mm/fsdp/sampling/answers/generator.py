@@ -55,6 +55,7 @@ class Generator:
         trains: bool = False,
     ) -> None:
         self.model = model.eval()
+        self.is_spread = spread
         self._processors = [FirstRankDecides()] if spread else []
         # Weights that are gathered for a moment have versions, which inference mode does not know.
         self._without_gradients = torch.no_grad if spread or trains else torch.inference_mode
@@ -139,7 +140,7 @@ class Generator:
             for row, (token_ids, finished) in zip(rows, found, strict=True):
                 row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
         elif (beams := self._beams(rows)) > 1:
-            if self._processors:  # without its own way to towers, transformers takes pictures of other rows to beams
+            if self.is_spread:  # without its own way to towers, transformers takes pictures of other rows to beams
                 what = "beams are not searched by a model that is spread over ranks"
                 raise UsageError(what, key="--beams", way_out="Add --beams 1.")
             self._search(inputs, rows, beams)

@@ -48,8 +48,12 @@ class Evaluation:
         return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
 
     def lines(self) -> list[str]:
-        """The score of each task, for people."""
-        return [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
+        """For people: how many answers were not whole, if any, and the score of each task."""
+        told = [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
+        if cut_off := self.facts.get("cut_off"):
+            limit = self.facts["max_new_tokens"]
+            return [f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)", *told]
+        return told
 
 
 def evaluate_answers(

@@ -50,9 +50,29 @@ class GeneratedRequest:
     batch_size: int = 32
 
 
-def run(request: GeneratedRequest) -> dict[str, Any]:
-    """Measure, and write `generated.json`: `measures` holds of each its `value`, and for means `low` and `high`, the
-    bounds of a 95 % interval.
+@dataclass(frozen=True)
+class GeneratedResult:
+    """Measure → its `value`, and for means `low` and `high`, the bounds of a 95 % interval; and what was measured."""
+
+    measures: dict[str, dict[str, Any]]
+    facts: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `generated.json` holds."""
+        return {"measures": self.measures, **self.facts}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = []
+        for name, one in self.measures.items():
+            value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
+            interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
+            told.append(f"{name}: {value}{interval}")
+        return told
+
+
+def run(request: GeneratedRequest) -> GeneratedResult:
+    """Measure, and write `generated.json`.
 
     Raises:
         UsageError: There is nothing to measure by, or no picture.
@@ -87,20 +107,10 @@ def run(request: GeneratedRequest) -> dict[str, Any]:
             key="--reference",
             way_out="Name the real pictures as the generated ones, or give --clip for distances of distributions.",
         )
-    result = {"measures": measures, **facts}
+    result = GeneratedResult(measures, facts)
     make_writable_folder(out)
-    atomic_write_text(out / RESULTS, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    atomic_write_text(out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
     return result
-
-
-def lines(result: dict[str, Any]) -> list[str]:
-    """For people."""
-    told = []
-    for name, one in result["measures"].items():
-        value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
-        interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
-        told.append(f"{name}: {value}{interval}")
-    return told
 
 
 class Clip:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,21 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scored import RESULTS, SAMPLES
 from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score
 from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
-from mindspeed_mm.tasks.answer.answering import answer_all
-from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
+from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
-from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 _SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")
 _FACTS = ("benchmark", "title", "note", "model", "data", "max_new_tokens", "cut_off", "seconds")
@@ -78,6 +80,7 @@ class PublishedRequest:
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
         config: Says how rows are shown, instead of the run's own.
         against: Folder of the results of another model on the same set.
+        plan: A YAML whose section `parallel` spreads the model over the ranks.
     """
 
     model: Path
@@ -89,10 +92,13 @@ class PublishedRequest:
     lora: Path | None = None
     config: Path | None = None
     against: Path | None = None
+    plan: Path | None = None
 
 
 def run(request: PublishedRequest) -> PublishedResult:
     """Score a model, and write `results.json` and `samples.jsonl`.
+
+    As ranks of one job, processes share the questions; or, with `plan`, the model. All of them return the scores.
 
     Raises:
         MMError: The folder is not a model, the set's files are missing or broken, or `out` cannot be written.
@@ -104,19 +110,34 @@ def run(request: PublishedRequest) -> PublishedResult:
     if others is not None and others.keys() != {_group(item) for item in items}:
         raise UsageError("was made with other questions", where=str(request.against), key="--against")
     out = request.out or (source.run or Path.cwd()) / "eval" / request.benchmark
+    with joined_ranks(WAIT_S) as ranks:
+        ranks.first("looking at the results' folder", lambda: _prepare(out))
+        began = time.monotonic()
+        answers = _answers(request, source, items, ranks)
+        facts = _facts(request, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
+        samples = [_sample(request.benchmark, published, items[i], answers[i].text) for i in range(len(items))]
+        result = _result(published, samples, facts, others)
+        ranks.first("writing the results", lambda: _write(result, samples, out))
+    return result
+
+
+def _prepare(out: Path) -> None:
     check_output_file(out / SAMPLES, _is_samples, "--out")
     check_output_file(out / RESULTS, _is_results, "--out")
     make_writable_folder(out)
-    began = time.monotonic()
+
+
+def _answers(request: PublishedRequest, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
+    """Of each item, by its place."""
     folder = request.data if request.data.is_dir() else request.data.parent
-    generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
-    media = generator.encoder.media(folder, [folder])
-    questions, longest = Questions(items), request.max_new_tokens
-    answers: dict[int, Answer] = {}
-    greedy = Sampling(longest, temperature=0)
-    for batch in answer_all(generator, questions, media, sampling=greedy, batch_size=request.batch_size):
-        answers |= {question.row: answer for question, answer in batch}
-    facts = {
+    generator = load_on_ranks(source, rows_view(source, request.config), request.plan, ranks)
+    greedy, media = Sampling(request.max_new_tokens, temperature=0), generator.encoder.media(folder, [folder])
+    return answer_on_ranks(generator, Questions(items), media, ranks, sampling=greedy, batch_size=request.batch_size)
+
+
+def _facts(request: PublishedRequest, source: ModelSource, answers: Mapping[int, Answer]) -> dict[str, Any]:
+    published = SETS[request.benchmark]
+    return {
         "benchmark": request.benchmark,
         "title": published.title,
         "note": published.note,
@@ -125,12 +146,7 @@ def run(request: PublishedRequest) -> PublishedResult:
         "data": str(request.data.absolute()),
         "max_new_tokens": request.max_new_tokens,
         "cut_off": sum(not answer.finished for answer in answers.values()),
-        "seconds": round(time.monotonic() - began, 3),
     }
-    samples = [_sample(request.benchmark, published, items[i], answers[i].text) for i in range(len(items))]
-    result = _result(published, samples, facts, others)
-    _write(result, samples, out)
-    return result
 
 
 class Questions(Sequence[Question]):

@@ -1,0 +1,62 @@
+"""Commands whose work several processes share: the ranks are started with the words of the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import click
+from click.core import ParameterSource
+
+from mindspeed_mm.core.errors import MMError
+
+
+def is_given(context: click.Context, parameter: click.Parameter) -> bool:
+    """Whether somebody has written the option."""
+    return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+
+
+def words_of(context: click.Context) -> list[str]:
+    """The command line again, for each rank: everything that was given but the number of ranks."""
+    words = [str(context.params["model"])]
+    for option in context.command.params:
+        if not isinstance(option, click.Option) or option.name == "nproc" or not is_given(context, option):
+            continue
+        value = context.params[option.name or ""]
+        if option.is_flag:
+            words.append(option.opts[0])
+        else:
+            # Written as one word: a prompt may begin with a dash.
+            words += [f"{option.opts[0]}={item}" for item in (value if option.multiple else [value])]
+    return words
+
+
+def share(context: click.Context, verb: str, action: Callable[[], None], *, shares: bool = True) -> int:
+    """Start the ranks that `--nproc` asks for, or do this rank's part; the exit code.
+
+    Args:
+        context: Of the command; its options have `nproc`.
+        verb: The command's name.
+        action: What a rank does.
+        shares: Whether there is something to share; otherwise this process does all of it.
+    """
+    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+    from mindspeed_mm.tasks import train  # torch: the help does without
+    from mindspeed_mm.tasks.launch.launcher import launch
+
+    if shares and starts_ranks(context.params["nproc"]):
+        return launch(context.params["nproc"], [verb, *words_of(context)], None)
+    try:
+        action()
+    except Exception as error:
+        if train.tell_launcher(error) and isinstance(error, MMError):
+            return int(error.exit_code)  # the launcher prints it, once for all ranks
+        raise
+    return 0
+
+
+def speaks() -> bool:
+    """Whether this process prints for the job: its first rank."""
+    from mindspeed_mm.fsdp.distributed.job.launch import resolve_launch  # torch: the help does without
+
+    return resolve_launch(os.environ).rank == 0

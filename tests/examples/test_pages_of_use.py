@@ -1,0 +1,163 @@
+"""docs/inference.md and docs/evaluation.md as a reader follows them: every command runs, with tiny models at its paths.
+
+The server's own example stands in tests/cli/test_serve.py, the section of a training YAML in
+tests/fsdp/train/test_evaluation.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.generation import load_generator, load_model
+from tests.helpers.family_templates import QWEN2_5_OMNI
+from tests.helpers.runs import lines, mm, train
+from tests.helpers.served import served
+from tests.helpers.tiny_clip import make_tiny_clip
+from tests.helpers.tiny_media import write_video
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_omni import make_tiny_omni
+from tests.helpers.tiny_run import make_rows, make_tiny_run
+from tests.helpers.tiny_sounds import sound_bytes, tone
+from tests.tasks.test_evaluate_generated import make_pictures
+from tests.tasks.test_evaluate_published import picture, write_tsv
+from tests.tasks.test_evaluate_speech import make_subset
+from tests.tasks.test_transcripts import make_whisper
+from tests.test_readme import ROOT, commands
+
+SERVER = "http://127.0.0.1:8000"
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The words of each command, without those that serve until they are stopped."""
+    found = [shlex.split(command)[1:] for command in commands(ROOT / "docs" / page)]
+    return [words for words in found if words[0] != "serve"]
+
+
+def with_two_processes(words: list[str]) -> list[str]:
+    """The page shares the work among eight."""
+    return ["2" if before == "--nproc" else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def check(words: list[str]) -> None:
+    said = mm(*with_two_processes(words))
+    assert said.code == 0, (words, said.err)
+
+
+def write_lines(path: Path, *rows: dict[str, object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+# --- docs/inference.md ------------------------------------------------------------------------------------------------
+
+
+def make_place_of_inference(place: Path, model: Callable[[Path], Path]) -> None:
+    """What the page's first commands name."""
+    model(place / "runs" / "mine")
+    (place / "three.png").write_bytes(picture(7))
+    write_lines(
+        place / "questions.jsonl",
+        {"prompt": "Which digit is this?", "images": ["three.png"]},
+        {"prompt": "And what is one and one?"},
+        {"messages": [{"role": "user", "content": "Say one word."}]},
+    )
+
+
+def make_adapters(model: Path, folder: Path) -> None:
+    """As PEFT writes them."""
+    import peft
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(load_model(model), settings).save_pretrained(folder)
+
+
+def test_the_first_question_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_place_of_inference(tmp_path, make_tiny_qwen3_vl)
+    monkeypatch.chdir(tmp_path)
+    check(commands_of("inference.md")[0])
+
+
+@pytest.mark.slow
+def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_place_of_inference(tmp_path, make_tiny_omni)
+    (tmp_path / "runs" / "mine" / "chat_template.jinja").write_text(QWEN2_5_OMNI)
+    write_video(tmp_path / "walk.mp4", range(0, 160, 20))
+    (tmp_path / "steps.wav").write_bytes(sound_bytes(tone(0.4, 16000), 16000))
+    make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
+    make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
+    for name in ("terse", "kind"):
+        make_adapters(tmp_path / "runs" / "mine", tmp_path / "runs" / name / "export")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    followed = commands_of("inference.md")
+    assert {words[0] for words in followed} == {"infer", "chat"} and len(followed) > 9
+    with served(AnswerEngine(load_generator(tmp_path / "runs" / "mine"))) as address:
+        for words in followed:
+            monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n/exit\n"))  # of mm chat
+            (tmp_path / "answers.jsonl").unlink(missing_ok=True)  # or nothing would be left to answer
+            check([word.replace(SERVER, address) for word in words])
+    assert len(lines(tmp_path / "large.jsonl")) == len(lines(tmp_path / "named.jsonl")) == 3
+
+
+# --- docs/evaluation.md -----------------------------------------------------------------------------------------------
+
+
+def make_sets(place: Path) -> None:
+    asked = {"question": "what?", "answer": "A", "A": "a cat", "B": "a dog", "l2-category": "animals"}
+    image = base64.b64encode(picture(1)).decode()
+    write_tsv(place / "MMBench_DEV_EN.tsv", [{"index": str(n), **asked, "image": image} for n in range(2)])
+    published = {"questionId": 1, "question": "what?", "image": "a.png", "answers": ["a"]}
+    (place / "sets" / "DocVQA").mkdir(parents=True)
+    (place / "sets" / "DocVQA" / "a.png").write_bytes(picture(2))
+    (place / "sets" / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": [published]}))
+
+
+def make_spoken(place: Path) -> None:
+    subset = make_subset(place / "LibriSpeech" / "test-clean")
+    sounds = [str(path.relative_to(place)) for path in sorted(subset.rglob("*.flac"))[:2]]
+    heard = [{"role": "user", "content": "<audio>"}, {"role": "assistant", "content": "stuff it"}]
+    write_lines(place / "spoken.jsonl", *({"messages": heard, "audios": [sound]} for sound in sounds))
+    make_whisper(place / "models" / "whisper-small")
+    (place / "runs" / "asr").symlink_to(place / "models" / "whisper-small")
+
+
+def make_place_of_evaluation(place: Path, runs: tuple[str, ...]) -> None:
+    for name in runs:
+        yaml = make_tiny_run(place / "made" / name, training={"train_iters": 2, "save_interval": 2})
+        train(yaml, place / "runs" / name)
+    make_rows(place / "made", count=4).rename(place / "test.jsonl")
+    (place / "images").symlink_to(place / "made" / "images")
+
+
+def test_the_loss_of_rows_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_place_of_evaluation(tmp_path, ())
+    make_tiny_qwen3_vl(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    check(next(words for words in commands_of("evaluation.md") if "--loss" in words))
+
+
+@pytest.mark.slow
+def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_place_of_evaluation(tmp_path, ("mine", "base"))
+    (tmp_path / "runs" / "vqa").symlink_to(tmp_path / "runs" / "mine")
+    make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
+    make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    make_tiny_clip(tmp_path / "models" / "clip-vit-large-patch14")
+    make_sets(tmp_path)
+    make_spoken(tmp_path)
+    make_pictures(tmp_path / "samples", 4, 1)
+    make_pictures(tmp_path / "real", 6, 2)
+    monkeypatch.chdir(tmp_path)
+    followed = commands_of("evaluation.md")
+    assert {words[0] for words in followed} == {"evaluate", "report"} and len(followed) > 8
+    for words in followed:
+        check(words)
+    assert (tmp_path / "comparison.html").is_file()
