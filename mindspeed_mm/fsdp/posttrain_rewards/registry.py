@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.utils.register import Registry
 
 Row = Mapping[str, Any]
@@ -72,21 +75,35 @@ class Reward:
         """One number a sample; not a number where the reward does not judge it.
 
         Raises:
-            DataError: It returned something else.
+            DataError: It failed, or returned something else.
         """
         more = {name: getattr(judged, name) for name in self.extra}
-        scores = self.judge(judged.prompts, judged.completions, judged.rows, **more)
+        try:
+            scores = self.judge(judged.prompts, judged.completions, judged.rows, **more)
+        except MMError:
+            raise
+        except Exception as error:  # of a function of the user's, or of settings that it cannot work with
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._wrong(
+                f"failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})",
+                f"It was given {self._given(judged)}; repair it, or its settings.",
+            ) from error
         return self._checked(scores, judged)
 
+    @staticmethod
+    def _given(judged: Judged) -> str:
+        kinds = sorted({type(completion).__name__ for completion in judged.completions})
+        return f"{len(judged.completions)} completions ({', '.join(kinds)})"
+
     def _checked(self, scores: Any, judged: Judged) -> list[float]:
-        if isinstance(scores, torch.Tensor):
+        if isinstance(scores, torch.Tensor | np.ndarray):
             scores = scores.tolist()
         expected = len(judged.completions)
         if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != expected:
             got = f"{len(scores)} values" if isinstance(scores, Sequence) else type(scores).__name__
             raise self._wrong(f"returned {got} for {expected} completions", "Return one number or None for each.")
         for number, score in enumerate(scores):
-            if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
+            if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
                 where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
                 raise self._wrong(f"returned {score!r} for {where}", "Return a finite number, or None.")
         return [math.nan if score is None else float(score) for score in scores]

@@ -318,6 +318,11 @@ def test_whole_conversations_are_trained_where_they_differ() -> None:
     ("row", "field", "message"),
     [
         ({"messages": turns("a"), "chosen": "b", "rejected": "b"}, "rejected", "are the same"),
+        (
+            {"messages": turns("a"), "chosen": "b", "rejected": {"role": "assistant", "content": ""}},
+            "rejected",
+            "the answer is empty",
+        ),
         ({"messages": turns("a"), "chosen": "b"}, "rejected", "the field is missing"),
         ({"messages": turns("a"), "chosen": "", "rejected": "b"}, "chosen", "'' is not an answer"),
         ({"messages": turns("a"), "chosen": 1, "rejected": "b"}, "chosen", "1 is not an answer"),

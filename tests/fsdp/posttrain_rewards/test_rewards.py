@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -121,6 +122,22 @@ def test_a_reward_of_a_plugin() -> None:
 def test_a_reward_that_answers_badly(returned: Any, message: str) -> None:
     with registered("bad", lambda prompts, completions, rows: returned), pytest.raises(DataError, match=message):
         build_reward("bad")(Judged(["", ""], ["", ""], [{}, {}], ids=["a", "b"]))
+
+
+def test_a_reward_that_fails_is_named() -> None:
+    """A mistake in a function of the user's, settings that it cannot work with, and what it does not judge."""
+    told = r"the reward 'broken' failed: ZeroDivisionError: .*test_rewards\.py:\d+"
+    with registered("broken", lambda prompts, completions, rows: [1 / 0]), pytest.raises(DataError, match=told):
+        scored("broken", ["a"])
+    with pytest.raises(DataError, match=r"'jpeg_size' failed: .*given 1 completions \(str\)"):
+        scored("jpeg_size", ["a"])
+
+
+def test_scores_may_be_of_numpy() -> None:
+    with registered("counted", lambda prompts, completions, rows: np.array([len(text) for text in completions])):
+        assert scored("counted", ["ab", ""]) == [2, 0]
+    with registered("small", lambda prompts, completions, rows: [np.float32(0.5)]):
+        assert scored("small", ["ab"]) == [0.5]
 
 
 def test_nothing_judged_is_an_error() -> None:

@@ -147,6 +147,14 @@ def test_refusals(yaml: str, words: list[str], key: str) -> None:
     assert key in str(caught.value)
 
 
+def test_a_reference_that_reads_rows_otherwise_is_refused(yaml: str, tmp_path: Path) -> None:
+    make_tiny_qwen3(tmp_path)
+    words = [f"posttrain.reference.model_name_or_path={tmp_path}"]
+    with pytest.raises(ConfigError, match="is a qwen3 with 320 tokens, and the trained model is a qwen3_vl") as caught:
+        Trainer(load_with_plugins(Path(yaml), words)).train()
+    assert "posttrain.reference.model_name_or_path" in str(caught.value)
+
+
 def test_dropout_is_refused(tmp_path: Path) -> None:
     yaml = make_tiny_pairs(tmp_path, images=(0,))
     config = tmp_path / "model/config.json"

@@ -52,6 +52,9 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, context: C
         raise wrong_field(column, answer, row, place, "an answer: a text, a message or a list of messages")
     end = Sample(place)
     add_messages(end, answer if isinstance(answer, list) else [_as_message(answer)], row_format, column)
+    last = end.messages[-1]
+    if not last["content"] and not last.get("tool_calls"):
+        raise DataError("the answer is empty", where=str(place), key=column, way_out=REPAIR)
     if end.messages[0]["role"] in ("system", "user"):
         return end  # a whole conversation
     sample = context(row, row_format, place)
