@@ -34,6 +34,8 @@ NAMES = (
     "optimizer_states",
     "answers",
     "serving",
+    "preference",
+    "reinforcement",
     "accelerator",
 )
 

@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
 from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.rollouts.loader import FLAT_ROLLOUTS
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -168,6 +169,15 @@ def test_prompts_without_an_answer_and_those_of_verl(tmp_path: Path) -> None:
     reward_register._entries["of_words"] = judge
     trained(path)
     assert len(seen) == 8 and all(prompt == f"Say {truth}." for prompt, truth in seen)
+
+
+def test_rewards_without_spread_are_warned_of_once(tmp_path: Path) -> None:
+    reward_register._entries["of_words"] = lambda prompts, completions, rows: [0.25] * len(prompts)
+    save = tmp_path / "run"
+    trained(configured(tmp_path, {"save": str(save), "save_interval": 1000, "train_iters": FLAT_ROLLOUTS + 2}))
+    events = [json.loads(line) for line in (save / "events.jsonl").read_text().splitlines()]
+    warned = [event for event in events if "worth different rewards" in json.dumps(event)]
+    assert len(warned) == 1 and "their mean is 0.25" in json.dumps(warned)
 
 
 def test_what_is_rewarded_is_learnt(tmp_path: Path) -> None:

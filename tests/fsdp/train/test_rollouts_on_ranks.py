@@ -1,8 +1,12 @@
 """Training on the model's own answers over several ranks: the same answers and the same weights as in one process."""
 
 import json
+import os
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ from mindspeed_mm.fsdp.params.loader import Given
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.tiny_run import make_tiny_run
 
 GROUP = 4
@@ -92,6 +97,46 @@ def test_a_plan_draws_and_learns_as_one_process(name: str, tmp_path: Path, alone
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
     for weight_name, weight in expected["weights"].items():
         assert torch.allclose(found[0]["weights"][weight_name], weight, rtol=0, atol=3e-5), weight_name
+
+
+def killed(path: str, words: list[str], where: str, call: int) -> None:
+    """Training that is ended by SIGKILL: while the answers of a rollout are judged, or before one of its steps."""
+    calls = count()
+
+    def fatal(*_: Any, **__: Any) -> None:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    name = {"in a rollout": "judge", "between the steps of one": "batches"}[where]
+    real = getattr(TextRollouts, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        fatal()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(TextRollouts, name, counted):
+        trained(path, [*words, "training.save_interval=1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=["1 to 1", "2 to 1", "1 to 2", "2 to 2"])
+@pytest.mark.parametrize(("where", "call"), [("in a rollout", 3), ("between the steps of one", 1)])
+def test_a_run_that_was_killed_draws_and_learns_the_same(
+    where: str, call: int, ranks: tuple[int, int], tmp_path: Path, alone: Any
+) -> None:
+    """Killed under one number of ranks and gone on with under another; with one process to the bit."""
+    answers, expected = alone
+    before, after = ranks
+    with pytest.raises(RanksFailed):
+        run_ranks(before, killed, *run_of(tmp_path, "run", before, []), where, call, timeout_s=120)
+    assert drawn(tmp_path / "run") != answers
+    path, words = run_of(tmp_path, "run", after, [])
+    found = run_ranks(after, trained, path, words, timeout_s=120)[0]
+    assert drawn(tmp_path / "run") == answers
+    assert len(found["losses"]) < STEPS  # it went on, and did not begin anew
+    atol = 0 if ranks == (1, 1) else 3e-5
+    for weight_name, weight in expected["weights"].items():
+        assert torch.allclose(found["weights"][weight_name], weight, rtol=0, atol=atol), weight_name
 
 
 def stopped(path: str, words: list[str]) -> None:

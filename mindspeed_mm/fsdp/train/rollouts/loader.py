@@ -8,6 +8,7 @@ depends on no number of ranks.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,16 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
-from mindspeed_mm.fsdp.loss.advantages import group_advantages
+from mindspeed_mm.fsdp.loss.advantages import Advantages, group_advantages
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
 from mindspeed_mm.fsdp.train.rollouts import files
 from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan, RolloutSource
 from mindspeed_mm.fsdp.train.rollouts.weights import weights_mark
 from mindspeed_mm.fsdp.train.run.job import Job
+
+FLAT_ROLLOUTS = 10
+"""So many rollouts in a row from which nothing is learnt are worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class RolloutLoader:
         self.dataset, self.counts, self.mix = prompts.dataset, prompts.counts, prompts.mix
         self.position = prompts.position
         self.metrics = RolloutMetrics()
+        self._flat_rollouts = 0
 
     def draw_from(self, source: RolloutSource, model: nn.Module) -> None:
         """Say what draws samples, and whose weights decide what they are; before the first step."""
@@ -209,11 +214,24 @@ class RolloutLoader:
             scores, self.source.reward_weights, plan.group_size, scale=plan.scale, aggregation=plan.aggregation
         )
         self.metrics.judge(found)
+        self._warn_of_flat_rewards(found)
         for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
             line["reward"] = None if reward != reward else reward
             line["advantage"] = advantage
         by_step = found.values.view(plan.steps, ranks, -1)
         return list(by_step[:, self._job.state.data_rank])
+
+    def _warn_of_flat_rewards(self, found: Advantages) -> None:
+        self._flat_rollouts = self._flat_rollouts + 1 if found.without_spread == 1 else 0
+        if self._flat_rollouts == FLAT_ROLLOUTS and self._job.rank == 0:
+            worth = found.rewards.nanmean().item()
+            warnings.warn(
+                f"{FLAT_ROLLOUTS} rollouts in a row had no group whose samples are worth different rewards (their mean "
+                f"is {worth:.3g}): nothing is learnt from them. Look at them (mm posttrain rollouts RUN), then start "
+                "from a model that solves some of the tasks, raise posttrain.grpo.num_generations, or give other "
+                "rewards",
+                stacklevel=2,
+            )
 
     def _read(self, number: int, prompts: list[list[Any]], stored: files.StoredRollout) -> Rollout:
         """This rank's part of a file."""
