@@ -16,7 +16,7 @@ from mindspeed_mm.cli.report import command
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.scoring import score
 from mindspeed_mm.tasks.report import report
-from mindspeed_mm.tasks.report.charts import smoothed, thinned
+from mindspeed_mm.tasks.report.charts import draw_charts, smoothed, thinned
 from mindspeed_mm.tasks.report.data import choose_samples, read_run
 
 
@@ -195,3 +195,13 @@ def test_curves() -> None:
     assert thinned(curve, 100)[0] == curve[0]
     assert thinned(curve, 100)[-1] == curve[-1]
     assert len(thinned(curve, 100)) <= 101
+
+
+def test_rewards_have_panels(run: Path) -> None:
+    """Each by itself, a judge of weight 0 too, and how far samples of a prompt lie apart."""
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in (41, 42):
+            fields = {"reward": 0.5, "reward/hps_v2": 0.3, "reward/judge": 0.7, "diversity": 9.0}
+            file.write(json.dumps(step_record(step, **fields)) + "\n")
+    titles = [title for title, _ in draw_charts([read_run(run)])]
+    assert {"Reward", "Reward hps_v2", "Reward judge", "Diversity of the samples of a prompt"} <= set(titles)

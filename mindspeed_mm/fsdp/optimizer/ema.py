@@ -40,10 +40,8 @@ class Ema:
     """Whether evaluations and exports are of it."""
 
     def __init__(self, model: nn.Module, args: EmaArguments) -> None:
-        self._start(model, args.interval, lambda step: decay_at(step, args))
-
-    def _start(self, model: nn.Module, interval: int, decay: Callable[[int], float]) -> None:
-        self.model, self._interval, self._decay = model, interval, decay
+        self.model, self._interval = model, args.interval
+        self._decay: Callable[[int], float] = lambda step: decay_at(step, args)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = {name: _copy(parameter) for name, parameter in self._parameters.items()}
         self._is_applied = False
@@ -159,7 +157,8 @@ class OldPolicy(Ema):
     is_result = False
 
     def __init__(self, model: nn.Module, interval: int, decay: Callable[[int], float]) -> None:
-        self._start(model, interval, decay)
+        super().__init__(model, EmaArguments(interval=interval))
+        self._decay = decay
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

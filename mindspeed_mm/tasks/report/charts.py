@@ -45,6 +45,16 @@ CHARTS = (
     Chart("Held-out accuracy, %", "eval_accuracy", scale=100, is_rare=True),
     Chart("Held-out word error rate, %", "eval_wer", scale=100, is_rare=True),
     Chart("Held-out character error rate, %", "eval_cer", scale=100, is_rare=True),
+    Chart("Reward", "reward", smooth=True),
+    Chart("Diversity of the samples of a prompt", "diversity", from_zero=True, smooth=True),
+    Chart("Groups without spread, %", "groups_without_spread", scale=100, from_zero=True, smooth=True),
+    Chart("Clipped ratios, %", "clip_share", scale=100, from_zero=True),
+    Chart("Entropy of drawn tokens", "entropy", from_zero=True, smooth=True),
+    Chart("Tokens of an answer", "completion_tokens", from_zero=True, smooth=True),
+    Chart("Divergence from the reference", "kl", from_zero=True, smooth=True),
+    Chart("Reward margin of pairs", "rewards/margins", smooth=True),
+    Chart("Pairs moved the right way, %", "rewards/accuracies", scale=100, smooth=True),
+    Chart("log p of chosen answers", "logps/chosen", smooth=True),
     Chart("Gradient norm", "grad_norm", log=True, smooth=True),
     Chart("Learning rate", "lr"),
     Chart("Throughput, tokens a second", "tokens_per_s", from_zero=True),
@@ -56,8 +66,18 @@ CHARTS = (
 
 def draw_charts(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Title and SVG of every chart that some run has numbers for. Runs keep their colour in all of them."""
-    drawable = [chart for chart in CHARTS if any(points(_records(run, chart), chart.key) for run in runs)]
+    drawable = [
+        chart
+        for chart in [*CHARTS, *_single_rewards(runs)]
+        if any(points(_records(run, chart), chart.key) for run in runs)
+    ]
     return [(chart.title, _draw(chart, runs)) for chart in drawable]
+
+
+def _single_rewards(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Each of several rewards by itself; of weight 0 it is a judge, from which nothing is learned."""
+    names = {name for run in runs for record in run.steps for name in record if name.startswith("reward/")}
+    return [Chart(f"Reward {name.removeprefix('reward/')}", name, smooth=True) for name in sorted(names)]
 
 
 def _records(run: ReportedRun, chart: Chart) -> Sequence[Record]:

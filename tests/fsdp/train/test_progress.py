@@ -28,6 +28,19 @@ def test_a_line_stands_under_its_header() -> None:
     assert len(line) == len(HEADER)
 
 
+def test_rewards_have_columns_where_a_run_has_rewards() -> None:
+    stream = io.StringIO()
+    progress = Progress(0, stream=stream)
+    for step, further in enumerate(({}, {"reward": 0.123456, "diversity": 12.5}, {}), start=1):
+        progress.step({**METRICS, **further, "step": step}, 900, 900)
+    header, _, other, drawn, without = stream.getvalue().splitlines()
+    assert header == HEADER
+    assert other.split()[:5] == ["step", "loss", "reward", "divers.", "grad"]
+    assert drawn.split()[:5] == ["2", "1.8342", "0.1235", "12.5", "0.71"]
+    assert without.split()[:5] == ["3", "1.8342", "-", "-", "0.71"]
+    assert len({len(line) for line in (other, drawn, without)}) == 1
+
+
 def test_numbers_for_people() -> None:
     assert [short_count(n) for n in (7, 1234, 2.5e6, 3e9)] == ["7", "1.2k", "2.5M", "3.0G"]
     assert clock(3661.4) == "01:01:01"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -16,13 +16,25 @@ from mindspeed_mm.fsdp.utils.work_progress import bar, clock
 COLUMNS = (
     ("step", 7), ("loss", 9), ("grad", 9), ("lr", 9), ("tok/s", 8), ("MFU", 6), ("mem GiB", 8), ("data", 6), ("eta", 9),
 )  # fmt: skip
-HEADER = " ".join(name.rjust(width) for name, width in COLUMNS)
+OF_POSTTRAINING = {"reward": "reward", "rewards/margins": "margin", "diversity": "divers."}
+"""Metric → its column, behind the loss, of runs that have it."""
+_WIDTH = 9
 LINES_PER_HEADER = 40
 _WIDEST_BAR = 100
 
 
-def format_line(metrics: Mapping[str, float]) -> str:
-    """One row under `HEADER`."""
+def header_line(further: Sequence[str] = ()) -> str:
+    """Names of the columns that `format_line` fills.
+
+    Args:
+        further: Metrics of `OF_POSTTRAINING` that the run has.
+    """
+    columns = [name.rjust(width) for name, width in COLUMNS]
+    return " ".join(_behind_loss(columns, [OF_POSTTRAINING[name].rjust(_WIDTH) for name in further]))
+
+
+def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> str:
+    """One row under `header_line`."""
     mfu = f"{metrics['mfu']:.1%}" if "mfu" in metrics else "-"
     cells = (
         str(metrics["step"]),
@@ -35,7 +47,16 @@ def format_line(metrics: Mapping[str, float]) -> str:
         f"{metrics['data_share']:.1%}",
         clock(metrics["eta_s"]),
     )
-    return " ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    filled = [cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True)]
+    values = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in further]
+    return " ".join(_behind_loss(filled, [value.rjust(_WIDTH) for value in values]))
+
+
+def _behind_loss(cells: list[str], further: list[str]) -> list[str]:
+    return [*cells[:2], *further, *cells[2:]]
+
+
+HEADER = header_line()
 
 
 def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
@@ -81,6 +102,7 @@ class Progress:
         self._cleared = f"\r{' ' * _WIDEST_BAR}\r" if is_notebook else "\r\033[K"
         self._log: TextIO | None = None
         self._lines = 0
+        self._further: list[str] = []
         if log_file is not None and self._speaks:
             self._open_log(log_file)
 
@@ -104,10 +126,13 @@ class Progress:
             self._print(f"{_now()} {line}\n")
             self._write_log(line)
             return
-        header = HEADER + "\n" if self._lines % LINES_PER_HEADER == 0 else ""
+        further = [name for name in OF_POSTTRAINING if name in metrics or name in self._further]
+        is_due = self._lines % LINES_PER_HEADER == 0 or further != self._further
+        self._further = further  # a step that draws nothing has no reward: its cell is empty
+        header = header_line(further) + "\n" if is_due else ""
         self._lines += 1
         live = bar(int(metrics["step"]), last_step, metrics["eta_s"]) if self._live else ""
-        self._print(header + format_line(metrics) + "\n" + live)
+        self._print(header + format_line(metrics, further) + "\n" + live)
         self._bar_stands = bool(live)
         self._write_log(log_line(metrics, total_steps))
 
