@@ -226,7 +226,8 @@ class Trainer:
             from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it
 
             assert isinstance(loader, RolloutLoader)
-            loader.draw_from(family.rollout_source(assembled, job, data, objective, ema), assembled.model)
+            source = family.rollout_source(assembled, job, data, objective, ema)
+            loader.draw_from(source, assembled.model, record.note)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps
         )

@@ -8,8 +8,7 @@ depends on no number of ranks.
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,12 @@ class RolloutLoader:
         self.position = prompts.position
         self.metrics = RolloutMetrics()
         self._flat_rollouts = 0
+        self._note: Callable[[str], None] | None = None
 
-    def draw_from(self, source: RolloutSource, model: nn.Module) -> None:
-        """Say what draws samples, and whose weights decide what they are; before the first step."""
-        self.source, self._model = source, model
+    def draw_from(self, source: RolloutSource, model: nn.Module, note: Callable[[str], None]) -> None:
+        """Say what draws samples, whose weights decide what they are, and who is told of trouble; before the first
+        step."""
+        self.source, self._model, self._note = source, model, note
 
     # --- what a run asks of its loader --------------------------------------------------------------------------------
 
@@ -224,13 +225,13 @@ class RolloutLoader:
     def _warn_of_flat_rewards(self, found: Advantages) -> None:
         self._flat_rollouts = self._flat_rollouts + 1 if found.without_spread == 1 else 0
         if self._flat_rollouts == FLAT_ROLLOUTS and self._job.rank == 0:
+            assert self._note is not None
             worth = found.rewards.nanmean().item()
-            warnings.warn(
-                f"{FLAT_ROLLOUTS} rollouts in a row had no group whose samples are worth different rewards (their mean "
-                f"is {worth:.3g}): nothing is learnt from them. Look at them (mm posttrain rollouts RUN), then start "
+            self._note(
+                f"warning: {FLAT_ROLLOUTS} rollouts in a row had no group whose samples are worth different rewards "
+                f"(mean {worth:.3g}): nothing is learnt from them. Look at them (mm posttrain rollouts RUN), then start "
                 "from a model that solves some of the tasks, raise posttrain.grpo.num_generations, or give other "
-                "rewards",
-                stacklevel=2,
+                "rewards"
             )
 
     def _read(self, number: int, prompts: list[list[Any]], stored: files.StoredRollout) -> Rollout:
