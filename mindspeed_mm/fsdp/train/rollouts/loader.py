@@ -229,7 +229,7 @@ class RolloutLoader:
             worth = found.rewards.nanmean().item()
             self._note(
                 f"warning: {FLAT_ROLLOUTS} rollouts in a row had no group whose samples are worth different rewards "
-                f"(mean {worth:.3g}): nothing is learnt from them. Look at them (mm posttrain rollouts RUN), then start "
+                f"(mean {worth:.3g}): nothing is learnt from them. See mm posttrain rollouts RUN, then start "
                 "from a model that solves some of the tasks, raise posttrain.grpo.num_generations, or give other "
                 "rewards"
             )
