@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,13 @@ def test_clips_have_frames_and_rates(tmp_path: Path) -> None:
     assert found["fps"] == {"8.33": 4}
     assert found["frames"]["mean"] == 9
     assert "9 frames at 8.33" in mm("data", "preview", run).out
+    told = "4 of 4 clips are read with 8.333 frames a second, and the model makes 16"
+    resampled = "data.dataset_param.preprocess_parameters.fps=16"
+    with pytest.warns(UserWarning, match=told):
+        mm("data", "check", run)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*the model makes")
+        assert mm("data", "check", run, resampled).code == 0
 
 
 def test_features_that_are_there_are_looked_at(yaml: Path, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ class SetExtraction:
             roles=self._adapter.media_roles,
             sound=self._adapter.sound,
             reads_fps=self._adapter.reads_fps,
+            family_fps=self._adapter.frames_per_second,
         )
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))

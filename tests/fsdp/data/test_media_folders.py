@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import samples_of
-from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource, rates_note
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry, PreprocessParameters
 
@@ -149,6 +149,19 @@ def test_entries_are_cut_at_their_own_number_of_rows(tmp_path: Path) -> None:
     entries = (DataEntry(path=str(tmp_path / "set"), max_samples=3), DataEntry(path=str(tmp_path / "other")))
     assert [row.captions[0] for row in source(entries).rows] == ["1_y/c", "1_y/d", "3_x/a", "other/e", "other/f"]
     assert len(source(entries, max_samples=1)) == 3  # of each file
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ([16.0, 0.0, 15.0, 17.5], ""),
+        ([30.0, 16.0, 0.0, 24.0], "2 of 3 clips are read with 24 to 30 frames a second, and the model makes 16"),
+        ([8.0, 8.001], "2 of 2 clips are read with 8 frames a second"),
+    ],
+)
+def test_other_rates_than_the_model_makes_are_told(rates: list[float], told: str) -> None:
+    found = rates_note(rates, 16.0)
+    assert found.startswith(told) and bool(found) == bool(told)
 
 
 def test_samples_of_an_entry_stand_together() -> None:

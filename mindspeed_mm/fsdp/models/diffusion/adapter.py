@@ -240,6 +240,11 @@ class DiffusionAdapter(ABC):
         return {name: int(length or self.most_text_tokens) for name, length in lengths.items()}
 
     @property
+    def frames_per_second(self) -> float | None:
+        """Of the clips that the released weights make; None: of pictures, and where the model is told."""
+        return None
+
+    @property
     @abstractmethod
     def geometry(self) -> MediaGeometry:
         """Sizes that the VAE and the transformer take."""

@@ -33,6 +33,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
     (`latent_concat`), later ones in place of the first latent frame (`token_replace`)."""
 
     transformer_class = "HunyuanVideoTransformer3DModel"
+    frames_per_second = 24.0
     pipelines = {"t2v": "HunyuanVideoPipeline", "i2v": "HunyuanVideoImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     text_reads_media = one_by_one = frozenset({"i2v"})

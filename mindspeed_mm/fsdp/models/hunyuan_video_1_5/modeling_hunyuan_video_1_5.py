@@ -30,6 +30,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     """HunyuanVideo-1.5."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
+    frames_per_second = 24.0
     pipelines = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")

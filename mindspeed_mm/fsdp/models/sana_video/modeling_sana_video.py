@@ -23,6 +23,7 @@ class SanaVideoAdapter(SanaAdapter):
     """SANA-Video 2B."""
 
     transformer_class = "SanaVideoTransformer3DModel"
+    frames_per_second = 16.0
     pipelines = {"t2v": "SanaVideoPipeline"}
     never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 

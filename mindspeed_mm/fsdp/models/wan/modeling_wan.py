@@ -37,6 +37,7 @@ class WanAdapter(DiffusionAdapter):
     """Wan2.1 1.3B and 14B; Wan2.2 A14B, whose two transformers share the noise levels between them."""
 
     transformer_class = "WanTransformer3DModel"
+    frames_per_second = 16.0
     pipelines: ClassVar[Mapping[str, str]] = {
         "t2v": "WanPipeline",
         "i2v": "WanImageToVideoPipeline",
@@ -313,6 +314,7 @@ class WanTokenTimeAdapter(WanAdapter):
     alone.
     """
 
+    frames_per_second = 24.0
     pipelines: ClassVar[Mapping[str, str]] = {"t2v": "WanPipeline", "ti2v": "WanImageToVideoPipeline"}
     more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "WanPipeline": ("ti2v",),

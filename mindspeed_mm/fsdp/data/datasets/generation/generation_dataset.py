@@ -71,6 +71,7 @@ class GenerationDataset(MMDataset):
                 roles=adapter.media_roles,
                 sound=adapter.sound,
                 reads_fps=adapter.reads_fps,
+                family_fps=adapter.frames_per_second,
             )
             self.media = self._source.media
         else:

@@ -50,6 +50,8 @@ _PROBED_AT_ONCE = 4096
 _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
+_NEAR_RATE = 0.1
+"""Share by which the rate of a clip may differ from what the model makes, without a word."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
 _TAKEN = ("fps", "frame_interval", "clip_position", "short_clips", "crop", "flip")
 """Settings that decide which pixels are taken of a medium for a size."""
@@ -69,6 +71,7 @@ class RawSource:
         roles: Further media of a sample, `DiffusionAdapter.media_roles`.
         sound: What is made of the sound of clips, `DiffusionAdapter.sound`; None: it is not looked at.
         reads_fps: Whether the model is told how fast clips are, `DiffusionAdapter.reads_fps`.
+        family_fps: Frames a second that the model makes, `DiffusionAdapter.frames_per_second`; None: any.
 
     Raises:
         DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
@@ -84,6 +87,7 @@ class RawSource:
         roles: Sequence[MediaRole] = (),
         sound: SoundGeometry | None = None,
         reads_fps: bool = False,
+        family_fps: float | None = None,
     ) -> None:
         self._known, self._roles = marks or MediaMarks(), tuple(roles)
         self._sound, self._reads_fps = sound, reads_fps
@@ -100,6 +104,7 @@ class RawSource:
         """Size of each row's pixels."""
         self._check_left_out()
         self._warn_of_scaling()
+        self._warn_of_rates(family_fps)
         self.seed = 0
         self._keys: dict[int, str] = {}
         self._digests: dict[int, bytes] = {}
@@ -369,6 +374,17 @@ class RawSource:
         for note in scaling_notes(self.headers, self.sizes, self.place):
             warnings.warn(note, stacklevel=2)
 
+    def _warn_of_rates(self, family_fps: float | None) -> None:
+        """How many clips are shown faster or slower than the model makes them."""
+        if family_fps is None:
+            return
+        rates = [
+            1 / self._sampling.step_s(header.fps) if header.fps > 0 and size.frames > 1 else 0.0
+            for header, size in zip(self.headers, self.sizes, strict=True)
+        ]
+        if note := rates_note(rates, family_fps):
+            warnings.warn(note, stacklevel=2)
+
     def _probe(self, row: GenerationRow, cache: HeaderCache) -> MediaHeader | DataError:
         header = self._known.header(row, self.media) or cache.get(row)
         if header is None:
@@ -418,6 +434,24 @@ def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], pl
             f"{changes[most].cut:.0%}. preprocess_parameters.max_cut sets the limit"
         )
     return notes
+
+
+def rates_note(rates: Sequence[float], family_fps: float) -> str:
+    """What to say of clips that have another rate than the model makes; empty where none differs by a tenth.
+
+    Args:
+        rates: Frames a second of each sample as it is read; 0 of pictures.
+        family_fps: What the model makes.
+    """
+    others = [rate for rate in rates if rate > 0 and abs(rate / family_fps - 1) > _NEAR_RATE]
+    if not others:
+        return ""
+    clips = sum(rate > 0 for rate in rates)
+    found = f"{min(others):.4g}" if max(others) - min(others) < 0.01 else f"{min(others):.4g} to {max(others):.4g}"
+    return (
+        f"{len(others)} of {clips} clips are read with {found} frames a second, and the model makes {family_fps:g}: "
+        f"it would learn another speed. preprocess_parameters.fps: {family_fps:g} resamples them"
+    )
 
 
 def _at(row: GenerationRow, error: DataError) -> DataError:
