@@ -301,15 +301,10 @@ def evaluate(
     with TemporaryDirectory(prefix="mm-") as name:
         data = question_file(rows, Path(name)) if rows is not None else None
         if loss:
-            from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
-
             generating = {"max_new_tokens": max_new_tokens is not None, "metric": metric != "exact"}
             generating |= {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
-            for key in (key for key, is_given in generating.items() if is_given):
-                raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
-            size = batch_size or evaluate_loss.BATCH_SIZE
-            return evaluate_loss.run(
-                evaluate_loss.LossEvaluationRequest(folder, data, batch_size=size, **shown), results
+            return _loss_of(
+                folder, data, batch_size, results, shown, [key for key, given in generating.items() if given]
             )
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
@@ -320,6 +315,23 @@ def evaluate(
         return task.run(
             folder, data, out=results, max_new_tokens=max_new_tokens or 512, batch_size=batch_size or 64, **shown
         )
+
+
+def _loss_of(
+    model: Path,
+    data: Path | None,
+    batch_size: int | None,
+    out: Path | None,
+    shown: dict[str, Any],
+    generating: Sequence[str],
+) -> LossEvaluation:
+    """The cross-entropy of answers; raises `UsageError` where something is given that is about generating them."""
+    from mindspeed_mm.tasks.evaluate import loss
+
+    for key in generating:
+        raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
+    size = batch_size or loss.BATCH_SIZE
+    return loss.run(loss.LossEvaluationRequest(model, data, batch_size=size, **shown), out)
 
 
 @_worded

@@ -11,9 +11,11 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
 from mindspeed_mm.tasks.answer.answering import WAIT_S, AnswerFile, answer_all
@@ -116,28 +118,40 @@ def run(
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
     _check_adapters(questions, adapters or {}, data)
     settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}"
-    fingerprint += _mark(settings, max_new_tokens, source, adapters or {})
+    mark = _mark(settings, max_new_tokens, source, adapters or {})
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}{mark}"
     with joined_ranks(WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
         share = missing if plan is not None else missing[ranks.rank :: ranks.world_size]
         if share:
-            answers = AnswerFile(out, fingerprint)
             generator = load_on_ranks(source, view, plan, ranks, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
-            for batch in answer_all(
-                generator, share, media, batch_size=batch_size, is_shown=ranks.is_first, **settings
-            ):
-                if plan is None or ranks.is_first:
-                    answers.append(batch)
+            answers = AnswerFile(out, fingerprint) if plan is None or ranks.is_first else None
+            _answer_into(answers, generator, share, media, batch_size, settings, is_shown=ranks.is_first)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:
             return None
-        answers = AnswerFile(out, fingerprint)
-        answers.sort()
-    cut_off = sum(not record["finished"] for record in answers.records.values())
+        whole = AnswerFile(out, fingerprint)
+        whole.sort()
+    cut_off = sum(not record["finished"] for record in whole.records.values())
     return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _answer_into(
+    answers: AnswerFile | None,
+    generator: Generator,
+    questions: Sequence[Question],
+    media: MediaLoader,
+    batch_size: int,
+    settings: dict[str, Any],
+    *,
+    is_shown: bool,
+) -> None:
+    """Answer, and keep each batch at once; without a file, only help to answer."""
+    for batch in answer_all(generator, questions, media, batch_size=batch_size, is_shown=is_shown, **settings):
+        if answers is not None:
+            answers.append(batch)
 
 
 def _check_files(data: Path, out: Path, *, overwrite: bool) -> None:

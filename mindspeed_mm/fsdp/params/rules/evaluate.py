@@ -20,13 +20,14 @@ def evaluation_fits(arguments: Arguments) -> Iterator[Problem]:
             key=f"{SECTION}.interval",
             way_out=f"Name a file of rows with answers: {SECTION}.data.",
         )
-    for name in ("pipeline", "tensor", "expert"):
+    for name in ("pipeline", "tensor"):
         size = getattr(parallel, f"{name}_parallel_size")
         if asked.interval and size > 1:
             yield Problem(
                 f"is not possible together with parallel.{name}_parallel_size: {size}: no rank can gather the model",
                 key=f"{SECTION}.interval",
-                way_out="Leave it out, and compare runs by training.val_interval; mm evaluate scores a checkpoint.",
+                way_out="Leave it out, and compare runs by training.val_interval; mm evaluate scores a checkpoint, "
+                "also over ranks (--plan).",
             )
     yield from _best_can_be_measured(arguments)
 

@@ -23,7 +23,21 @@ METRICS: dict[Metric, str] = {"exact": "accuracy", "wer": "word error rate", "ce
 
 
 @dataclass(frozen=True)
-class Score:
+class _Fields:
+    """What all scores have."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Fields by name."""
+        return asdict(self)
+
+
+def _interval(low: float, high: float) -> str:
+    """Of a share, in per cent."""
+    return f"95 % interval {100 * low:.1f}–{100 * high:.1f}"
+
+
+@dataclass(frozen=True)
+class Score(_Fields):
     """How many answers were right. `low` and `high` bound the accuracy with 95 % confidence; all three are shares."""
 
     correct: int
@@ -33,16 +47,11 @@ class Score:
     high: float
 
     def __str__(self) -> str:
-        low, high = f"{100 * self.low:.1f}", f"{100 * self.high:.1f}"
-        return f"{100 * self.accuracy:.1f} % (n={self.n}, 95 % interval {low}–{high} %)"
-
-    def to_dict(self) -> dict[str, float]:
-        """Fields by name."""
-        return asdict(self)
+        return f"{100 * self.accuracy:.1f} % (n={self.n}, {_interval(self.low, self.high)} %)"
 
 
 @dataclass(frozen=True)
-class ErrorRate:
+class ErrorRate(_Fields):
     """How many words, or characters, were wrong, over those of the expected answers; above 1 when much is inserted.
     `low` and `high` bound the rate with 95 % confidence."""
 
@@ -56,16 +65,12 @@ class ErrorRate:
     high: float
 
     def __str__(self) -> str:
-        low, high = f"{100 * self.low:.1f}", f"{100 * self.high:.1f}"
-        return f"{100 * self.rate:.1f} % ({self.errors:,} of {self.units:,}, n={self.n}, 95 % interval {low}–{high} %)"
-
-    def to_dict(self) -> dict[str, float]:
-        """Fields by name."""
-        return asdict(self)
+        counted = f"{self.errors:,} of {self.units:,}, n={self.n}"
+        return f"{100 * self.rate:.1f} % ({counted}, {_interval(self.low, self.high)} %)"
 
 
 @dataclass(frozen=True)
-class GradedScore:
+class GradedScore(_Fields):
     """The mean of answers that are right by degrees, each a share from 0 to 1. `low` and `high` bound it with 95 %
     confidence."""
 
@@ -75,12 +80,7 @@ class GradedScore:
     high: float
 
     def __str__(self) -> str:
-        low, high = f"{100 * self.low:.1f}", f"{100 * self.high:.1f}"
-        return f"{100 * self.mean:.1f} (n={self.n}, 95 % interval {low}–{high})"
-
-    def to_dict(self) -> dict[str, float]:
-        """Fields by name."""
-        return asdict(self)
+        return f"{100 * self.mean:.1f} (n={self.n}, {_interval(self.low, self.high)})"
 
 
 def graded(shares: Sequence[float]) -> GradedScore:

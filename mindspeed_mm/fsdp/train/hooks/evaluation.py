@@ -106,14 +106,15 @@ def evaluation_hook(parts: RunParts) -> EvaluationHook:
     """
     asked, state = parts.arguments.training.evaluate, parts.job.state
     check_generates(parts.assembled.model)
-    save = parts.arguments.training.save
+    save, together = parts.arguments.training.save, parts.arguments.parallel.expert_parallel_size > 1
     return EvaluationHook(
         HeldOutQuestions.of(parts.arguments),
         asked,
         parts.record,
         RunFolder(save).evaluation / FOLDER if save else None,
-        rank=state.data_rank,
-        world_size=state.data_size,
+        rank=0 if together else state.data_rank,
+        world_size=1 if together else state.data_size,
+        together=together,
         keeps=state.is_first_of_its_samples,
         timeout_s=parts.arguments.training.step_timeout_s,
     )
@@ -141,7 +142,9 @@ class EvaluationHook(Hook):
         folder: Gets `iter_0000123/` with `results.json` and `samples.jsonl`; None keeps none.
         rank: Among the ranks that share the questions.
         world_size: Of these.
-        keeps: False on ranks that compute the answers of another one with it (tensor and context parallelism).
+        together: All ranks of the job answer the same questions, since they hold parts of one layer (expert
+            parallelism) and must call it equally often.
+        keeps: False on ranks that compute the answers of another one with it (context parallelism).
         timeout_s: Longest wait for the slowest of them.
     """
 
@@ -154,12 +157,13 @@ class EvaluationHook(Hook):
         *,
         rank: int = 0,
         world_size: int = 1,
+        together: bool = False,
         keeps: bool = True,
         timeout_s: float | None = None,
     ) -> None:
         self._held_out, self._asked, self._record, self._folder = held_out, asked, record, folder
         self._own = held_out.questions[rank::world_size]
-        self._keeps, self._ranks = keeps, Ranks(timeout_s)
+        self._together, self._keeps, self._ranks = together, keeps, Ranks(timeout_s)
         self._comparison = Comparison(asked.metric, asked.ignore_case, asked.ignore_punctuation)
 
     def is_due(self, engine: TrainEngine, step: int) -> bool:
@@ -200,7 +204,7 @@ class EvaluationHook(Hook):
         answers: dict[int, Answer] = {}
         greedy = Sampling(self._asked.max_new_tokens, temperature=0)
         with _configured(engine.model, self._held_out.folder), torch.no_grad():
-            generator = Generator(engine.model, self._held_out.encoder, trains=True)
+            generator = Generator(engine.model, self._held_out.encoder, spread=self._together, trains=True)
             batches = generator.answer(
                 self._own, self._held_out.media(), sampling=greedy, batch_size=self._asked.batch_size
             )
