@@ -22,7 +22,7 @@ EXAMPLES = """
 \b
 Examples:
   mm chat models/Qwen3-VL-2B-Instruct
-  mm chat runs/mine --lora runs/lora/export --temperature 0
+  mm chat runs/mine --lora exported/lora --temperature 0
   mm chat runs/digits/run --image three.png --system "Answer in one word."
   mm chat http://127.0.0.1:8000/v1
 """

@@ -21,11 +21,11 @@ EXAMPLES = """
 Examples:
   mm infer runs/digits/hf --image three.png --prompt "Which digit is this?"
   mm infer runs/digits/run --data questions.jsonl --out answers.jsonl
-  mm infer models/Qwen3-VL-2B-Instruct --lora runs/lora/export --image three.png --prompt "Which digit is this?"
+  mm infer models/Qwen3-VL-2B-Instruct --lora exported/lora --image three.png --prompt "Which digit is this?"
   mm infer runs/omni --video walk.mp4 --audio steps.wav --prompt "What is heard, and what is seen?"
   mm infer runs/asr --audio hello.wav
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
-  mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
+  mm infer models/wan --lora exported/lora --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
@@ -347,6 +347,9 @@ def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> N
         raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
     if data is not None and options["out"] is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+    if data is None and options["adapters"]:
+        way_out = "Name the folder of the adapters that answer the prompt: --lora FOLDER."
+        raise UsageError("only rows of --data choose among adapters", key="--adapter", way_out=way_out)
     if data is None and options["plan"] is not None:
         raise UsageError("a model is spread to answer rows", key="--plan", way_out="Put the question into --data.")
     if data is None and options["nproc"] > 1:

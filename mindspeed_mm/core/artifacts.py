@@ -24,6 +24,9 @@ from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
 
 SAMPLES_MANIFEST = "samples.jsonl"
+"""Beside what a run drew while it was trained."""
+DRAWN_MANIFEST = "manifest.jsonl"
+"""Beside what `mm infer` drew."""
 _CHUNK_BYTES = 4 << 20
 _HEARTBEAT_S = 30.0
 _SILENT_AFTER_S = 180.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mindspeed_mm.cli.posttrain import command
+from mindspeed_mm.cli.posttrain import _trained, command
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.train.rollouts.files import read_rollout, rollout_file, text_of, write_rollout
 from mindspeed_mm.tasks.posttrain import rollouts
@@ -52,3 +52,8 @@ def test_a_file_that_was_cut_short_is_no_rollout(run: Path) -> None:
     path = rollout_file(run, 3)
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:-1]))
     assert read_rollout(run, 3) is None
+
+
+def test_the_help_of_verbs_that_train_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _trained("dpo", ("-h",)) == 0
+    assert "Usage: mm posttrain dpo" in capsys.readouterr().out

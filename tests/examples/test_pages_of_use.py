@@ -93,7 +93,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
     make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
     for name in ("terse", "kind"):
-        make_adapters(tmp_path / "runs" / "mine", tmp_path / "runs" / name / "export")
+        make_adapters(tmp_path / "runs" / "mine", tmp_path / "exported" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     followed = commands_of("inference.md")

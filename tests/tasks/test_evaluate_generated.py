@@ -86,6 +86,16 @@ def test_a_folder_is_measured(clip: Path, tmp_path: Path) -> None:
     )  # its own
 
 
+def test_prompts_of_what_mm_infer_drew_are_found(clip: Path, tmp_path: Path) -> None:
+    own, real = make_pictures(tmp_path / "own", 2, 1), make_pictures(tmp_path / "real", 2, 2)
+    request = evaluate.GeneratedRequest(own, real, clip, tmp_path / "out")
+    score = evaluate.run(request).measures["CLIP score"]
+    (own / "samples.jsonl").rename(own / "manifest.jsonl")
+    assert evaluate.run(request).measures["CLIP score"] == score
+    (own / "manifest.jsonl").unlink()
+    assert evaluate.run(request).lines()[-1].startswith("CLIP score: none, no samples.jsonl or manifest.jsonl")
+
+
 def test_what_cannot_be_measured_is_said(clip: Path, tmp_path: Path) -> None:
     own = make_pictures(tmp_path / "own", 2, 1)
     (tmp_path / "empty").mkdir()

@@ -339,6 +339,7 @@ def test_the_command_line_of_a_generator(flux: Path, words: list[str], message: 
     ("words", "message"),
     [
         (["--prompt", "a", "--steps", "3"], "--steps  is for image and video generators, but this model is not one"),
+        (["--prompt", "a", "--adapter", "b=c"], "--adapter  only rows of --data choose among adapters"),
         (["--prompt", "a", "--nproc", "2"], "--nproc  one question is answered by one process"),
         (["--prompts", "p.txt"], "--prompts  is for image"),
         (["--prompt", "a", "--prompt", "b"], "answers one --prompt"),

@@ -80,7 +80,7 @@ class Reward:
         more = {name: getattr(judged, name) for name in self.extra}
         try:
             scores = self.judge(judged.prompts, judged.completions, judged.rows, **more)
-        except MMError:
+        except (MMError, MemoryError, torch.OutOfMemoryError):  # the run tells what took the memory
             raise
         except Exception as error:  # of a function of the user's, or of settings that it cannot work with
             last = traceback.extract_tb(error.__traceback__)[-1]

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text, make_writable_folder, read_jsonl, sha256_file
+from mindspeed_mm.core.artifacts import (
+    DRAWN_MANIFEST,
+    append_jsonl,
+    atomic_write_text,
+    make_writable_folder,
+    read_jsonl,
+    sha256_file,
+)
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_place
 from mindspeed_mm.core.folder_writing import resolve_output
@@ -18,7 +25,6 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample, SampleOrder
 from mindspeed_mm.fsdp.utils.media_files import write_media
 
-MANIFEST = "manifest.jsonl"
 _DIGITS = 5
 _KEYS = {"number", "sample", "file", "sha256", "settings", "model"}
 """What every line of a manifest has."""
@@ -93,7 +99,7 @@ class SampleFolder:
             "settings": self._settings,
             "model": self._model,
         }
-        append_jsonl(self.path / (MANIFEST if rank == 0 else f"manifest.rank{rank}.jsonl"), entry)
+        append_jsonl(self.path / (DRAWN_MANIFEST if rank == 0 else f"manifest.rank{rank}.jsonl"), entry)
 
     def finish(self) -> None:
         """Put all lines into the manifest, in order."""
@@ -103,18 +109,18 @@ class SampleFolder:
         """The manifest is written before the first sample: files under a sample's name without one are not ours, nor is
         a manifest of other lines."""
         if any(not entry.keys() >= _KEYS for entry in self._entries()):
-            raise self._foreign(f"its {MANIFEST} was not written by mm infer")
+            raise self._foreign(f"its {DRAWN_MANIFEST} was not written by mm infer")
         if self._manifests() or not self.path.is_dir():
             return
         standing = {path.stem: path.name for path in self.path.iterdir()}
         if found := [standing[stem] for order in orders if (stem := order.file_stem(_DIGITS)) in standing]:
-            raise self._foreign(f"it has no {MANIFEST}, and a sample would be written over '{found[0]}'")
+            raise self._foreign(f"it has no {DRAWN_MANIFEST}, and a sample would be written over '{found[0]}'")
 
     def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
         lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
-        atomic_write_text(self.path / MANIFEST, "".join(lines))
+        atomic_write_text(self.path / DRAWN_MANIFEST, "".join(lines))
         for file in self._manifests():
-            if file.name != MANIFEST:
+            if file.name != DRAWN_MANIFEST:
                 file.unlink()
 
     def _clear(self) -> None:
@@ -126,7 +132,7 @@ class SampleFolder:
             file.unlink()
 
     def _manifests(self) -> list[Path]:
-        return sorted(self.path.glob("manifest.rank*.jsonl")) + sorted(self.path.glob(MANIFEST))
+        return sorted(self.path.glob("manifest.rank*.jsonl")) + sorted(self.path.glob(DRAWN_MANIFEST))
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         for file in self._manifests():

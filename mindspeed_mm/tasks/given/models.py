@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.artifacts import read_jsonl
+from mindspeed_mm.core.artifacts import DRAWN_MANIFEST, read_jsonl
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
@@ -150,7 +150,7 @@ def _draw(asked: Asked) -> list[Path]:
         lora=asked.lora,
     )
     generate.run(asked.model, asked.out, request, overwrite=asked.overwrite)
-    return [asked.out / record["file"] for record in read_jsonl(asked.out / "manifest.jsonl")]
+    return [asked.out / record["file"] for record in read_jsonl(asked.out / DRAWN_MANIFEST)]
 
 
 ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw}

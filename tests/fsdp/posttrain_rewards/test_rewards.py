@@ -133,6 +133,14 @@ def test_a_reward_that_fails_is_named() -> None:
         scored("jpeg_size", ["a"])
 
 
+def test_a_reward_that_runs_out_of_memory_is_left_to_the_run() -> None:
+    def full(prompts: Any, completions: Any, rows: Any) -> list[float]:
+        raise torch.OutOfMemoryError("full")
+
+    with registered("full", full), pytest.raises(torch.OutOfMemoryError):
+        scored("full", ["a"])
+
+
 def test_scores_may_be_of_numpy() -> None:
     with registered("counted", lambda prompts, completions, rows: np.array([len(text) for text in completions])):
         assert scored("counted", ["ab", ""]) == [2, 0]

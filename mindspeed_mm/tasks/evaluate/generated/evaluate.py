@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.core.artifacts import SAMPLES_MANIFEST, atomic_write_text, make_writable_folder, read_jsonl
+from mindspeed_mm.core.artifacts import (
+    DRAWN_MANIFEST,
+    SAMPLES_MANIFEST,
+    atomic_write_text,
+    make_writable_folder,
+    read_jsonl,
+)
 from mindspeed_mm.core.errors import DataError, ModelFolderError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, is_object_of
 from mindspeed_mm.core.json_file import read_json_object
@@ -36,7 +42,7 @@ class GeneratedRequest:
     """What is measured.
 
     Args:
-        folder: The generated pictures, with the `samples.jsonl` of their prompts, if any.
+        folder: The generated pictures, with the `samples.jsonl` or `manifest.jsonl` of their prompts, if any.
         reference: Real pictures: of the same names for likeness, any for the distances.
         clip: Folder of a CLIP model.
         out: Where `generated.json` goes; None: into the working directory's `eval/`.
@@ -68,6 +74,9 @@ class GeneratedResult:
             value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
             interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
             told.append(f"{name}: {value}{interval}")
+        if "features" in self.facts and "CLIP score" not in self.measures:
+            none = f"none, no {SAMPLES_MANIFEST} or {DRAWN_MANIFEST} tells the prompts of these pictures"
+            told.append(f"CLIP score: {none}")
         return told
 
 
@@ -208,7 +217,7 @@ def _prompts(folder: Path, pictures: dict[str, Path]) -> dict[str, str]:
     """Name → prompt, of pictures that a manifest beside them tells of."""
     names = {path.resolve(): name for name, path in pictures.items()}
     found = {}
-    for manifest in sorted(folder.rglob(SAMPLES_MANIFEST)):
+    for manifest in sorted(path for name in (SAMPLES_MANIFEST, DRAWN_MANIFEST) for path in folder.rglob(name)):
         for entry in read_jsonl(manifest):
             name = names.get((manifest.parent / str(entry.get("file", ""))).resolve())
             if name is not None and isinstance(entry.get("prompt"), str):
