@@ -352,6 +352,18 @@ def steps_of(yaml: str, features: str, micro_batch_size: int) -> Any:
         return train_steps(yaml, [*FP64, FEATURES + features, f"training.micro_batch_size={micro_batch_size}"])
 
 
+def test_a_clip_without_sound_is_refused_at_the_start(tmp_path: Path) -> None:
+    yaml = make_run("ltx2", tmp_path)
+    rows = lines(tmp_path / "rows.jsonl")
+    del rows[1]["audio"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words in (("data", "check", yaml), ("train", yaml)):
+        said = mm(*words)
+        assert said.code != 0
+        assert "rows.jsonl:2" in said.out + said.err and "is not a sound but a GIF picture" in said.out + said.err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_pictures_alone(tmp_path: Path) -> None:
     """`t2v`: clips without sound will do, and what would look at sound learns nothing."""

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build, build_mm_d
 from mindspeed_mm.fsdp.data.dataloader import fetch
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
-from mindspeed_mm.fsdp.data.datasets.generation import feature_source, header_cache, raw_source
+from mindspeed_mm.fsdp.data.datasets.generation import feature_source, generation_dataset, header_cache, raw_source
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from tests.fsdp.data.conftest import picture, write_jsonl
@@ -413,7 +413,7 @@ class TestFeatures:
     @pytest.fixture
     def store(self, monkeypatch: pytest.MonkeyPatch) -> Store:
         found = Store()
-        monkeypatch.setattr(feature_source, "open_features", lambda folder, adapter: found)
+        monkeypatch.setattr(generation_dataset, "open_features", lambda folder, adapter: found)
         monkeypatch.setattr(feature_source, "check_provenance", lambda store, adapter: None)
         return found
 
@@ -489,7 +489,7 @@ class TestFeatures:
         self, store: Store, pictures: Path, param: Callable[..., DatasetParam], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened: list[str] = []
-        monkeypatch.setattr(feature_source, "open_features", lambda folder, _: opened.append(str(folder)) or store)
+        monkeypatch.setattr(generation_dataset, "open_features", lambda folder, _: opened.append(str(folder)) or store)
         train, held_out = build_mm_dataset(param(None, sizes={}, features_dir="a", val_features_dir="b"))
         assert opened == ["a", "b"]
         assert len(train) == len(held_out) == 7

@@ -29,8 +29,19 @@ _CAPTION_COLUMNS = ("cap", "captions", "caption", "prompt", "text")
 _WAY_OUT = "Make the features again with mm extract."
 
 
-class LegacyFeatureStore:
-    """Features of the older layout; `null_text` is None, for nobody stored the empty caption.
+class UnmarkedFeatures:
+    """Features that do not say what made them; `null_text` is None, for nobody stored the empty caption."""
+
+    model_folder = ""
+    components = None
+    provenance = None
+    skipped = None
+    preprocessing = None
+    null_text = None
+
+
+class LegacyFeatureStore(UnmarkedFeatures):
+    """Features of the older layout.
 
     Args:
         folder: Holds `data.jsonl`.
@@ -39,13 +50,6 @@ class LegacyFeatureStore:
     Raises:
         DataError: A line, or a file, is off, or the latents are not for this model.
     """
-
-    model_folder = ""
-    components = None
-    provenance = None
-    skipped = None
-    preprocessing = None
-    null_text = None
 
     def __init__(self, folder: Path, adapter: DiffusionAdapter) -> None:
         self.folder, self._geometry = folder, adapter.geometry
@@ -79,18 +83,24 @@ class LegacyFeatureStore:
 
     def _load(self, index: int) -> dict[str, Any]:
         path = self.folder / self._files[index][0]
-        try:
-            content = load_weights(path)
-        except CheckpointError as error:
-            raise DataError(error.problems[0].what, where=str(path), way_out=_WAY_OUT) from error
-        if not isinstance(content, dict):
-            raise DataError(f"holds a {type(content).__name__}, no table", where=str(path), way_out=_WAY_OUT)
+        content = load_table(path)
         for name in ("video", "prompt_ids"):
             held = content.get(name)
             tensors = held if isinstance(held, list) and held else [held]
             if not all(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
                 raise DataError(f"holds no features under '{name}'", where=str(path), way_out=_WAY_OUT)
         return content
+
+
+def load_table(path: Path) -> dict[str, Any]:
+    """The table of tensors and numbers in a `.pt` file. Raises `DataError` when it holds none."""
+    try:
+        content = load_weights(path)
+    except CheckpointError as error:
+        raise DataError(error.problems[0].what, where=str(path), way_out=_WAY_OUT) from error
+    if not isinstance(content, dict):
+        raise DataError(f"holds a {type(content).__name__}, no table", where=str(path), way_out=_WAY_OUT)
+    return content
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:

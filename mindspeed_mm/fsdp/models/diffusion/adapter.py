@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import unscaled
@@ -368,6 +368,19 @@ class DiffusionAdapter(ABC):
         """Shapes of a padded caption's features that do not follow from the transformer's configuration as most
         families' do, for forecasts that encode nothing."""
         return {}
+
+    def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
+        """Features of a caption from a file of Lightricks' trainer (`feature_store/precomputed.py`), for the families
+        that it trains.
+
+        Args:
+            content: Of the file.
+            where: The file.
+
+        Raises:
+            DataError: The file is not for this model.
+        """
+        raise DataError(f"features of LTX-2 are not for {self.transformer_class}", where=where)
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """Captions' features as batch entries, (B, …). Here: stacked, since all are equally long."""

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND, MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
@@ -154,6 +156,33 @@ class LTX2Adapter(DiffusionAdapter):
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """With one mask for both."""
         return pad_rows(features) | pad_rows(features, _AUDIO_TEXT)
+
+    @cached_property
+    def _connectors(self) -> Any:
+        return load_component(self, "connectors").requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def text_of_connectors(self, content: Mapping[str, Any], where: str) -> TextFeatures:
+        """As above: the files hold what the connectors are given. Real tokens stand behind the padding, some of which
+        may have been left out of the file."""
+        try:
+            seen = content["video_prompt_embeds"] if "video_prompt_embeds" in content else content["prompt_embeds"]
+            heard, mask = content.get("audio_prompt_embeds", seen), content["prompt_attention_mask"].bool()
+            lacking = self.text_tokens - len(mask)
+            mask = nn.functional.pad(mask, (lacking, 0))
+            dtype = next(self._connectors.parameters()).dtype
+            rows = [nn.functional.pad(each.to(dtype), (0, 0, lacking, 0))[None] for each in (seen, heard)]
+            hidden = (mask.to(dtype) - 1)[None, None, None] * torch.finfo(dtype).max
+            (video, left), (audio, _) = (
+                connector(each, hidden)
+                for connector, each in zip(
+                    (self._connectors.video_connector, self._connectors.audio_connector), rows, strict=True
+                )
+            )
+        except (KeyError, AttributeError, TypeError, RuntimeError, ValueError) as error:
+            raise DataError(f"these features of a caption do not fit the connectors: {error}", where=where) from error
+        own = left.flatten(1) >= 0
+        return {_TEXT: own_rows(video, own)[0], _AUDIO_TEXT: own_rows(audio, own)[0]}
 
     @torch.no_grad()
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,10 @@ OUTPUT_PATHS = (
 """Keys whose paths are written to, and need not exist."""
 
 
-_MODEL_KEYS = {"generation": ("model_id", "transformer", "task"), "cosyvoice": ("mix_ratio",)}
+_OF_GENERATORS = ("model_id", "transformer", "task")
+_MODEL_KEYS = dict.fromkeys(("generation", "ltx2_precomputed", "ltx2_3_precomputed"), _OF_GENERATORS) | {
+    "cosyvoice": ("mix_ratio",)
+}
 """Dataset type → further keys of `model` that its `preprocess_parameters` take over."""
 
 

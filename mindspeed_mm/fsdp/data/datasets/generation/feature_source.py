@@ -6,7 +6,6 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
 from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
-from mindspeed_mm.fsdp.data.feature_store import SkippedRow, check_provenance, open_features
+from mindspeed_mm.fsdp.data.feature_store import FeatureStore, SkippedRow, check_provenance
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
@@ -31,7 +30,7 @@ class FeatureSource:
     """Features of captioned pictures and clips.
 
     Args:
-        folder: What `mm extract` wrote.
+        store: The features: what `mm extract` wrote.
         basic: `max_samples`, and the rows that the features should be of, where it names any.
         preprocess: What the features should have been made with, where it names a size.
         adapter: The model that is trained.
@@ -44,16 +43,18 @@ class FeatureSource:
     """Nothing: what could not be read was never extracted."""
 
     def __init__(
-        self, folder: Path, basic: BasicParameters, preprocess: PreprocessParameters, adapter: DiffusionAdapter
+        self, store: FeatureStore, basic: BasicParameters, preprocess: PreprocessParameters, adapter: DiffusionAdapter
     ) -> None:
-        self._store = open_features(folder, adapter)
-        check_provenance(self._store, adapter)
-        self._adapter, self._folder, self._basic = adapter, folder, basic
+        check_provenance(store, adapter)
+        self._store, self._folder = store, store.folder
+        self._adapter, self._basic = adapter, basic
         self.seed = 0
         self._records = self._store.records[: basic.max_samples]
         self._has_prior = any(record.is_prior for record in self._records)
         if not self._records:
-            raise DataError("the feature set is empty", where=str(folder), key=_KEY, way_out="Run mm extract again.")
+            raise DataError(
+                "the feature set is empty", where=str(store.folder), key=_KEY, way_out="Run mm extract again."
+            )
         self.sizes: list[MediaSize] = [record.size for record in self._records]
         self._check_preprocessing(SizeSettings.read(preprocess))
         self._warn_of_duplicates()
@@ -129,7 +130,7 @@ class FeatureSource:
     def _text_keys(self) -> set[str]:
         if self._store.null_text is not None:
             return set(self._store.null_text)
-        return {"prompt_embeds", "pooled_prompt_embeds"}
+        return {"prompt_embeds", "pooled_prompt_embeds", *self._adapter.text_shapes()}
 
     def row_changes(self) -> list[Problem]:
         """How the rows that the configuration names differ from those that the features were made of; nothing where it

@@ -19,7 +19,8 @@ from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSou
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import row_sources
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
-from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
+from mindspeed_mm.fsdp.data.feature_store import FeatureStore, open_features
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -75,13 +76,18 @@ class GenerationDataset(MMDataset):
             )
             self.media = self._source.media
         else:
-            self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
+            store = self.open_store(Path(features_dir), basic_param, adapter)
+            self._source = FeatureSource(store, basic_param, preprocess_param, adapter)
         self.basic_parameters, entries = basic_param, self._source.entries
         self._samples = samples_of(self._source.repeats, entries)
         self.parts = _parts_of(basic_param, [entries[row] for row, _ in self._samples] if entries else [])
         self.sizes = [self._source.sizes[row] for row, _ in self._samples]
         self.row_numbers, self.geometry = [row for row, _ in self._samples], adapter.geometry
         self.left_out, self.noted_components = self._source.left_out, adapter.noted
+
+    def open_store(self, folder: Path, basic: BasicParameters, adapter: DiffusionAdapter) -> FeatureStore:
+        """The features in a folder."""
+        return open_features(folder, adapter)
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
-from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_stretch
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -42,7 +42,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
 )
-from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND, TARGET, MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
@@ -316,10 +316,12 @@ class RawSource:
         with ThreadPoolExecutor(_PROBING_THREADS) as threads:
             for start in range(0, len(declared), _PROBED_AT_ONCE):
                 headers = declared[start : start + _PROBED_AT_ONCE]
-                unknown = [n for n, header in enumerate(headers) if header is None]
-                rows = (self.rows[start + n] for n in unknown)
-                for n, found in zip(unknown, threads.map(lambda row: self._probe(row, cache), rows), strict=True):
-                    headers[n] = found
+                asked = [n for n, header in enumerate(headers) if header is None or self._sound is not None]
+                rows = (self.rows[start + n] for n in asked)
+                told = [headers[n] for n in asked]
+                found = threads.map(lambda row, header: self._probe(row, header, cache), rows, told)
+                for n, header in zip(asked, found, strict=True):
+                    headers[n] = header
                 yield from headers
         cache.save()
 
@@ -385,15 +387,29 @@ class RawSource:
         if note := rates_note(rates, family_fps):
             warnings.warn(note, stacklevel=2)
 
-    def _probe(self, row: GenerationRow, cache: HeaderCache) -> MediaHeader | DataError:
-        header = self._known.header(row, self.media) or cache.get(row)
-        if header is None:
-            try:
+    def _probe(self, row: GenerationRow, declared: MediaHeader | None, cache: HeaderCache) -> MediaHeader | DataError:
+        if known := self._known.header(row, self.media):  # its sound was read, too
+            return declared or known
+        header = declared or cache.get(row)
+        try:
+            if header is None:
                 header = probe_media(row, self.media)
-            except DataError as error:
-                return _at(row, error)
-            cache.put(row, header)
+                cache.put(row, header)
+            if self._sound is not None and header.fps > 0:
+                self._probe_sound(row, self._sound)
+        except DataError as error:
+            return _at(row, error)
         return header
+
+    def _probe_sound(self, row: GenerationRow, sound: SoundGeometry) -> None:
+        """Raise `DataError` when there is no sound where a row's should be."""
+        heard = row.media_of_roles().get(SOUND.name, row)
+        with self.media.open(heard.media) as file:
+            try:
+                probe_audio(file, sound.sampling_rate, heard.name)
+            except DataError as error:
+                (problem, *_) = error.problems
+                raise DataError(problem.what, way_out="Drop the row, or set model.task: t2v.") from error
 
     def _check_left_out(self) -> None:
         left_out, total = self.left_out, len(self) + len(self.left_out)
