@@ -140,9 +140,9 @@ def check_features(pipeline: Any, made: dict[str, Any], row: int, raw: dict[str,
 
 
 @torch.no_grad()
-def loss_by_hand(pipeline: Any, batch: dict[str, Any], row: int) -> float:
+def loss_by_hand(pipeline: Any, batch: dict[str, Any], row: int, has_first: bool = False) -> float:
     """Both flows at one noise level, each with noise of its own; the means of their squared errors are added, as in
-    Lightricks' training."""
+    Lightricks' training. A first frame has no noise and time 0, and nothing is learned of it."""
     from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 
     transformer = pipeline.transformer.double()
@@ -166,27 +166,34 @@ def loss_by_hand(pipeline: Any, batch: dict[str, Any], row: int) -> float:
     frames, height, width = x.shape[2:]
     coords = transformer.rope.prepare_video_coords(1, frames, height, width, x.device, fps=batch["fps"][row])
     text = {key: batch[key][row : row + 1].double() for key in ("prompt_embeds", "audio_prompt_embeds")}
+    seen, of_tokens = (1 - sigma) * x + sigma * noise, time
+    if has_first:
+        seen[:, :, 0] = x[:, :, 0]
+        of_tokens = torch.full((1, frames, height * width), 1000 * sigma, dtype=torch.float64)
+        of_tokens[:, 0] = 0
     video, audio = transformer(
-        hidden_states=pipeline._pack_latents((1 - sigma) * x + sigma * noise),
+        hidden_states=pipeline._pack_latents(seen),
         audio_hidden_states=pipeline._pack_audio_latents((1 - sigma) * heard + sigma * hiss),
         encoder_hidden_states=text["prompt_embeds"],
         audio_encoder_hidden_states=text["audio_prompt_embeds"],
-        timestep=time,
+        timestep=of_tokens.flatten(1) if has_first else time,
+        audio_timestep=time,
         sigma=time,
         video_coords=coords,
         audio_num_frames=heard.shape[2],
         use_cross_timestep=True,
         return_dict=False,
     )
-    of_video = (video - pipeline._pack_latents(noise - x)).square().mean()
+    learned = slice(height * width if has_first else 0, None)
+    of_video = (video - pipeline._pack_latents(noise - x))[:, learned].square().mean()
     of_audio = (audio - pipeline._pack_audio_latents(hiss - heard)).square().mean()
     return float(of_video + of_audio)
 
 
-def objective_and_hand(folder: Path) -> tuple[float, float]:
+def objective_and_hand(folder: Path, task: str = "t2av") -> tuple[float, float]:
     """The loss of a batch of made-up features in fp64, by the objective and by hand."""
     make_tiny_ltx2(folder)
-    adapter, pipeline = find_adapter(folder), plain_pipeline(folder)
+    adapter, pipeline = find_adapter(folder, task=task), plain_pipeline(folder)
     draw = torch.Generator().manual_seed(1)
     made = {
         "latents": (2, 8, 2, 2, 2), "audio_latents": (2, 2, 5, 4), "prompt_embeds": (2, 8, WIDTH),
@@ -196,13 +203,14 @@ def objective_and_hand(folder: Path) -> tuple[float, float]:
     batch |= {"prompt_mask": torch.ones(2, 8), "sample_ids": ["a", "b"], "epochs": [0, 0], "fps": [12.0, 30.0]}
     objective = denoising.DenoisingObjective(adapter, DiffusionArguments(), seed=SEED, compute_dtype=torch.float64)
     with keeping_double(), torch.no_grad():
-        by_hand = np.mean([loss_by_hand(pipeline, batch, row) for row in range(2)])
+        by_hand = np.mean([loss_by_hand(pipeline, batch, row, task == "i2av") for row in range(2)])
         terms = objective.terms(pipeline.transformer, objective.prepare(batch))
     return float(terms["loss"]) / 2, float(by_hand)
 
 
-def test_the_loss_is_the_sum_of_both(tmp_path: Path) -> None:
-    ours, by_hand = objective_and_hand(tmp_path)
+@pytest.mark.parametrize("task", ["t2av", "i2av"])
+def test_the_loss_is_the_sum_of_both(task: str, tmp_path: Path) -> None:
+    ours, by_hand = objective_and_hand(tmp_path, task)
     assert ours == pytest.approx(by_hand, rel=1e-12)
 
 
@@ -268,12 +276,23 @@ def check_export(folder: Path) -> None:
     assert any("audio" in key for key in moved) and any("audio" not in key for key in moved)
 
 
-def check_samples(folder: Path) -> None:
+@pytest.mark.slow
+def test_a_first_frame_is_followed_as_by_the_pipeline(tmp_path: Path) -> None:
+    make_tiny_ltx2(tmp_path / "exported")
+    picture = np.random.default_rng(5).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "first.png")
+    check_samples(tmp_path, tmp_path / "first.png")
+
+
+def check_samples(folder: Path, picture: Path | None = None) -> None:
     """`mm infer` writes what the plain pipeline makes of the same noise: pictures, and sound in the mp4 and a file."""
     words = ["--steps", 3, "--guidance-scale", 3.0, "--size", f"{SIDE}x{SIDE}", "--frames", FRAMES, "--fps", 10]
+    words += ["--task", "i2av", "--image", picture] if picture else []
     said = mm("infer", folder / "exported", "--prompt", CAPTIONS[0], *words, "--out", folder / "samples")
     assert said.code == 0, said.err
     (entry,) = lines(folder / "samples/manifest.jsonl")
+    from diffusers import LTX2ImageToVideoPipeline
+
     adapter, pipeline = find_adapter(folder / "exported"), plain_pipeline(folder / "exported")
     seed, shapes = entry["noise_seed"], adapter.further_shapes(FRAMES, 10.0)
     assert shapes == {"audio_latents": (2, 22, 4)}
@@ -282,10 +301,16 @@ def check_samples(folder: Path) -> None:
     vae, heard = pipeline.vae, pipeline.audio_vae
     packed = pipeline._pack_audio_latents(hiss)
     plain = pipeline._denormalize_audio_latents(packed, heard.latents_mean, heard.latents_std)
+    if picture:
+        pipeline = LTX2ImageToVideoPipeline(**pipeline.components)
+        begun = {"image": Image.open(picture), "generator": torch.Generator().manual_seed(seed)}
+    else:
+        latents = pipeline._denormalize_latents(noise, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+        begun = {"latents": latents}
     video, sound = pipeline(
-        prompt=[CAPTIONS[0]],
-        negative_prompt=[""],
-        latents=pipeline._denormalize_latents(noise, vae.latents_mean, vae.latents_std, vae.config.scaling_factor),
+        prompt=CAPTIONS[0],
+        negative_prompt="",
+        **begun,
         audio_latents=pipeline._unpack_audio_latents(plain, 22, 4),
         height=SIDE, width=SIDE, num_frames=FRAMES, frame_rate=10.0, num_inference_steps=3, guidance_scale=3.0,
         audio_guidance_scale=3.0, stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0, audio_modality_scale=1.0,

@@ -1,10 +1,12 @@
-"""LTX-2 and 2.3 (text to video with sound) as diffusers has them: one transformer over the tokens of the pictures and
-over those of the sound, which look at each other; both are denoised together, at one noise level."""
+"""LTX-2 and 2.3 (text or a first frame to video with sound) as diffusers has them: one transformer over the tokens of
+the pictures and over those of the sound, which look at each other; both are denoised together, at one noise level. A
+first frame stands among the tokens of the pictures without noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +19,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
-from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -29,6 +31,8 @@ _FRAMES_PER_SECOND = 24.0
 """Of clips that say nothing of it: the pipeline's default."""
 _SOUND_RATIO = 4
 """Frames of a spectrum, and bands of it, in a position of its latents: fixed in the VAE's class."""
+_FROM_A_FRAME = ("i2av", "i2v")
+_PICTURES_ALONE = ("t2v", "i2v")
 _TEXT, _AUDIO_TEXT, _AUDIO = "prompt_embeds", "audio_prompt_embeds", "audio_latents"
 
 
@@ -36,10 +40,19 @@ _TEXT, _AUDIO_TEXT, _AUDIO = "prompt_embeds", "audio_prompt_embeds", "audio_late
 @model_register.register("ltx2_3")
 class LTX2Adapter(DiffusionAdapter):
     """LTX-2 19B and LTX-2.3 22B. `t2av` learns pictures and sound, `t2v` pictures alone: then the sound sees nothing of
-    the pictures, nor they of it."""
+    the pictures, nor they of it. `i2av` and `i2v` are given the first frame, in training the clip's own, since the VAE
+    is causal."""
 
     transformer_class = "LTX2VideoTransformer3DModel"
-    pipelines = {"t2av": "LTX2Pipeline", "t2v": "LTX2Pipeline"}
+    pipelines = {
+        "t2av": "LTX2Pipeline",
+        "t2v": "LTX2Pipeline",
+        "i2av": "LTX2ImageToVideoPipeline",
+        "i2v": "LTX2ImageToVideoPipeline",
+    }
+    more_tasks = {"LTX2Pipeline": _FROM_A_FRAME, "LTX2ImageToVideoPipeline": ("t2av", "t2v")}
+    roles = dict.fromkeys(_FROM_A_FRAME, (replace(FIRST_FRAME, is_trained=False),))
+    draws = one_by_one = frozenset(_FROM_A_FRAME)
     blocks = ("transformer_blocks.{*}",)
     whole_because = "its pictures and its sound are two sequences that look at each other in every block"
     # Positions are turned before heads are told apart, but for the attention to captions.
@@ -92,8 +105,8 @@ class LTX2Adapter(DiffusionAdapter):
 
     @cached_property
     def sound(self) -> SoundGeometry | None:
-        """Of the VAE of sound; None of `t2v`."""
-        if self.task == "t2v":
+        """Of the VAE of sound; None where pictures alone are learned."""
+        if self.task in _PICTURES_ALONE:
             return None
         vae = self.component_config("audio_vae")
         return SoundGeometry(
@@ -210,8 +223,16 @@ class LTX2Adapter(DiffusionAdapter):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    def given_latents(self, batch: Batch) -> torch.Tensor | None:
+        """The first latent frame, (1, 1, T, 1, 1), where it is given."""
+        if self.task not in _FROM_A_FRAME:
+            return None
+        latents = batch[LATENTS]
+        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Tokens of both; time is 1000 σ for both; positions are in seconds, by the clip's own rate."""
+        """Tokens of both; time is 1000 σ for both, of pictures with a first frame for each token, 0 where it is given;
+        positions are in seconds, by the clip's own rate."""
         frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
         heard = self._heard(noisy, batch)
         rates = [rate or _FRAMES_PER_SECOND for rate in batch.get("fps", [0.0] * len(noisy))]
@@ -221,7 +242,8 @@ class LTX2Adapter(DiffusionAdapter):
             "audio_hidden_states": _pack_sound(heard).transpose(1, 2),
             "encoder_hidden_states": batch[_TEXT],
             "audio_encoder_hidden_states": batch[_AUDIO_TEXT],
-            "timestep": 1000 * sigma,
+            "timestep": self._time_of_pictures(1000 * sigma, frames, height * width),
+            "audio_timestep": 1000 * sigma,
             "sigma": 1000 * sigma,
             "encoder_attention_mask": mask,
             "audio_encoder_attention_mask": mask,
@@ -234,6 +256,14 @@ class LTX2Adapter(DiffusionAdapter):
             "isolate_modalities": self.sound is None,
             "use_cross_timestep": True,
         }
+
+    def _time_of_pictures(self, time: torch.Tensor, frames: int, tokens: int) -> torch.Tensor:
+        """(B,), or (B, N) where the first of these frames, of so many tokens each, is given."""
+        if self.task not in _FROM_A_FRAME:
+            return time
+        time = time.view(-1, 1, 1).repeat(1, frames, tokens)
+        time[:, 0] = 0
+        return time.flatten(1)
 
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """(B, tokens, D) → (B, C, T, H, W)."""
@@ -287,8 +317,11 @@ class LTX2Adapter(DiffusionAdapter):
         return {} if self.sound is None else {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
 
     def starting_noise(self, pipeline: Any, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The pipeline normalises what it is given, noise too."""
-        found = {LATENTS: self.vae_latents(pipeline.vae, noise[LATENTS].to(pipeline.vae.device))}
+        """The pipeline normalises what it is given, noise too; a picture it encodes only where it draws the noise
+        itself."""
+        found: dict[str, Any] = {LATENTS: None}
+        if self.task not in _FROM_A_FRAME:
+            found[LATENTS] = self.vae_latents(pipeline.vae, noise[LATENTS].to(pipeline.vae.device))
         if _AUDIO in noise:
             heard = noise[_AUDIO].to(pipeline.audio_vae.device)
             plain = unstandardised(_pack_sound(heard), **_statistics(pipeline.audio_vae))
