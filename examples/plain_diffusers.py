@@ -38,8 +38,7 @@ def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
     from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
     prepare_for_transformers()
-    import torch  # these take seconds
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline  # these take seconds
     from diffusers.utils import logging
     from transformers.utils import logging as transformers_logging
 
@@ -51,18 +50,32 @@ def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
         quiet.disable_progress_bar()
     pipeline = DiffusionPipeline.from_pretrained(pipeline_folder)
     pipeline.set_progress_bar_config(disable=True)
+    # Some pipelines take one picture.
+    groups = [[entry] for entry in entries] if entries[0]["image"] else [entries]
+    frames = np.concatenate([(draw_together(pipeline, group) * 255).round().astype(np.uint8) for group in groups])
+    return frames if frames.ndim == 5 else frames[:, None]
+
+
+def draw_together(pipeline: Any, entries: list[dict[str, Any]]) -> np.ndarray:
+    """(n, T, H, W, 3), of pictures (n, H, W, 3), in 0..1: of prompts that share a picture, or have none."""
     arguments = arguments_of(pipeline, entries[0]["settings"])
     if entries[0]["image"]:
-        arguments["image"] = [Image.open(entry["image"]).convert("RGB") for entry in entries]
+        arguments["image"] = Image.open(entries[0]["image"]).convert("RGB")
     media = pipeline(
         prompt=[entry["prompt"] for entry in entries],
         negative_prompt=[entry["negative_prompt"] for entry in entries],
-        generator=[torch.Generator().manual_seed(entry["noise_seed"]) for entry in entries],
+        generator=[torch_generator(entry["noise_seed"]) for entry in entries],
         output_type="np",
         **arguments,
     )[0]
-    frames = (np.asarray(media) * 255).round().astype(np.uint8)
-    return frames if frames.ndim == 5 else frames[:, None]
+    return np.asarray(media)
+
+
+def torch_generator(seed: int) -> Any:
+    """What draws the noise of a sample."""
+    import torch  # seconds
+
+    return torch.Generator().manual_seed(seed)
 
 
 def arguments_of(pipeline: Any, settings: dict[str, Any]) -> dict[str, Any]:
