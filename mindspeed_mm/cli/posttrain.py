@@ -13,6 +13,7 @@ from mindspeed_mm.cli.train import command as train_command
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
 from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
+from mindspeed_mm.tasks.posttrain import score as score_task
 
 EXAMPLES = """
 \b
@@ -20,6 +21,7 @@ Examples:
   mm posttrain dpo examples/digits_dpo/digits_dpo_config.yaml
   mm posttrain grpo run.yaml training.lr=1e-5
   mm posttrain rollouts runs/reader --number 20 --json
+  mm posttrain score run.yaml samples/samples.jsonl --out scores.jsonl --histogram histogram.json
   mm posttrain reference run.yaml --nproc 8
   mm train run.yaml posttrain.reference.kind=stored
 """
@@ -52,6 +54,17 @@ def grpo(words: tuple[str, ...]) -> int:
     return _trained("grpo", words)
 
 
+@command.command(
+    "nft",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Train a generator on its own samples without densities: mm train with posttrain.method=nft.",
+)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def nft(words: tuple[str, ...]) -> int:
+    """Train a generator on its own samples and their rewards. WORDS are those of mm train."""
+    return _trained("nft", words)
+
+
 def _trained(method: str, words: tuple[str, ...]) -> int:
     result: object = train_command.main(
         [*words, f"posttrain.method={method}"] if words and words[0] not in ("-h", "--help") else [*words],
@@ -79,6 +92,33 @@ def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
     click.echo(f"rollout {view.number}")
     for line in view.lines():
         click.echo(line)
+    return 0
+
+
+@command.command("score")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("rows", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL that is written.")
+@click.option(
+    "--histogram", type=click.Path(path_type=Path), help="Histogram of the scores, for posttrain.dpo.histogram_path."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def score(
+    config: Path, rows: Path, overrides: tuple[str, ...], out: Path, histogram: Path | None, as_json: bool
+) -> int:
+    """Score the samples of ROWS by posttrain.rewards of CONFIG. OVERRIDES are section.key=value.
+
+    A row has a prompt (or caption) and a picture in 'file', which lies beside ROWS, or a text in 'completion'. It is
+    written as it is with 'score' and 'scores'; a picture in 'file_rejected' gets 'score_rejected'.
+    """
+    outcome = score_task.run(config, rows, out, overrides, histogram=histogram)
+    if as_json:
+        click.echo(json.dumps(asdict(outcome)))
+        return 0
+    for name, mean in outcome.means.items():
+        click.echo(f"{name}: {'null' if mean is None else f'{mean:.4g}'}")
+    click.echo(f"{outcome.rows:,} rows: {outcome.path}")
     return 0
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.posttrain_rewards.open_clip import clip_from_open_clip, read_open_clip
+from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
@@ -40,8 +41,7 @@ class ClipReward:
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float]:
         """One score a picture, in order; of a clip the mean over its frames."""
-        clips = [each if isinstance(each, list | tuple) else [each] for each in completions]
-        chosen = [[frames[at] for at in spread(len(frames), self._frames)] for frames in clips]
+        chosen = [frames_of(each, self._frames) for each in completions]
         pairs = [(prompt, frame) for prompt, frames in zip(prompts, chosen, strict=True) for frame in frames]
         self._model.to(self._device)
         try:
@@ -168,9 +168,3 @@ def _on_black(picture: Image.Image, side: int) -> torch.Tensor:
     square.paste(picture, ((side - width) // 2, (side - height) // 2))
     pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(side, side, 3)
     return (pixels.permute(2, 0, 1) / 255 - torch.tensor(_MEAN).view(3, 1, 1)) / torch.tensor(_STD).view(3, 1, 1)
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Places of at most so many of `count` frames, the middles of equal parts."""
-    taken = min(count, most)
-    return [int((place + 0.5) * count / taken) for place in range(taken)]

@@ -12,12 +12,66 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AskedServer:
+    """A server that answers JSON with JSON.
+
+    Args:
+        url: Where requests go.
+        timeout_s: For one request.
+        retries: After a request that failed; the wait between them doubles from half a second on.
+        headers: Further headers.
+    """
+
+    url: str
+    timeout_s: float
+    retries: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"'{self.url}' is no http address",
+                key="posttrain.rewards.url",
+                way_out="Begin it with http:// or https://.",
+            )
+
+    def ask(self, content: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` takes from the answer; it raises `ValueError`, `KeyError` or `TypeError` for another answer.
+
+        Raises:
+            MachineError: The server cannot be reached, is too slow or answers with something else.
+        """
+        body = json.dumps(content).encode()
+        failure = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(0.5 * 2 ** (attempt - 1))
+            try:
+                request = urllib.request.Request(self.url, body, {"Content-Type": "application/json", **self.headers})
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                    return read(json.loads(answer.read()))
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                failure = f"{type(error).__name__}: {error}"
+        raise MachineError(
+            f"the reward server did not answer {self.retries + 1} requests: {failure}",
+            where=self.url,
+            key="posttrain.rewards",
+            way_out="See the server's log; raise timeout_s or retries, or set on_failure: null to leave such samples "
+            "out.",
+        )
 
 
 @reward_register.register("http")
@@ -44,13 +98,8 @@ class HttpReward:
         on_failure: Literal["error", "null"] = "error",
         headers: dict[str, str] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"'{url}' is no http address", key="posttrain.rewards.url", way_out="Begin it with http:// or https://."
-            )
-        self.url, self.timeout_s, self.retries, self.on_failure = url, timeout_s, retries, on_failure
-        self.batch_size, self.concurrency = batch_size, concurrency
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._server = AskedServer(url, timeout_s, retries, headers or {})
+        self._on_failure, self._batch_size, self._concurrency = on_failure, batch_size, concurrency
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row], *, ids: Sequence[str] = ()
@@ -62,34 +111,23 @@ class HttpReward:
         """
         names = list(ids) or [str(number) for number in range(len(prompts))]
         samples = [_sample(*each) for each in zip(names, prompts, completions, rows, strict=True)]
-        parts = [samples[i : i + self.batch_size] for i in range(0, len(samples), self.batch_size)]
-        with ThreadPoolExecutor(self.concurrency) as pool:
+        parts = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
+        with ThreadPoolExecutor(self._concurrency) as pool:
             return [score for part in pool.map(self._score, parts) for score in part]
 
     def _score(self, samples: list[dict[str, Any]]) -> list[float | None]:
-        body = json.dumps({"samples": samples}).encode()
-        failure = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(0.5 * 2 ** (attempt - 1))
-            try:
-                request = urllib.request.Request(self.url, body, self._headers)
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                    scores = json.loads(answer.read())["scores"]
-                if len(scores) == len(samples):
-                    return list(scores)
-                failure = f"{len(scores)} scores for {len(samples)} samples"
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                failure = f"{type(error).__name__}: {error}"
-        if self.on_failure == "null":
-            return [None] * len(samples)
-        raise MachineError(
-            f"the reward server did not answer {self.retries + 1} requests: {failure}",
-            where=self.url,
-            key="posttrain.rewards",
-            way_out="See the server's log; raise timeout_s or retries, or set on_failure: null to leave such samples "
-            "out.",
-        )
+        def read(answer: Any) -> list[float | None]:
+            scores = list(answer["scores"])
+            if len(scores) != len(samples):
+                raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
+            return scores
+
+        try:
+            return self._server.ask({"samples": samples}, read)
+        except MachineError:
+            if self._on_failure == "null":
+                return [None] * len(samples)
+            raise
 
 
 def _sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]:
@@ -98,16 +136,13 @@ def _sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]
         "id": name,
         "prompt": prompt,
         "completion": completion if is_text else None,
-        "media": [] if is_text else [_base64(picture) for picture in _pictures(completion)],
+        "media": [] if is_text else [picture_as_base64(picture) for picture in frames_of(completion)],
         "row": {key: value for key, value in row.items() if _is_plain(value)},
     }
 
 
-def _pictures(completion: Any) -> Sequence[Any]:
-    return completion if isinstance(completion, list | tuple) else [completion]
-
-
-def _base64(picture: Any) -> str:
+def picture_as_base64(picture: Any) -> str:
+    """A PIL picture as PNG."""
     stream = io.BytesIO()
     picture.save(stream, format="PNG")
     return base64.b64encode(stream.getvalue()).decode("ascii")

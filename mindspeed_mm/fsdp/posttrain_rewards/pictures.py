@@ -1,4 +1,4 @@
-"""Rewards of pictures that need no model."""
+"""Rewards of pictures that need no model, and what is looked at of clips."""
 
 from __future__ import annotations
 
@@ -21,5 +21,11 @@ def jpeg_size(
         picture.convert("RGB").save(stream, format="JPEG", quality=quality)
         return sign * stream.tell() / 1000
 
-    clips = [each if isinstance(each, list | tuple) else [each] for each in completions]
-    return [sum(map(of, frames)) / len(frames) for frames in clips]
+    return [sum(map(of, frames)) / len(frames) for frames in map(frames_of, completions)]
+
+
+def frames_of(completion: Any, most: int | None = None) -> list[Any]:
+    """A picture alone, or frames of a clip: at most so many, the middles of equal parts."""
+    frames = list(completion) if isinstance(completion, list | tuple) else [completion]
+    taken = len(frames) if most is None else min(len(frames), most)
+    return [frames[int((place + 0.5) * len(frames) / taken)] for place in range(taken)]

@@ -37,6 +37,7 @@ _BUILT_IN = {
     **dict.fromkeys(("exact_match", "contains", "regex", "number", "think_format", "json"), f"{_ROOM}.rules"),
     **dict.fromkeys(("length", "repetition"), f"{_ROOM}.rules"),
     "http": f"{_ROOM}.http",
+    "vlm_judge": f"{_ROOM}.vlm_judge",
     "jpeg_size": f"{_ROOM}.pictures",
     **dict.fromkeys(("clip_score", "hps_v2", "pickscore"), f"{_ROOM}.clip"),
 }

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.posttrain_rewards.clip import spread
+from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, build_reward
 from tests.helpers.tiny_clip import SIDE, make_tiny_clip, write_open_clip
 
@@ -98,6 +98,6 @@ def test_what_is_no_model_is_told(folder: Path, tmp_path: Path) -> None:
 
 
 def test_frames_are_spread_over_a_clip() -> None:
-    assert spread(1, 4) == [0]
-    assert spread(8, 2) == [2, 6]
-    assert spread(3, 4) == [0, 1, 2]
+    assert frames_of("a", 4) == ["a"]
+    assert frames_of(list(range(8)), 2) == [2, 6]
+    assert frames_of([0, 1, 2], 4) == frames_of((0, 1, 2)) == [0, 1, 2]

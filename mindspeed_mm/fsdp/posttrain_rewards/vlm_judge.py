@@ -1,0 +1,93 @@
+"""A vision-language model as the judge, behind a server of OpenAI's interface (`mm serve`, vLLM, SGLang)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.posttrain_rewards.http import AskedServer, picture_as_base64
+from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_INSTRUCTION = (
+    "How well does what follows fit this request? Request: {prompt}\nAnswer with one number from 0 (not at all) to "
+    "{most} (perfectly), and nothing else."
+)
+
+
+@reward_register.register("vlm_judge")
+class VlmJudge:
+    """The number that the model answers with, by the largest that it may: 0 to 1; null where it names none.
+
+    Args:
+        url: Of the server, up to `/v1`.
+        model: Its name there.
+        instruction: With `{prompt}` and `{most}`; the picture, the frames of a clip or the answer follow it.
+        most: The largest number.
+        api_key_env: Name of the environment variable that holds the key of the server.
+        frames: Frames of a clip that are shown, evenly spread.
+        timeout_s: For one request.
+        retries: After a request that failed.
+        concurrency: Requests under way at a time.
+        on_failure: `error` ends the run, `null` leaves the sample unjudged.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        instruction: str = _INSTRUCTION,
+        most: float = 10,
+        api_key_env: str | None = None,
+        frames: int = 4,
+        timeout_s: float = 60.0,
+        retries: int = 3,
+        concurrency: int = 8,
+        on_failure: Literal["error", "null"] = "error",
+    ) -> None:
+        key = os.environ.get(api_key_env) if api_key_env else None
+        if api_key_env and not key:
+            raise ConfigError(
+                f"the environment variable {api_key_env} is not set",
+                key="posttrain.rewards",
+                way_out="Set it, or leave api_key_env out.",
+            )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._server = AskedServer(f"{url.rstrip('/')}/chat/completions", timeout_s, retries, headers)
+        self._model, self._instruction, self._most, self._frames = model, instruction, most, frames
+        self._concurrency, self._on_failure = concurrency, on_failure
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float | None]:
+        """One score a sample, in order.
+
+        Raises:
+            MachineError: The server cannot be reached, is too slow or answers with something else.
+        """
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            return list(pool.map(self._score, prompts, completions))
+
+    def _score(self, prompt: str, completion: Any) -> float | None:
+        words = self._instruction.replace("{prompt}", prompt).replace("{most}", f"{self._most:g}")
+        shown = [{"type": "text", "text": words}, *self._shown(completion)]
+        request = {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": shown}]}
+        try:
+            answer = self._server.ask(request, lambda content: str(content["choices"][0]["message"]["content"]))
+        except MachineError:
+            if self._on_failure == "null":
+                return None
+            raise
+        number = _NUMBER.search(answer)
+        value = float(number[0]) / self._most if number else None
+        return value if value is not None and value <= 1 else None
+
+    def _shown(self, completion: Any) -> list[Mapping[str, Any]]:
+        if isinstance(completion, str):
+            return [{"type": "text", "text": completion}]
+        frames = frames_of(completion, self._frames)
+        uris = [f"data:image/png;base64,{picture_as_base64(frame)}" for frame in frames]
+        return [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]

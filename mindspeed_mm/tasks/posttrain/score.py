@@ -1,0 +1,160 @@
+"""`mm posttrain score`: what the rewards of a configuration think of samples that stand in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+    from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward
+
+_PROMPTS = ("prompt", "captions", "caption", "cap")
+_TEXTS = ("completion", "text", "response")
+_PICTURE = "file"
+_AT_A_TIME = 64
+"""Rows whose samples are in memory together."""
+
+
+@dataclass(frozen=True)
+class ScoreOutcome:
+    """What was written."""
+
+    path: str
+    rows: int
+    means: dict[str, float | None]
+    """Of each reward, and of their weighted sum (`reward`); None where nothing was judged."""
+
+
+def run(
+    config_path: Path,
+    rows: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    histogram: Path | None = None,
+    say: Callable[[int], None] = lambda _rows: None,
+) -> ScoreOutcome:
+    """Score each row's sample, `file` (a picture) or `completion`, and where there is one `file_rejected`.
+
+    A row is written as it is, with `score`, the weighted sum, and `scores` by reward; those of a rejected sample end in
+    `_rejected`.
+
+    Args:
+        config_path: The YAML; its `posttrain.rewards` judge.
+        rows: JSONL, JSON, CSV or parquet; pictures lie beside it.
+        out: JSONL.
+        overrides: `section.key=value`.
+        histogram: Gets the histogram of all scores, which `posttrain.dpo.histogram_path` reads.
+        say: Told how many rows are done.
+
+    Raises:
+        MMError: The configuration has no rewards, or a row no sample; nothing is written then.
+    """
+    arguments = load_with_plugins(config_path, overrides).arguments
+    if not arguments.posttrain.rewards:
+        raise ConfigError(
+            "is empty: nothing judges", where=str(config_path), key="posttrain.rewards", way_out="Name rewards."
+        )
+    # Imported here: a wrong YAML is answered before torch is loaded.
+    from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+
+    judged: list[dict[str, Any]] = []
+    with atomic_file(out) as draft, draft.open("w", encoding="utf-8") as file:
+        for row in _scored(arguments, rows):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            judged.append({key: row[key] for key in row if key.startswith("score")})
+            say(len(judged))
+    totals = [row[key] for row in judged for key in ("score", "score_rejected") if row.get(key) is not None]
+    if histogram is not None and totals:
+        found = ScoreHistogram.of_scores(totals)
+        atomic_write_text(histogram, json.dumps({"bin_edges": found.edges, "counts": found.counts}) + "\n")
+    by_name = {each.name: [row["scores"][each.name] for row in judged] for each in arguments.posttrain.rewards}
+    means = {name: _mean(values) for name, values in {"reward": [row["score"] for row in judged], **by_name}.items()}
+    return ScoreOutcome(str(out), len(judged), means)
+
+
+def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
+    """The rows with their scores."""
+    from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+    from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
+    from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
+    from mindspeed_mm.fsdp.utils.device import current_device
+
+    reader, media = open_reader(path), MediaLoader(path.absolute().parent)
+    rewards = build_rewards(arguments, current_device())
+    for first in range(0, len(reader), _AT_A_TIME):
+        numbers = range(first, min(first + _AT_A_TIME, len(reader)))
+        rows = [reader.read(number) for number in numbers]
+        places = [str(reader.place(number)) for number in numbers]
+        found = [dict(row) for row in rows]
+        for suffix in ("", "_rejected"):
+            having = [at for at, row in enumerate(rows) if not suffix or f"{_PICTURE}{suffix}" in row]
+            samples = [_sample(rows[at], places[at], suffix, media) for at in having]
+            prompts = [_prompt(rows[at], places[at]) for at in having]
+            scores = _scores(rewards, prompts, samples, [rows[at] for at in having], [places[at] for at in having])
+            for at, score in zip(having, scores, strict=True):
+                found[at] |= {f"{name}{suffix}": value for name, value in score.items()}
+        yield from found
+
+
+def _scores(
+    rewards: Sequence[Reward],
+    prompts: Sequence[str],
+    samples: Sequence[Any],
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+) -> list[dict[str, Any]]:
+    """`score` and `scores` of each sample; null where a reward does not judge it."""
+    from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, scores_of
+
+    if not samples:
+        return []
+    found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
+    lines = []
+    for values in found:
+        known = [each.weight * value for each, value in zip(rewards, values, strict=True) if not math.isnan(value)]
+        scores = {each.name: _or_null(value) for each, value in zip(rewards, values, strict=True)}
+        lines.append({"score": sum(known) if known else None, "scores": scores})
+    return lines
+
+
+def _prompt(row: Mapping[str, Any], place: str) -> str:
+    text = next((row[name] for name in _PROMPTS if row.get(name)), None)
+    text = text[0] if isinstance(text, list) and text else text
+    if not isinstance(text, str):
+        raise DataError("has no prompt", where=place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}.")
+    return text
+
+
+def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Any:
+    """The picture, or the text."""
+    if isinstance(name := row.get(f"{_PICTURE}{suffix}"), str):
+        return media.load_image(name)
+    text = next((row[name] for name in _TEXTS if isinstance(row.get(name), str)), None)
+    if text is None:
+        raise DataError(
+            "has no sample to score",
+            where=place,
+            key=_PICTURE,
+            way_out=f"Name a picture in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
+        )
+    return text
+
+
+def _or_null(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
