@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.tasks import train as training
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.view import rows_view
@@ -90,3 +91,12 @@ def test_a_model_folder_reads_rows_as_a_named_configuration_says(run: Path, tmp_
     )
     assert rows_view(ModelSource(model), config).row_format(rows).formatting == "alpaca"
     assert rows_view(ModelSource(model), config).row_format(usual).formatting == "sharegpt"
+
+
+def test_what_a_run_on_pairs_is_asked_needs_no_second_answer(tmp_path: Path) -> None:
+    plain, pairs = tmp_path / "plain.jsonl", tmp_path / "pairs.jsonl"
+    row = {"messages": [{"role": "user", "content": "?"}]}
+    plain.write_text(json.dumps(row))
+    pairs.write_text(json.dumps(row | {"chosen": "!", "rejected": "."}))
+    view = RowsView(DatasetParam.model_validate({"attr": {"ranking": True, "messages": "messages"}}))
+    assert not view.row_format(plain).ranking and view.row_format(pairs).ranking

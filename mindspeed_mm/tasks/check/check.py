@@ -17,6 +17,7 @@ from typing import Any
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, ExitCode, MMError, ModelFolderError, Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
@@ -252,6 +253,18 @@ class _Check:
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
 
         arguments = self.config.arguments
+        if arguments.posttrain.rewards:
+            from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
+
+            self._collect([partial(build_rewards, arguments)])
+        if is_asked_in_words(arguments):
+            from mindspeed_mm.fsdp.train.rollouts.build import longest_of
+            from mindspeed_mm.tasks.check.rollouts import first_answers
+
+            longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
+            self.dataset, self.batching, self.batch = first_answers(arguments, self._sizes()[0].dp, longest)
+            self.processor = self.dataset.processor
+            return
         seed = arguments.training.seed
         param = self._before_extraction(arguments.data.dataset_param)
         dataset, validation = build_mm_dataset(
@@ -325,7 +338,8 @@ class _Check:
         data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
         samples = global_batch(training, data_ranks) or None
         of_step = {"micro_batches_per_step": training.gradient_accumulation_steps * data_ranks}
-        batching = self.batching | (of_step if self.batching else {})
+        is_of_samples = self.batching and not is_asked_in_words(self.config.arguments)
+        batching = self.batching | (of_step if is_of_samples else {})
         context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
         return context | {"batching": batching}
 
@@ -418,6 +432,11 @@ class _Check:
         lines, record, warnings = predict(self.outline, self.plan, self.config.arguments, self.batch)
         self.result.memory, self.result.predicted_memory = lines, record
         self.result.warnings += warnings
+
+
+def is_asked_in_words(arguments: Arguments) -> bool:
+    """Whether a language model is trained on its own answers."""
+    return arguments.posttrain.method == "grpo" and arguments.data.dataset_param.dataset_type == "huggingface"
 
 
 _ABOUT_KEYS = re.compile(

@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.rollouts.loader import FLAT_ROLLOUTS
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_run import make_tiny_run
 
 POSTTRAIN = {
@@ -178,6 +179,24 @@ def test_rewards_without_spread_are_warned_of_once(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (save / "events.jsonl").read_text().splitlines()]
     warned = [event for event in events if "worth different rewards" in json.dumps(event)]
     assert len(warned) == 1 and "(mean 0.25)" in json.dumps(warned)
+
+
+def test_mm_check_reads_prompts_and_rewards_as_training_does(tmp_path: Path) -> None:
+    """Rows that end with the user's turn are prompts; a run is found again; what training refuses at once is told."""
+    save = tmp_path / "run"
+    path = configured(tmp_path, {"save": str(save), "train_iters": 1})
+    turns = [[{"role": "user", "content": f"Say {n}."}] for n in range(8)]
+    rows = [{"messages": messages, "solution": str(n), "images": []} for n, messages in enumerate(turns)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    trained(path)
+    assert check.run(path, nproc=1).problems == []
+    for words, told in {
+        "posttrain.rewards=[{name: of_wirds}]": "'of_wirds' is not registered",
+        "posttrain.rewards=[{name: length}]": "missing a required argument: 'max_tokens'",
+        "posttrain.rollout.max_completion_length=100000": "and the model takes",
+    }.items():
+        (problem,) = check.run(path, [words, f"training.save={tmp_path / 'other'}"]).problems
+        assert told in str(problem.what)
 
 
 def test_what_is_rewarded_is_learnt(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class RowsView:
 
     def row_format(self, data: Path) -> RowFormat:
         """How the rows of a file are laid out: as the configuration says for this file, or for all its files; the usual
-        spellings where the first row does not fit that."""
+        spellings where the first row does not fit that. What a run on pairs is asked has one answer."""
         asked, usual = self._configured(data), RowFormat()
         if asked == usual:
             return usual
@@ -48,6 +48,8 @@ class RowsView:
             first = open_reader(data).read(0)
         except DataError:
             return usual  # whoever reads the file says what is wrong with it
+        if asked.ranking and (asked.chosen or "chosen") not in first:
+            asked = replace(asked, ranking=False)
         return asked if has_columns(first, asked) else usual
 
     def _configured(self, data: Path) -> RowFormat:

@@ -23,7 +23,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
-from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
+from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, check_lengths
 
 TIMEOUT_S = 600.0
 CONCURRENCY = 64
@@ -178,7 +178,7 @@ class ServedRollouts(TextRollouts):
 
     def draw(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
         """See `RolloutSource`."""
-        self._check_lengths(prompts)
+        check_lengths(prompts, self._rule.max_new_tokens, self._longest)
         for prompt in prompts:
             if prompt["media"]:
                 raise DataError(

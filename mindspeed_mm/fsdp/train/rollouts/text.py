@@ -86,7 +86,7 @@ class TextRollouts:
         Raises:
             DataError: A prompt and the longest answer are more than the model takes.
         """
-        self._check_lengths(prompts)
+        check_lengths(prompts, self._rule.max_new_tokens, self._longest)
         order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]["input_ids"]), place))
         found: dict[int, DrawnAnswer] = {}
         for start in range(0, len(order), self._batch_size):
@@ -110,18 +110,6 @@ class TextRollouts:
             pad_id=pad_id,
             whole=self._whole_logits,
         )
-
-    def _check_lengths(self, prompts: Sequence[EncodedPrompt]) -> None:
-        for prompt in prompts:
-            length = len(prompt["input_ids"]) + self._rule.max_new_tokens
-            if self._longest is not None and length > self._longest:
-                raise DataError(
-                    f"the prompt's {len(prompt['input_ids'])} tokens and an answer of up to "
-                    f"{self._rule.max_new_tokens} are {length}, and the model takes {self._longest}",
-                    where=prompt["sample_id"],
-                    key="posttrain.rollout.max_completion_length",
-                    way_out="Lower it, or leave such rows out.",
-                )
 
     # --- judging ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +187,7 @@ class TextRollouts:
         is_fresh: bool,
     ) -> Batch:
         kept = [not (self._masks_truncated and answer.is_truncated) for answer in samples]
-        rows = [_row(*each) for each in zip(prompts, samples, kept, strict=True)]
+        rows = [answered_row(*each) for each in zip(prompts, samples, kept, strict=True)]
         log_probs = [answer.log_probs for answer, is_kept in zip(samples, kept, strict=True) if is_kept]
         return self._collate(rows) | {
             "_advantages": advantages,
@@ -208,7 +196,21 @@ class TextRollouts:
         }
 
 
-def _row(prompt: EncodedPrompt, answer: DrawnAnswer, is_trained: bool) -> EncodedSample:
+def check_lengths(prompts: Sequence[EncodedPrompt], most_new: int, longest: int | None) -> None:
+    """Raise `DataError` where a prompt and an answer of `most_new` tokens are more than the model takes."""
+    for prompt in prompts:
+        length = len(prompt["input_ids"]) + most_new
+        if longest is not None and length > longest:
+            raise DataError(
+                f"the prompt's {len(prompt['input_ids'])} tokens and an answer of up to {most_new} are {length}, and "
+                f"the model takes {longest}",
+                where=prompt["sample_id"],
+                key="posttrain.rollout.max_completion_length",
+                way_out="Lower it, or leave such rows out.",
+            )
+
+
+def answered_row(prompt: EncodedPrompt, answer: DrawnAnswer, is_trained: bool = True) -> EncodedSample:
     """Prompt and answer as other training has them; the answer's tokens are labels."""
     ids = np.concatenate([prompt["input_ids"], np.array(answer.token_ids, dtype=np.int64)])
     labels = np.full_like(ids, IGNORED_LABEL)
