@@ -73,6 +73,17 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     type=click.Path(path_type=Path),
     help="With --generated: folder of a CLIP model, for CLIP scores of the prompts and distances to the real pictures.",
 )
+@click.option(
+    "--features",
+    type=click.Path(path_type=Path),
+    help="With --generated: .npy file of features of the pictures, of any model; needs --reference-features.",
+)
+@click.option(
+    "--reference-features",
+    type=click.Path(path_type=Path),
+    help="With --generated: .npy file of the same features of real pictures; with Inception's, the distances are FID "
+    "and KID.",
+)
 @click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
     "--out",
@@ -133,13 +144,15 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
 _OWN = {
     "reference": ("generated", "measures generated pictures", "Add --generated."),
     "clip": ("generated", "measures generated pictures", "Add --generated."),
+    "features": ("generated", "measures generated pictures", "Add --generated."),
+    "reference_features": ("generated", "measures generated pictures", "Add --generated."),
     "against": ("benchmark", "compares results of --benchmark", "Name the set: --benchmark NAME."),
 }
 """Option → the only way that takes it, what it does there, how to get there."""
 _COMPARED = {"metric", "ignore_case", "ignore_punctuation"}
 _MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN = {
-    "generated": {"reference", "clip"},
+    "generated": {"reference", "clip", "features", "reference_features"},
     "benchmark": {"against"} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "rows": {"media_dir"} | _MODEL | _GENERATING | _COMPARED,
@@ -219,7 +232,7 @@ def _measure_loss(model: Path, options: dict[str, Any]) -> Result:
 def _measure_generated(model: Path, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
 
-    names = ("reference", "clip", "out", "batch_size")
+    names = ("reference", "clip", "features", "reference_features", "out", "batch_size")
     return evaluate.run(evaluate.GeneratedRequest(model, **{n: options[n] for n in names if options[n] is not None}))
 
 

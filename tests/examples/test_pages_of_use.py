@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
@@ -155,6 +156,8 @@ def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_spoken(tmp_path)
     make_pictures(tmp_path / "samples", 4, 1)
     make_pictures(tmp_path / "real", 6, 2)
+    for name, count in (("samples", 4), ("real", 6)):
+        np.save(tmp_path / f"{name}_inception.npy", np.random.default_rng(count).normal(size=(count, 3)))
     monkeypatch.chdir(tmp_path)
     followed = commands_of("evaluation.md")
     assert {words[0] for words in followed} == {"evaluate", "report"} and len(followed) > 8

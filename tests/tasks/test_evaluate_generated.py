@@ -113,3 +113,26 @@ def test_what_cannot_be_measured_is_said(clip: Path, tmp_path: Path) -> None:
         said = mm("evaluate", *words, "--out", tmp_path / "out")
         assert said.code in (2, 4), said
         assert message in said.err, said
+
+
+def test_given_features_are_compared_as_by_scipy_and_torchmetrics(tmp_path: Path) -> None:
+    own, draw = make_pictures(tmp_path / "own", 200, 1), np.random.default_rng(0)
+    a, b = draw.normal(size=(200, 8)), draw.normal(size=(200, 8)) * 1.5 + 0.5
+    np.save(tmp_path / "own.npy", a)
+    np.savez(tmp_path / "real.npz", features=b)
+    words = ["evaluate", own, "--generated", "--features", tmp_path / "own.npy", "--out", tmp_path / "out", "--json"]
+    for _ in range(2):  # its own results are replaced
+        said = mm(*words, "--reference-features", tmp_path / "real.npz")
+        assert said.code == 0, said.err
+    values = [one["value"] for one in json.loads(said.out)["measures"].values()]
+    assert values == pytest.approx([4.0589923, 1.9773081], abs=1e-7)
+    np.save(tmp_path / "narrow.npy", b[:, :3])
+    np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(tmp_path / "flat.npy", b[0])
+    for name, message in (("narrow", "of width 3"), ("objects", "not a file of one array"), ("flat", "an array of 8")):
+        said = mm(*words, "--reference-features", tmp_path / f"{name}.npy")
+        assert said.code == 4 and message in said.err, said.err
+    assert mm(*words).code == 2
+    np.save(tmp_path / "own.npy", a[:9])
+    said = mm(*words, "--reference-features", tmp_path / "real.npz")
+    assert said.code == 4 and "9 pictures, and there are 200" in said.err

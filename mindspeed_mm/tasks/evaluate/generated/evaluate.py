@@ -28,12 +28,16 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.scoring import bootstrap_interval
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.tasks.evaluate.generated.given_features import read_pair
 from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance, psnr, ssim
 
 RESULTS = "generated.json"
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 _is_results = is_object_of(
-    ("measures", "counted", "folder"), ("reference", "features"), "counted", ("pictures", "real", "pairs")
+    ("measures", "counted", "folder"),
+    ("reference", "features", "given_features"),
+    "counted",
+    ("pictures", "real", "pairs"),
 )
 
 
@@ -45,6 +49,8 @@ class GeneratedRequest:
         folder: The generated pictures, with the `samples.jsonl` or `manifest.jsonl` of their prompts, if any.
         reference: Real pictures: of the same names for likeness, any for the distances.
         clip: Folder of a CLIP model.
+        features: File of features of the generated pictures, as `read_features` takes it.
+        reference_features: File of those of the real ones.
         out: Where `generated.json` goes; None: into the working directory's `eval/`.
         batch_size: Pictures that go through CLIP together.
     """
@@ -52,6 +58,8 @@ class GeneratedRequest:
     folder: Path
     reference: Path | None = None
     clip: Path | None = None
+    features: Path | None = None
+    reference_features: Path | None = None
     out: Path | None = None
     batch_size: int = 32
 
@@ -93,16 +101,18 @@ def run(request: GeneratedRequest) -> GeneratedResult:
     own = _pictures(request.folder, "MODEL")
     real = _pictures(request.reference, "--reference") if request.reference is not None else {}
     prompts = _prompts(request.folder, own) if request.clip is not None else {}
-    if not real and not prompts:
+    measures, given = _of_given_features(request, own)
+    if not real and not prompts and not measures:
         raise UsageError(
             "there is nothing to measure the pictures by",
             where=str(request.folder),
-            way_out="Give real pictures (--reference), or a CLIP model (--clip) for pictures whose prompts are known.",
+            way_out="Give real pictures (--reference), a CLIP model (--clip) for pictures whose prompts are known, or "
+            "features of both kinds of pictures (--features, --reference-features).",
         )
     pairs = [(own[name], real[name]) for name in own if name in real]
     counted = {"pictures": len(own), "real": len(real), "pairs": len(pairs)}
-    facts: dict[str, Any] = {"counted": counted, "folder": str(request.folder.absolute())}
-    measures = _likeness(pairs) if pairs else {}
+    facts: dict[str, Any] = {"counted": counted, "folder": str(request.folder.absolute()), **given}
+    measures |= _likeness(pairs) if pairs else {}
     if request.reference is not None:
         facts |= {"reference": str(request.reference.absolute())}
     if request.clip is not None:
@@ -179,6 +189,27 @@ def _by_clip(clip: Clip, own: dict[str, Path], real: dict[str, Path], prompts: d
         measures["Fréchet distance of CLIP features"] = {"value": frechet_distance(features, real_features)}
         measures["kernel distance of CLIP features"] = {"value": kernel_distance(features, real_features)}
     return measures
+
+
+def _of_given_features(request: GeneratedRequest, own: dict[str, Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Distances of features that are given, and the files that they stand in; nothing where none are."""
+    files = {"--features": request.features, "--reference-features": request.reference_features}
+    lacking = [key for key, path in files.items() if path is None]
+    if len(lacking) == 1:
+        raise UsageError(
+            "is not given, and the other features are", key=lacking[0], way_out="Name both files, or none."
+        )
+    if request.features is None or request.reference_features is None:
+        return {}, {}
+    features, real = read_pair(request.features, request.reference_features)
+    if len(features) != len(own):
+        what = f"holds features of {len(features)} pictures, and there are {len(own)}"
+        raise DataError(what, where=str(request.features), key="--features")
+    measures = {
+        "Fréchet distance of given features": {"value": frechet_distance(features, real)},
+        "kernel distance of given features": {"value": kernel_distance(features, real)},
+    }
+    return measures, {"given_features": [str(path.absolute()) for path in files.values() if path is not None]}
 
 
 def _likeness(pairs: Sequence[tuple[Path, Path]]) -> dict[str, Any]:
