@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.turns import Contender, Turns
 LEARNING_RATE = 1e-4
 BETA = 0.1
 GROUP, ANSWER_TOKENS = 8, 8
-ROUNDS = 5
+ROUNDS = 3
 
 _CONFIG = """\
 model: {{model_name_or_path: {model}}}
@@ -84,7 +85,7 @@ def measured(method: Method, work: Path) -> dict[str, Any] | None:
         "batch": method.batch,
         "warm_up_steps": method.warm_up_steps,
         "measured_steps": method.measured_steps,
-        "floor_is": "TRL",
+        "floor_is": f"TRL {metadata.version('trl')}",
         "unit": "ms a step",
         **summary,
         "figures": [figure.to_dict() for figure in _figures(method, summary, everyone, turns)],

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.posttraining import Method, measured
 
-METHOD = Method("dpo", batch=24, warm_up_steps=10, measured_steps=50, target=1.0)
+METHOD = Method("dpo", batch=24, warm_up_steps=5, measured_steps=30, target=1.0)
 
 
 def run(work: Path) -> dict[str, Any] | None:
