@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.posttraining import Method, measured
 
-METHOD = Method("grpo", batch=192, warm_up_steps=3, measured_steps=12, target=0.8)
+METHOD = Method("grpo", batch=192, warm_up_steps=2, measured_steps=8, target=0.8)
 
 
 def run(work: Path) -> dict[str, Any] | None:
