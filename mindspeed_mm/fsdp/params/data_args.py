@@ -108,6 +108,9 @@ class DataEntry(Section):
     prior: Flag = False
     """Use this dataset to preserve the prior (DreamBooth): its samples are a loss term of their own, weighted by
     `training.diffusion.prior_loss_weight`. Data of generators only."""
+    companions: dict[str, PathText] | None = None
+    """Folders of further media of this dataset, by the column that they stand for (`{source: before, mask: masks}`):
+    the file of a medium has its name, with any ending. Data of generators only."""
     sizes: dict[str, Any] | None = None
     """Sizes of this dataset's media, in place of those of `preprocess_parameters`: `height` and `width`, `buckets` or
     `max_pixels`, and `num_frames`."""

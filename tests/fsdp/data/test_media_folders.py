@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import samples_of
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource, rates_note
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
+from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry, PreprocessParameters
 
 GEOMETRY = MediaGeometry(spatial_ratio=2, temporal_ratio=1, patch=(1, 2, 2), latent_channels=4, is_video=False)
@@ -162,6 +163,70 @@ def test_entries_are_cut_at_their_own_number_of_rows(tmp_path: Path) -> None:
 def test_other_rates_than_the_model_makes_are_told(rates: list[float], told: str) -> None:
     found = rates_note(rates, 16.0)
     assert found.startswith(told) and bool(found) == bool(told)
+
+
+class TestCompanions:
+    """Masks, controls and pictures before an edit, in folders of their own."""
+
+    @staticmethod
+    def edits(folder: Path, **companions: str) -> RawSource:
+        entries = (DataEntry(path=str(folder / "after"), companions=companions or {"source": "before"}),)
+        basic = BasicParameters(dataset=entries, on_bad_sample="error")
+        return RawSource(basic, PreprocessParameters(**SIDES), GEOMETRY, roles=(SOURCE_PICTURE,))
+
+    @staticmethod
+    def make(folder: Path) -> None:
+        captioned(folder / "after" / "2_dog" / "a.png", "a", seed=1)
+        captioned(folder / "after" / "b.png", "b", seed=2)
+        picture(folder / "before" / "2_dog" / "a.webp", seed=3)
+        picture(folder / "before" / "a.png", seed=4)
+        picture(folder / "before" / "in" / "b.png", seed=5)
+        picture(folder / "before" / "b.bmp", seed=6)
+
+    def test_the_longest_end_of_the_path_counts(self, tmp_path: Path) -> None:
+        self.make(tmp_path)
+        found = self.edits(tmp_path)
+        sources = {row.captions[0]: row.roles["source"] for row in found.rows}
+        before = tmp_path / "before"
+        assert sources == {"a": f"{before}/2_dog/a.webp", "b": f"{before}/b.bmp"}
+        items = {item["caption"]: item for item in (found.item(index, 0) for index in range(2))}
+        assert torch.equal(items["b"]["pixels_source"], source_pixels(before / "b.bmp"))
+        assert torch.equal(items["b"]["pixels"], source_pixels(tmp_path / "after" / "b.png"))
+
+    def test_another_file_is_another_sample_and_another_folder_is_not(self, tmp_path: Path) -> None:
+        self.make(tmp_path / "one")
+        found = self.edits(tmp_path / "one")
+        told, key, mark = found.rows[0].digest, found.key(0), found.fingerprint()["hash"]
+        (tmp_path / "one").rename(tmp_path / "two")
+        moved = self.edits(tmp_path / "two")
+        assert (moved.rows[0].digest, moved.key(0)) == (told, key)
+        picture(tmp_path / "two" / "before" / "b.bmp", seed=7)
+        changed = self.edits(tmp_path / "two")
+        assert changed.key(0) != key and changed.fingerprint()["hash"] != mark
+
+    def test_a_folder_inside_is_no_data_of_its_own(self, tmp_path: Path) -> None:
+        captioned(tmp_path / "after" / "a.png", "a")
+        picture(tmp_path / "after" / "before" / "a.png", seed=1)
+        assert [row.captions for row in self.edits(tmp_path).rows] == [("a",)]
+
+    def test_what_a_row_names_itself_comes_first(self, tmp_path: Path) -> None:
+        self.make(tmp_path)
+        line = {"file_name": "b.png", "text": "b", "source": "../before/a.png"}
+        (tmp_path / "after" / "metadata.jsonl").write_text(json.dumps(line) + "\n")
+        assert self.edits(tmp_path).rows[0].roles["source"] == str(tmp_path / "after" / "../before/a.png")
+
+    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+        self.make(tmp_path)
+        with pytest.raises(ConfigError, match=r"companions\.mask .*takes source, source_image"):
+            self.edits(tmp_path, mask="before")
+        with pytest.raises(DataError, match=r"companions\.source .*'nowhere' is not a folder"):
+            self.edits(tmp_path, source="nowhere")
+        (tmp_path / "before" / "b.bmp").unlink()
+        with pytest.raises(DataError, match=r"after/b\.png .*source .*there is no 'b' in 'before'"):
+            self.edits(tmp_path)
+        picture(tmp_path / "before" / "a.jpg")
+        with pytest.raises(DataError, match=r"'a\.jpg' and 'a\.png' have one name"):
+            self.edits(tmp_path)
 
 
 def test_samples_of_an_entry_stand_together() -> None:

@@ -184,7 +184,7 @@ def _find(entry: Any, search: _Search) -> RowSource:
 
 
 def _check_no_media_keys(entry: DataEntry) -> None:
-    for name in ("repeats", "sizes"):
+    for name in ("repeats", "sizes", "companions"):
         if entry[name] is not None:
             raise ConfigError(
                 "is for data of generators (dataset_type: generation)",

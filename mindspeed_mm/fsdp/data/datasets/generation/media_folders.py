@@ -192,15 +192,21 @@ def holds_media(path: Path) -> bool:
     return captioned or not tables
 
 
-def open_media_folder(path: Path) -> Iterator[tuple[CaptionedFolder | TarSamples | Path, Path, int]]:
+def open_media_folder(
+    path: Path, apart: frozenset[Path] = frozenset()
+) -> Iterator[tuple[CaptionedFolder | TarSamples | Path, Path, int]]:
     """What a folder holds: a `metadata` table, an archive, or a folder of captioned media; the folder that its paths
     start at; and how often an epoch reads it.
+
+    Args:
+        path: The folder.
+        apart: Absolute paths of folders inside that are left out.
 
     Raises:
         DataError: It holds no media.
     """
     has_any = False
-    for here, files in _walk(path):
+    for here, files in _walk(path, apart):
         table = next((name for name in METADATA if name in files), None)
         archives = sorted(name for name in files if name.endswith(TAR_SUFFIX))
         media = [name for name in files if _is_medium(name)]
@@ -231,10 +237,11 @@ def _is_below_table(folder: Path, root: Path) -> bool:
     return any((each / name).is_file() for each in above for name in METADATA)
 
 
-def _walk(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Folders with their files in the order of their names, without what is hidden."""
+def _walk(path: Path, apart: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
+    """Folders with their files in the order of their names, without what is hidden or apart."""
     for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        kept = (name for name in folders if not name.startswith(".") and Path(folder, name).absolute() not in apart)
+        folders[:] = sorted(kept)
         yield Path(folder), sorted(name for name in files if not name.startswith("."))
 
 

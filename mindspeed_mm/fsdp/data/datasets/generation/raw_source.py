@@ -16,7 +16,6 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
-from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
     drawn_caption,
@@ -272,9 +271,7 @@ class RawSource:
             "basic_parameters": {name: _plain(self._basic.get(name)) for name in sorted(_SHAPING_BASIC)},
             "preprocess_parameters": {name: _plain(value) for name, value in vars(self._settings).items()},
         }
-        files = [
-            {**file_facts(file.reader), "folder": file.folder, "repeats": file.repeats} for file in self.rows.files
-        ]
+        files = [file.facts for file in self.rows.files]
         order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
         digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.tar_members import SUFFIX as TAR_SUFFIX
+from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder, open_companions
 from mindspeed_mm.fsdp.data.datasets.generation.media_folders import (
     METADATA,
     TarSamples,
@@ -50,14 +51,25 @@ class RowFile:
     """The folder above the data set, where its own path is the beginning of its media's: these are called by what
     follows, so that features stay those of a data set that is moved."""
 
-    def told(self, medium: str) -> str:
+    companions: tuple[CompanionFolder, ...] = ()
+    """Folders of further media of its rows."""
+
+    def told(self, medium: str | bytes) -> str:
         """What to call a medium; empty: by its path."""
-        return medium.removeprefix(self.root).lstrip("/") if self.root and medium.startswith(self.root) else ""
+        roots = (self.root, *(str(each.path.parent) for each in self.companions))
+        root = next((each for each in roots if each and isinstance(medium, str) and medium.startswith(each)), None)
+        return "" if root is None or isinstance(medium, bytes) else medium.removeprefix(root).lstrip("/")
 
     @property
     def media_root(self) -> str | None:
         """A folder that its media may lie in, beside those that the configuration names."""
         return self.folder if Path(self.folder).is_absolute() else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a resumed run compares."""
+        companions = {"companions": [each.facts() for each in self.companions]} if self.companions else {}
+        return {**file_facts(self.reader), "folder": self.folder, "repeats": self.repeats, **companions}
 
 
 class TextTable:
@@ -116,19 +128,22 @@ def row_sources(basic: BasicParameters) -> list[RowSource]:
 def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
     """The files of rows behind an entry, as the entry wants them read."""
     given, left = source.entry, source.most
-    for file in (opened for path in source.files for opened in _open(path, mode, basic)):
+    folders = None if given is None else given.companions
+    companions = open_companions(folders, source.files[0], basic.dataset_dir, source.name)
+    apart = frozenset(each.path for each in companions)
+    for file in (opened for path in source.files for opened in _open(path, mode, basic, apart)):
         if left == 0:
             return
         repeats = file.repeats if given is None or given.repeats is None else given.repeats
         is_prior = given is not None and given.prior
         own: dict[str, Any] = {"repeats": repeats, "is_prior": is_prior, "sizes": (given and given.sizes) or {}}
-        yield replace(file, **own, entry=source.name, most=left)
+        yield replace(file, **own, entry=source.name, most=left, companions=companions)
         left = None if left is None else max(0, left - len(file.reader))
 
 
-def _open(path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
+def _open(path: Path, mode: str | None, basic: BasicParameters, apart: frozenset[Path]) -> Iterator[RowFile]:
     if path.is_dir():
-        for found, here, repeats in open_media_folder(path):
+        for found, here, repeats in open_media_folder(path, apart):
             reader = open_reader(found, basic.cache_dir) if isinstance(found, Path) else found
             yield RowFile(reader, str(here.absolute()), repeats, root=str(path.absolute().parent))
     elif path.suffix == TAR_SUFFIX:

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
-from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
+from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
@@ -65,6 +66,8 @@ class GenerationRow:
     """Whether it preserves the prior."""
     told: str = ""
     """What to call a medium whose path begins with the folder of a data set, which may be moved; empty: its path."""
+    told_roles: Mapping[str, str] = field(default_factory=dict)
+    """The same of its further media."""
 
     @property
     def name(self) -> str:
@@ -86,7 +89,8 @@ class GenerationRow:
         declared = (self.num_frames, self.fps, self.height, self.width)
         medium = self.told or self.media
         said: tuple[Any, ...] = (medium, self.captions, declared, sorted(self.extras.items()))
-        said += (sorted(self.roles.items()),) if self.roles else ()
+        roles = {name: self.told_roles.get(name) or medium for name, medium in self.roles.items()}
+        said += (sorted(roles.items()),) if roles else ()
         said += (self.repeats,) if self.repeats > 1 else ()
         said += ("prior",) if self.is_prior else ()
         return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -191,9 +195,12 @@ class GenerationRows(Sequence[GenerationRow]):
 
     def _parse(self, number: int) -> GenerationRow:
         file, at = self._locate(number)
-        row = parse_row(file.reader.read(at), file.reader.place(at), self._columns, file.folder, self._roles)
-        told = file.told(row.media) if isinstance(row.media, str) else ""
-        return replace(row, captions=self._rules(row.captions), repeats=file.repeats, is_prior=file.is_prior, told=told)
+        given = (file.reader.read(at), file.reader.place(at), self._columns, file.folder)
+        row = parse_row(*given, self._roles, file.companions)
+        of_roles = {name: file.told(each) for name, each in row.roles.items()}
+        told: dict[str, Any] = {"told": file.told(row.media), "told_roles": of_roles}
+        own: dict[str, Any] = {"repeats": file.repeats, "is_prior": file.is_prior}
+        return replace(row, captions=self._rules(row.captions), **own, **told)
 
     def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
@@ -253,7 +260,20 @@ def read_rows(
     files = open_row_files(basic) if files is None else files
     columns = ColumnNames(basic.get("media_column"), basic.get("caption_column"))
     may_skip, rules = basic.on_bad_sample == "skip", CaptionRules.read(basic)
+    _check_companions(files, roles)
     return GenerationRows(files, columns, basic.max_samples, may_skip=may_skip, look=look, rules=rules, roles=roles)
+
+
+def _check_companions(files: Sequence[RowFile], roles: Sequence[MediaRole]) -> None:
+    """Folders of media that the task has no use for would be passed over in silence."""
+    known = [column for role in roles for column in role.columns]
+    for companion in (each for file in files for each in file.companions):
+        if companion.column not in known:
+            raise ConfigError(
+                "is no medium that the model is given",
+                key=companion.key,
+                way_out=f"Set model.task to what the data are for. This task takes {', '.join(known) or 'none'}.",
+            )
 
 
 def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) -> MediaLoader:
@@ -271,6 +291,7 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     if folder is not None:
         root = Path(folder) if Path(folder).is_dir() else root / folder
     own = [each.media_root for each in files if each.media_root is not None]
+    companions = dict.fromkeys(str(each.path) for file in files for each in file.companions)
     if files and len(own) == len(files) and not root.is_dir():
         root = Path(own[0])
     if not root.is_dir():  # said once, not for every row
@@ -279,7 +300,7 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
             key=f"{_BASIC}.{'dataset_dir' if folder is None else 'data_folder'}",
             way_out="Name the folder that the rows' paths start at.",
         )
-    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own)))
+    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own), *companions))
 
 
 def media_digest(media: bytes | BinaryIO) -> bytes:
@@ -315,6 +336,7 @@ def parse_row(
     columns: ColumnNames,
     folder: str = "",
     roles: Sequence[MediaRole] = (),
+    companions: Sequence[CompanionFolder] = (),
 ) -> GenerationRow:
     """Read what a row says.
 
@@ -324,14 +346,16 @@ def parse_row(
         columns: What holds the medium and the captions.
         folder: Put before relative paths.
         roles: Further media that it names.
+        companions: Where those are that it does not name.
 
     Raises:
         DataError: Naming place, column and value.
     """
     _check_not_null(row, columns, place)
     rest = {name: value for name, value in row.items() if value is not None}
-    of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
+    rest = {each.column: each.of(media, place) for each in companions if each.column not in rest} | rest
+    of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
