@@ -37,7 +37,11 @@ FILES = sorted(EXAMPLES.glob("*/*_lora_*GB_config.yaml"))
 
 def write_folder(folder: Path, name: str) -> None:
     """A released folder without its weights."""
-    pipeline, transformer, vae = RELEASED[name]
+    write_parts(folder, *RELEASED[name])
+
+
+def write_parts(folder: Path, pipeline: str, transformer: dict[str, Any], vae: dict[str, Any]) -> None:
+    """The configurations of a pipeline's folder."""
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
     index = {
         "_class_name": pipeline,
@@ -85,3 +89,30 @@ def test_without_its_measures_a_step_does_not_fit(tmp_path: Path) -> None:
     path = EXAMPLES / "wan2.1/wan2.1_14B_lora_24GB_config.yaml"
     whole = ("training.lora.quantize=null", "features.enable_activation_offload=false")
     assert predicted_gb(path, tmp_path, *whole) > 24
+
+
+LTX2 = {
+    "_class_name": "LTX2VideoTransformer3DModel", "num_attention_heads": 32, "attention_head_dim": 128,
+    "num_layers": 48, "in_channels": 128, "out_channels": 128, "cross_attention_dim": 4096, "audio_in_channels": 128,
+    "audio_out_channels": 128, "audio_num_attention_heads": 32, "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048, "caption_channels": 3840, "rope_type": "split",
+}  # fmt: skip
+"""As released."""
+
+
+@pytest.mark.slow
+def test_a_step_of_ltx2_fits_eight_cards_of_80_gb(tmp_path: Path) -> None:
+    """Pictures and sound of a clip, all weights trained, on as many devices as the first line of the file names."""
+    write_parts(tmp_path, "LTX2Pipeline", LTX2, {"latent_channels": 128})
+    path = EXAMPLES / "ltx2/ltx2_19B_config.yaml"
+    assert ": 8 devices" in path.read_text().partition("\n")[0]
+    arguments = load_with_plugins(path, [f"model.model_name_or_path={tmp_path}"]).arguments
+    text = torch.zeros(1, 1024, 3840)
+    batch = {
+        "sample_ids": ["a"], "epochs": [0], "fps": [24.0], "latents": torch.zeros(1, 128, 16, 16, 24),
+        "audio_latents": torch.zeros(1, 8, 126, 16), "prompt_embeds": text, "audio_prompt_embeds": text,
+        "prompt_mask": torch.ones(1, 1024),
+    }  # fmt: skip
+    needed = forecast(arguments, batch, world_size=8, device_type="cuda").peak / 2**30
+    print(f"{path.stem}: {needed:.1f} GiB")
+    assert 0.3 * 80 < needed < SHARE * 80
