@@ -97,7 +97,7 @@ def test_every_plan(tmp_path: Path, make: Callable[..., Path], name: str) -> Non
     ("words", "beams", "message"),
     [
         (PLANS["fsdp"], 2, "beams are not searched"),
-        ("pipeline_parallel_size: 2", None, "layers that are spread"),
+        ("pipeline_parallel_size: 2, pp_plan: {schedule: gpipe}", None, "layers that are spread"),
         ("tensor_parallel_size: 3", None, "3"),
     ],
 )
