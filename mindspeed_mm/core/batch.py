@@ -63,6 +63,9 @@ BATCH_KEYS: dict[str, str] = {
         f"pixels_{role}": f"(B, 3, T, H, W) uint8, the {role.replace('_', ' ')} that a sample is conditioned on"
         for role in ("first_frame", "last_frame", "source", "mask", "control")
     },
+    "pixels_rejected": "(B, 3, T, H, W) uint8, the rejected sides of preference pairs, whose chosen ones are `pixels`",
+    "rejected_latents": "the same of `latents`",
+    "scores": "(B, 2) float64, what the chosen and the rejected side of each pair are worth",
     "sound": "(B, channels, samples) float32 in -1..1, the sound of clips that is encoded while training",
     "fps": "list of B floats: frames a second of each clip as it is shown to the model; 0 of a picture",
     "is_prior": "(B,) bool, samples that preserve the prior: a loss term of their own",

@@ -132,6 +132,17 @@ class DenoisingObjective:
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum over samples of the weighted mean squared error."""
+        weighted = self.errors(model, batch) * batch["_weights"]
+        if self._arguments.prior_loss_weight is None:
+            return {self.term: weighted.sum()}
+        is_prior = _is_prior(batch).to(weighted.device)
+        return {
+            self.term: (weighted * ~is_prior).sum(),
+            PRIOR: self._arguments.prior_loss_weight * (weighted * is_prior).sum(),
+        }
+
+    def errors(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(B,) mean over a sample's latents of the squared error of the prediction, of a prepared batch."""
         exact, time = self._exact_dtype, batch["_time"]
         noisy, targets = {}, {}
         for key in self._keys:
@@ -146,14 +157,7 @@ class DenoisingObjective:
         for key in self._keys:
             of_key = (predicted[key] - targets[key]).square()
             errors = errors + _mean_of_samples(of_key, given if key == LATENTS else None)
-        weighted = errors * batch["_weights"]
-        if self._arguments.prior_loss_weight is None:
-            return {self.term: weighted.sum()}
-        is_prior = _is_prior(batch).to(weighted.device)
-        return {
-            self.term: (weighted * ~is_prior).sum(),
-            PRIOR: self._arguments.prior_loss_weight * (weighted * is_prior).sum(),
-        }
+        return errors
 
     @property
     def _keys(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 
 TimestepWeight = Literal["constant", "sigma"]
 _LEAST_PROBABILITY = 1e-3
+_HISTOGRAM = "posttrain.dpo.histogram_path"
 
 
 def velocity_error(v: torch.Tensor, noise: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -79,13 +80,15 @@ class ScoreHistogram:
             raise DataError(
                 f"is no histogram of scores: {error}",
                 where=str(path),
-                way_out="Write one with mm posttrain score: an object with bin_edges and counts.",
+                key=_HISTOGRAM,
+                way_out='Write an object with two lists, {"bin_edges", "counts"}.',
             ) from None
         if len(edges) != len(counts) + 1 or not sum(counts):
             raise DataError(
                 f"has {len(edges)} borders and {len(counts)} counts; there must be one border more, and a score",
                 where=str(path),
-                way_out="Write it again with mm posttrain score.",
+                key=_HISTOGRAM,
+                way_out="Correct it.",
             )
         return cls(edges, counts, str(path))
 
@@ -102,8 +105,8 @@ class ScoreHistogram:
         raise DataError(
             f"the score {score:g} lies in none of its bins ({self.edges[0]:g} to {self.edges[-1]:g})",
             where=self.where,
-            key="posttrain.dpo.histogram_path",
-            way_out="Make the histogram of the scores of these rows: mm posttrain score.",
+            key=_HISTOGRAM,
+            way_out="Make the histogram of the scores of these rows.",
         )
 
     @property

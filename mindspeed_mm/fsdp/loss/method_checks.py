@@ -79,6 +79,22 @@ def check_rewarded_generator(method: str, adapter: Any, model: nn.Module) -> Non
         )
 
 
+def check_paired_generator(adapter: Any, model: nn.Module) -> None:
+    """Raise `ConfigError` unless preference pairs can teach this family: it learns one stream of latents.
+
+    Args:
+        adapter: The family's `DiffusionAdapter`.
+        model: Its transformer.
+    """
+    if adapter.further_latents:
+        raise ConfigError(
+            f"'dpo' compares one stream of latents, and {type(model).__name__} has "
+            f"{', '.join(adapter.further_latents)} beside",
+            key=_KEY,
+            way_out="Choose a task or a model without them.",
+        )
+
+
 def check_generator_settings(grpo: GrpoArguments) -> None:
     """Raise `ConfigError` when a setting asks for what only language models have."""
     if grpo.entropy_coef:

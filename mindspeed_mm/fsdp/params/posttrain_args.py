@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 Above0 = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 
-BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("grpo", "nft")}
+BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dpo", "grpo", "nft")}
 """Kind of model → the methods that this version has for it."""
 PAIR_LOSSES = (
     "sigmoid",
@@ -115,7 +115,7 @@ class DpoArguments(Section):
     weight_beta: Above0 | None = None
     """Generators: numerator of that weight; null: the largest share of the histogram."""
     histogram_path: PathText | None = None
-    """Generators: file of the histogram of scores, which `mm posttrain score` writes."""
+    """Generators: JSON file of the histogram of all scores, an object with the lists `bin_edges` and `counts`."""
 
 
 class GrpoArguments(Section):

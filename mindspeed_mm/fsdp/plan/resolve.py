@@ -31,7 +31,12 @@ from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.denoising import check_path_settings
-from mindspeed_mm.fsdp.loss.method_checks import check_generator_settings, check_method, check_rewarded_generator
+from mindspeed_mm.fsdp.loss.method_checks import (
+    check_generator_settings,
+    check_method,
+    check_paired_generator,
+    check_rewarded_generator,
+)
 from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type
 from mindspeed_mm.fsdp.loss.router_aux import check_routers
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -140,7 +145,9 @@ def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedEr
     adapter = facts_of(outline.model).adapter
     assert adapter is not None
     errors.attempt(check_path_settings, adapter.noise_path, arguments.training.diffusion)
-    if method := arguments.posttrain.method:
+    if arguments.posttrain.method == "dpo":
+        errors.attempt(check_paired_generator, adapter, outline.model)
+    elif method := arguments.posttrain.method:
         errors.attempt(check_rewarded_generator, method, adapter, outline.model)
         errors.attempt(check_generator_settings, arguments.posttrain.grpo)
 

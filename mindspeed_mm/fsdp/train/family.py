@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -228,6 +229,13 @@ class GeneratorFamily(Family):
         posttrain = self.arguments.posttrain
         if not posttrain.method:
             return self.denoising(data.train, data.validation)
+        if posttrain.method == "dpo":
+            from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
+            from mindspeed_mm.fsdp.train.rollouts.build_flow import generator_reference
+
+            reference = generator_reference(self.arguments, assembled, job.device)
+            assert reference is not None
+            return FlowPairObjective(self.denoising(data.train, data.validation), posttrain.dpo, reference)
         from mindspeed_mm.fsdp.loss.flow_objectives import FlowPolicyObjective, NftObjective
 
         if posttrain.method == "grpo":
@@ -257,9 +265,15 @@ class GeneratorFamily(Family):
         """Denoising on features that are there, each with its caption."""
         training = self.arguments.training
         diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
-        return DenoisingObjective(
+        denoising = DenoisingObjective(
             self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype
         )
+        if self.arguments.posttrain.method != "dpo":
+            return denoising
+        from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
+
+        dpo = self.arguments.posttrain.dpo.model_copy(update={"histogram_path": None})
+        return FlowPairObjective(denoising, dpo, lambda: nullcontext(outline.model))
 
     def rollout_source(
         self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None

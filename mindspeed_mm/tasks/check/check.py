@@ -277,6 +277,8 @@ class _Check:
             self._collect([partial(check_encoders, (dataset, validation))])
         if reference_kind(arguments) == "stored":
             self._collect([partial(self._stored_reference, [each for each in (dataset, validation) if each])])
+        if arguments.posttrain.dpo.histogram_path:
+            self._collect([partial(self._histogram, arguments.posttrain.dpo.histogram_path)])
         self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
         loader = build_mm_dataloader(
             dataset,
@@ -301,6 +303,12 @@ class _Check:
         from mindspeed_mm.fsdp.train.stored_reference import opened_reference
 
         opened_reference(self.config.arguments, sets)
+
+    def _histogram(self, path: str) -> None:
+        """The histogram by which pairs are weighed can be read."""
+        from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+
+        ScoreHistogram.read(path)
 
     def _before_extraction(self, param: DatasetParam) -> DatasetParam:
         """Where features are still to be made, the media that they will be made of are looked at instead."""

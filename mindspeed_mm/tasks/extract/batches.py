@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
-from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 PIXELS_AT_ONCE = 4 << 20
@@ -160,7 +160,7 @@ def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
     of_row = (index, key, place, path, row.captions, source.sizes[index])
     record = FeatureRecord(
         *of_row, fps=source.fps(index), said=said, repeats=row.repeats,
-        is_prior=row.is_prior, medium=medium, pixels=source.pixels_key(index), **vars(needs),
+        is_prior=row.is_prior, scores=row.scores, medium=medium, pixels=source.pixels_key(index), **vars(needs),
     )  # fmt: skip
     return record, pixels
 
@@ -203,7 +203,8 @@ class BatchEncoder:
         if not batch.records:
             return {}
         media = self._encode_views(batch.pixels) if batch.pixels else {}
-        usable = _take_usable(batch, media["latents"]) if media else range(len(batch.records))
+        learned = [media[name] for name in ("latents", REJECTED_LATENTS) if name in media]
+        usable = _take_usable(batch, torch.cat(learned, dim=1)) if media else range(len(batch.records))
         batch.records = [
             replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
         ]
@@ -265,6 +266,8 @@ class BatchEncoder:
     def _encode_media(self, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, …) each."""
         found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
+        if REJECTED.name in media:
+            found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media[REJECTED.name])
         found |= self._adapter.encode_conditions(self._pipeline, media)
         return {name: values.cpu().contiguous() for name, values in found.items()}
 

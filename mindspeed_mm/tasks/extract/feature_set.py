@@ -18,6 +18,7 @@ from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
+from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.data.feature_store.description import (
@@ -157,7 +158,7 @@ class SetExtraction:
             preprocess,
             self._adapter.geometry,
             self._marks,
-            roles=self._adapter.media_roles,
+            roles=roles_of_rows(self._adapter.media_roles, basic),
             sound=self._adapter.sound,
             reads_fps=self._adapter.reads_fps,
             family_fps=self._adapter.frames_per_second,

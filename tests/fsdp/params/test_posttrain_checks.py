@@ -107,6 +107,31 @@ def test_what_supervised_training_has_alone(key: str, others: dict[str, Any]) ->
     assert problem.key == key
 
 
+MEDIA = {"data": {"dataset_param": {"dataset_type": "generation", "basic_parameters": {"stage": "rm"}}}}
+
+
+@pytest.mark.parametrize(
+    ("dpo", "others", "key"),
+    [
+        ({"loss_type": "ipo"}, MEDIA, "dpo.loss_type"),
+        ({"ld_alpha": 0.5}, MEDIA, "dpo.ld_alpha"),
+        ({"label_smoothing": 0.1}, MEDIA, "dpo.label_smoothing"),
+        ({"weight_alpha": 1.0}, MEDIA, "dpo.histogram_path"),
+        ({"histogram_path": "a.json"}, MEDIA, "dpo.histogram_path"),
+        ({"timestep_weight": "sigma"}, {}, "dpo.timestep_weight"),
+        ({"weight_beta": 1.0}, {}, "dpo.weight_beta"),
+    ],
+)
+def test_settings_of_pairs_of_media_and_of_answers(dpo: dict[str, Any], others: dict[str, Any], key: str) -> None:
+    (problem,) = posttrain_problems(tree({"method": "dpo", "dpo": dpo}, others))
+    assert problem.key == f"posttrain.{key}"
+
+
+def test_errors_of_generators_cannot_be_stored() -> None:
+    (problem,) = posttrain_problems(tree({"method": "dpo", "reference": {"kind": "stored"}}, MEDIA))
+    assert problem.key == "posttrain.reference.kind" and "other noise" in problem.what
+
+
 @pytest.mark.parametrize(
     ("posttrain", "others", "kind"),
     [

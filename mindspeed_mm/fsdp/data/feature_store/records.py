@@ -41,6 +41,8 @@ class FeatureRecord:
     """How often an epoch reads the row."""
     is_prior: bool = False
     """Whether the row preserves the prior."""
+    scores: Sequence[float] = ()
+    """Of the chosen and the rejected side of a preference pair, where the row has them."""
     medium: str = ""
     """Digest of the medium's file, 32 hex digits; like the next two empty in sets of versions that did not note it."""
     pixels: str = ""
@@ -80,7 +82,11 @@ class FeatureRecord:
         places = {name: (str(file), str(stored)) for name, (file, stored) in line.get("places", {}).items()}
         content = {entry.name: line[entry.name] for entry in fields(cls) if entry.name in line}
         own = {"captions": tuple(line["captions"]), "size": MediaSize(*line["size"]), "tensors": tensors}
-        own |= {"places": places, "caption_stems": tuple(line.get("caption_stems", ()))}
+        own |= {
+            "scores": tuple(line.get("scores", ())),
+            "places": places,
+            "caption_stems": tuple(line.get("caption_stems", ())),
+        }
         return cls(**{**content, **own})
 
 

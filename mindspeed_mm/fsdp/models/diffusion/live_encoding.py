@@ -12,7 +12,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
-from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
 
 _SHOWN = 40
 _CAPTIONS_KEPT = 256
@@ -44,9 +44,13 @@ class LiveEncoder:
         encoded: dict[str, list[torch.Tensor]] = {}
         texts: list[TextFeatures] = []
         keys = {TARGET: "pixels", **{role.name: role.batch_key for role in self._adapter.media_roles}}
+        if REJECTED.batch_key in batch:
+            keys[REJECTED.name] = REJECTED.batch_key
         for row in range(len(batch["pixels"])):
             media = {name: batch[key][row : row + 1] for name, key in keys.items()}
             found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
+            if REJECTED.name in media:
+                found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media.pop(REJECTED.name))
             found |= self._adapter.encode_conditions(self._pipeline, media)
             for key, tensor in found.items():
                 encoded.setdefault(key, []).append(tensor.cpu())

@@ -43,5 +43,9 @@ PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", fra
 SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
 CONTROL_VIDEO = MediaRole("control", ("control", "control_video", "src_video", "source"), "all", "control", "video")
 MASK_OF_VIDEO = MediaRole("mask", ("mask", "mask_video", "src_video_mask"), "all", "mask", "mask")
+REJECTED = MediaRole("rejected", ("file_rejected", "rejected", "path_rejected"), "all", "", "")
+"""The side of a preference pair that is thought less of; no family asks for it, and every one learns from it."""
+REJECTED_LATENTS = "rejected_latents"
+"""Where a batch has the latents of it."""
 SOUND = MediaRole("sound", ("audio", "sound", "audio_path"), "sound", "sound", "sound", frame_of_target=0)
 """The target's own track, unless a row names a file of sound; never asked for in sampling."""

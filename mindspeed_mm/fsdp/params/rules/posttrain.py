@@ -8,9 +8,19 @@ from typing import Literal
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.fsdp.params.posttrain_args import WITHOUT_REFERENCE, PosttrainArguments, RolloutArguments
+from mindspeed_mm.fsdp.params.posttrain_args import (
+    WITHOUT_REFERENCE,
+    DpoArguments,
+    PosttrainArguments,
+    RolloutArguments,
+)
 
 _KEY = "posttrain"
+_OF_GENERATORS = "generation"
+"""Type of a data set of generators."""
+_ANSWERS_ALONE = ("label_smoothing", "ld_alpha")
+_MEDIA_ALONE = ("timestep_weight", "weight_alpha", "weight_beta", "histogram_path")
+"""Keys of `posttrain.dpo` that act on pairs of answers, and those that act on pairs of media."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations after which the base model alone is not what training started from."""
 _SMOOTHED = frozenset({"sigmoid", "sigmoid_norm", "robust", "exo_pair"})
@@ -54,13 +64,18 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(
                 f"'{stage}' reads rows with one answer, and posttrain.method: dpo compares two",
                 key=key,
-                way_out="Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
+                way_out="Set stage: rm, for rows with file and file_rejected."
+                if dataset.dataset_type == _OF_GENERATORS
+                else "Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
             )
 
 
 def _gives_rows(dataset: DatasetParam) -> bool:
-    """Whether the section names rows of conversations."""
-    return bool(dataset.basic_parameters.dataset) and dataset.dataset_type == "huggingface"
+    """Whether the section names rows of conversations, or of media."""
+    basic = dataset.basic_parameters
+    if dataset.dataset_type == _OF_GENERATORS:
+        return bool(basic.dataset or basic.get("features_dir"))
+    return bool(basic.dataset) and dataset.dataset_type == "huggingface"
 
 
 def needs_reference(posttrain: PosttrainArguments) -> bool:
@@ -157,6 +172,7 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
 
 
 def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
+    yield from _of_pairs_of_media(arguments)
     dpo = arguments.posttrain.dpo
     if dpo.loss_weights is not None and len(dpo.loss_weights) != len(dpo.loss_type):
         yield Problem(
@@ -184,6 +200,43 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
                 key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
                 way_out="Leave it out.",
             )
+
+
+def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:
+    """Generators have one loss, and settings of their own."""
+    dpo, defaults = arguments.posttrain.dpo, DpoArguments()
+    draws = arguments.data.dataset_param.dataset_type == _OF_GENERATORS
+    for name in _ANSWERS_ALONE if draws else _MEDIA_ALONE:
+        if (value := getattr(dpo, name)) != getattr(defaults, name):
+            yield Problem(
+                f"{value} has no effect on {'generators' if draws else 'answers'}",
+                key=f"{_KEY}.dpo.{name}",
+                way_out="Leave it out.",
+            )
+    if not draws:
+        return
+    if dpo.loss_type != ("sigmoid",):
+        yield Problem(
+            f"'{', '.join(dpo.loss_type)}' compares probabilities, which generators do not give",
+            key=f"{_KEY}.dpo.loss_type",
+            way_out="Set it to sigmoid.",
+        )
+    if reference_kind(arguments) == "stored":
+        yield Problem(
+            "'stored', but errors of generators are of other noise in each epoch",
+            key=f"{_KEY}.reference.kind",
+            way_out="Set it to auto.",
+        )
+    if bool(dpo.weight_alpha) != (dpo.histogram_path is not None):
+        yield Problem(
+            "is not given, but posttrain.dpo.weight_alpha weighs pairs by it"
+            if dpo.weight_alpha
+            else "is given, but posttrain.dpo.weight_alpha is 0",
+            key=f"{_KEY}.dpo.histogram_path",
+            way_out="Give both, or neither.",
+        )
+    if (weight := arguments.training.diffusion.prior_loss_weight) is not None:
+        yield _not_with_method("training.diffusion.prior_loss_weight", f"{weight:g}", "dpo")
 
 
 def _of_samples(arguments: Arguments) -> Iterator[Problem]:

@@ -68,10 +68,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),
     "posttrain.reference.sync_steps": (0,),
     "posttrain.reference.mixup_alpha": (0.6,),
-    "posttrain.dpo.timestep_weight": ("constant",),
-    "posttrain.dpo.weight_alpha": (0.0,),
-    "posttrain.dpo.weight_beta": (None,),
-    "posttrain.dpo.histogram_path": (None,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

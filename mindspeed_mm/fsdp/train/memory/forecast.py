@@ -17,7 +17,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, SOUND
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -97,6 +97,8 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     made |= {
         key: torch.zeros(rows, *shape) for key, shape in adapter.condition_shapes(tuple(latents.shape[1:])).items()
     }
+    if REJECTED.batch_key in batch:
+        made[REJECTED_LATENTS] = latents
     encoded = {"captions", SOUND.batch_key, *(key for key in batch if key.startswith("pixels"))}
     kept = {key: value for key, value in batch.items() if key not in encoded}
     return kept | made

@@ -53,7 +53,7 @@ def build_flow_rollouts(
     def own(batch: Batch) -> Batch:
         return move(batch if context is None else context.split(batch), job.device)
 
-    reference = _reference(arguments, assembled, job.device)
+    reference = generator_reference(arguments, assembled, job.device)
     old: Switch = average.applied if isinstance(average, OldPolicy) else nullcontext
     return FlowRollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
@@ -67,7 +67,7 @@ def build_flow_rollouts(
     )
 
 
-def _reference(arguments: Arguments, assembled: Assembled, device: torch.device) -> Switch | None:
+def generator_reference(arguments: Arguments, assembled: Assembled, device: torch.device) -> Switch | None:
     """What makes the model the one that training started from; None where nothing is compared with it.
 
     Raises:

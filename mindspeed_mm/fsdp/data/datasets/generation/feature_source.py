@@ -13,12 +13,14 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
+from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
 from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
 from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
 from mindspeed_mm.fsdp.data.feature_store import FeatureStore, SkippedRow, check_provenance
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED_LATENTS
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"
@@ -50,10 +52,19 @@ class FeatureSource:
         self._adapter, self._basic = adapter, basic
         self.seed = 0
         self._records = self._store.records[: basic.max_samples]
+        self._roles = roles_of_rows(adapter.media_roles, basic)
+        self._has_pairs = basic.stage == "rm"
         self._has_prior = any(record.is_prior for record in self._records)
         if not self._records:
             raise DataError(
                 "the feature set is empty", where=str(store.folder), key=_KEY, way_out="Run mm extract again."
+            )
+        if self._has_pairs and not all(REJECTED_LATENTS in record.tensors for record in self._records):
+            raise DataError(
+                "the features hold no rejected sides, and stage is rm",
+                where=str(store.folder),
+                key=_KEY,
+                way_out="Extract rows with file_rejected by this configuration into another folder.",
             )
         self.sizes: list[MediaSize] = [record.size for record in self._records]
         self._check_preprocessing(SizeSettings.read(preprocess))
@@ -82,7 +93,7 @@ class FeatureSource:
         if self._basic.mix is None or self._basic.dataset is None:
             return []
         with warnings.catch_warnings(action="ignore"):
-            rows = read_rows(self._basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._adapter.media_roles)
+            rows = read_rows(self._basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._roles)
         known = {(str(row.place), row.digest): entry for row, entry in zip(rows, rows.entries(), strict=True)}
         found = [known.get((record.place, record.said)) for record in self._records]
         if None in found:
@@ -105,6 +116,10 @@ class FeatureSource:
         features = self._store.read(index, caption, view)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
         prior = {"is_prior": torch.tensor(record.is_prior)} if self._has_prior else {}
+        if not self._has_pairs:
+            features.pop(REJECTED_LATENTS, None)
+        elif record.scores:
+            features["scores"] = torch.tensor(record.scores, dtype=torch.float64)
         return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features, **prior}
 
     def describe(self, index: int) -> SampleDescription:
@@ -146,7 +161,7 @@ class FeatureSource:
     def _changes_from(self, basic: BasicParameters, skipped: Sequence[SkippedRow]) -> list[Problem]:
         try:
             with warnings.catch_warnings(action="ignore"):  # of rows that repeat another, which this set tells itself
-                rows = read_rows(basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._adapter.media_roles)
+                rows = read_rows(basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._roles)
         except DataError as error:
             return [replace(problem, way_out="") for problem in error.problems]
         return row_changes(self._store.records, skipped, rows)

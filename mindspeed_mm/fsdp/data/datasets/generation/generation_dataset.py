@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
+from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import row_sources
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -69,7 +70,7 @@ class GenerationDataset(MMDataset):
                 basic_param,
                 preprocess_param,
                 adapter.geometry,
-                roles=adapter.media_roles,
+                roles=roles_of_rows(adapter.media_roles, basic_param),
                 sound=adapter.sound,
                 reads_fps=adapter.reads_fps,
                 family_fps=adapter.frames_per_second,

@@ -41,7 +41,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
 )
-from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND, TARGET, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, SOUND, TARGET, MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
@@ -157,7 +157,8 @@ class RawSource:
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
         known = {"sample_id": sample_id, "epoch": epoch, "fps": self.fps(index), "caption": caption}
         prior = {"is_prior": torch.tensor(row.is_prior)} if self._has_prior else {}
-        return {**known, "pixels": media[TARGET], **of_roles, **prior}
+        scores = {"scores": torch.tensor(row.scores, dtype=torch.float64)} if row.scores else {}
+        return {**known, "pixels": media[TARGET], **of_roles, **prior, **scores}
 
     def fps(self, index: int) -> float:
         """Frames a second of row `index` as it is shown; 0 of a picture, and where no model reads it."""
@@ -203,6 +204,8 @@ class RawSource:
         size, view = self.sizes[index], self._settings.view(self.digest(index, row).hex(), number)
         seen = {TARGET: media_pixels(row, size, self.media, self._sampling, view)}
         of_roles = row.media_of_roles()
+        if REJECTED in self._roles:
+            _check_same_size(self.headers[index], probe_media(of_roles[REJECTED.name], self.media))
         for role in self._roles:
             if role.frames == "sound":
                 seen[role.name] = self._heard(index, of_roles.get(role.name, row))
@@ -465,6 +468,18 @@ def rates_note(rates: Sequence[float], family_fps: float) -> str:
         f"{len(others)} of {clips} clips are read with {found} frames a second, and the model makes {family_fps:g}: "
         f"it would learn another speed. preprocess_parameters.fps: {family_fps:g} resamples them"
     )
+
+
+def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
+    """Raise `DataError` where the sides of a pair differ in size: they are given the same noise."""
+    sizes = [(each.height, each.width, each.frames) for each in (chosen, rejected)]
+    if sizes[0] != sizes[1]:
+        told = ["×".join(map(str, size)) for size in sizes]
+        raise DataError(
+            f"the chosen side is {told[0]} (height × width × frames), the rejected one {told[1]}",
+            key=REJECTED.columns[0],
+            way_out="Pair media of one size.",
+        )
 
 
 def _at(row: GenerationRow, error: DataError) -> DataError:

@@ -26,8 +26,9 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_me
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
+from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
-from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -60,6 +61,8 @@ class GenerationRow:
     """Columns that are none of the above."""
     roles: Mapping[str, str | bytes] = field(default_factory=dict)
     """Further media by their role, see `MediaRole`."""
+    scores: tuple[float, ...] = ()
+    """Of the chosen and the rejected side of a preference pair."""
     repeats: int = 1
     """How often an epoch reads it."""
     is_prior: bool = False
@@ -93,6 +96,7 @@ class GenerationRow:
         said += (sorted(roles.items()),) if roles else ()
         said += (self.repeats,) if self.repeats > 1 else ()
         said += ("prior",) if self.is_prior else ()
+        said += (self.scores,) if self.scores else ()
         return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -351,8 +355,13 @@ def parse_row(
     Raises:
         DataError: Naming place, column and value.
     """
-    _check_not_null(row, columns, place)
+    if REJECTED not in roles:
+        _check_not_null(row, columns, place)
     rest = {name: value for name, value in row.items() if value is not None}
+    scores: tuple[float, ...] = ()
+    if REJECTED in roles:
+        rest = as_pair(rest, place)
+        scores = take_scores(rest, place)
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     rest = {each.column: each.of(media, place) for each in companions if each.column not in rest} | rest
     of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
@@ -376,6 +385,7 @@ def parse_row(
         width=_number(size["width"], int, "width", place),
         extras=rest,
         roles=of_roles,
+        scores=scores,
     )
 
 

@@ -1,0 +1,130 @@
+"""Preference pairs of generators: both sides of a pair are given the same noise at the same level, and go through the
+transformer together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
+from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_loss, pair_margin, pair_weight, timestep_factor
+from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED_LATENTS
+from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
+
+BETA = 2000.0
+"""Of `posttrain.dpo.beta: null`."""
+Switch = Callable[[], AbstractContextManager[Any]]
+"""Enters the reference, and gives the model to call meanwhile; None: the policy, which is changed inside."""
+
+
+class FlowPairObjective:
+    """Diffusion-DPO (arXiv:2311.12908, equation 14), of flows Flow-DPO (arXiv:2501.13918): with e the mean squared
+    error of a prediction, the sum over pairs of −log σ(−β/2 · ω · [(e_w − e_w of the reference) − (e_l − e_l of the
+    reference)]), divided by the pairs of the step. ω is `training.diffusion.loss_weighting`. With `pref_ftx` stands
+    beside it the chosen sides' ω · e.
+
+    Measured beside them: `rewards/margins`, β/2 · ω · the margin; `rewards/accuracies`, the share of pairs that the
+    policy has moved the right way; `errors/chosen`, `errors/rejected`, the errors themselves.
+
+    Args:
+        denoising: Draws noise and times, encodes, and takes errors.
+        dpo: The section.
+        reference: See `Switch`.
+    """
+
+    term, sft_term = "loss", "sft"
+
+    def __init__(self, denoising: DenoisingObjective, dpo: DpoArguments, reference: Switch) -> None:
+        self._denoising, self._dpo, self._reference = denoising, dpo, reference
+        self._beta = BETA if dpo.beta is None else dpo.beta
+        self._histogram = ScoreHistogram.read(dpo.histogram_path) if dpo.histogram_path else None
+
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
+        """As denoising prepares the chosen sides; adds `_pair_weights` (B,).
+
+        Raises:
+            DataError: The rows are no pairs, their sides differ in size, or scores are missing.
+        """
+        batch = self._denoising.prepare(batch, training=training)
+        if REJECTED_LATENTS not in batch:
+            raise DataError(
+                "the batch holds no preference pairs",
+                key="data.dataset_param.basic_parameters.stage",
+                way_out="Set stage: rm, for rows with file and file_rejected.",
+            )
+        real = len(batch["sample_ids"]) - int(batch.get("blank_rows", 0))
+        weights = torch.ones(len(batch["sample_ids"]), dtype=batch["_weights"].dtype)
+        if self._histogram is not None:
+            weights = torch.tensor(self._weights(batch), dtype=batch["_weights"].dtype)
+        weights[real:] = 0
+        return batch | {"_pair_weights": weights}
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Pairs."""
+        pairs = float(sum(len(batch["sample_ids"]) - int(batch.get("blank_rows", 0)) for batch in batches))
+        names = [self.term, "rewards/margins", "rewards/accuracies", "errors/chosen", "errors/rejected"]
+        return dict.fromkeys([*names, self.sft_term] if self._dpo.pref_ftx else names, pairs)
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Latent tokens of both sides."""
+        one = self._denoising.tokens(batch)
+        return BatchTokens(*(2 * each for each in one))
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"preferences, beta {self._beta:g}, {self._denoising.describe()}"
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """Sums over the pairs of this micro-batch."""
+        both = as_sides(batch)
+        with torch.no_grad(), self._reference() as reference:
+            reference_w, reference_l = self._denoising.errors(model if reference is None else reference, both).chunk(2)
+        error_w, error_l = self._denoising.errors(model, both).chunk(2)
+        omega, counts = batch["_weights"], batch["_pair_weights"]
+        beta = self._beta * omega * timestep_factor(self._dpo.timestep_weight, batch["_time"])
+        margin = pair_margin(error_w, error_l, reference_w, reference_l)
+        is_real = (counts > 0).to(margin)
+        found = {
+            self.term: (pair_loss(margin, beta) * counts).sum(),
+            "rewards/margins": (0.5 * beta * margin.detach() * is_real).sum(),
+            "rewards/accuracies": ((margin.detach() > 0).to(margin) * is_real).sum(),
+            "errors/chosen": (error_w.detach() * is_real).sum(),
+            "errors/rejected": (error_l.detach() * is_real).sum(),
+        }
+        if self._dpo.pref_ftx:
+            found[self.sft_term] = self._dpo.pref_ftx * (error_w * omega * is_real).sum()
+        return found
+
+    def _weights(self, batch: Batch) -> list[float]:
+        assert self._histogram is not None
+        if "scores" not in batch:
+            raise DataError(
+                "the rows have no scores, by which posttrain.dpo.weight_alpha weighs pairs",
+                key="posttrain.dpo.weight_alpha",
+                way_out="Give rows score and score_rejected, or set it to 0.",
+            )
+        alpha, beta = self._dpo.weight_alpha, self._dpo.weight_beta
+        return [
+            pair_weight(self._histogram, chosen, rejected, alpha, beta) for chosen, rejected in batch["scores"].tolist()
+        ]
+
+
+def as_sides(batch: Batch) -> Batch:
+    """B prepared pairs as 2B samples: the chosen sides, then the rejected ones, with the same text, noise and times."""
+    rows = len(batch["sample_ids"])
+
+    def twice(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.cat([value, value]) if value.dim() and len(value) == rows else value
+        return [*value, *value] if isinstance(value, list) and len(value) == rows else value
+
+    sides = {key: twice(value) for key, value in batch.items() if key not in (LATENTS, REJECTED_LATENTS)}
+    return sides | {LATENTS: torch.cat([batch[LATENTS], batch[REJECTED_LATENTS]])}
