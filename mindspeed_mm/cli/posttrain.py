@@ -70,7 +70,6 @@ def _trained(method: str, words: tuple[str, ...]) -> int:
         [*words, f"posttrain.method={method}"] if words and words[0] not in ("-h", "--help") else [*words],
         prog_name=f"mm posttrain {method}",
         standalone_mode=False,
-        help_option_names=["-h", "--help"],
     )
     return result if isinstance(result, int) else 0
 

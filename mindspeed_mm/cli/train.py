@@ -21,7 +21,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option(

@@ -88,7 +88,7 @@ def test_a_folder_is_measured(clip: Path, tmp_path: Path) -> None:
 
 def test_prompts_of_what_mm_infer_drew_are_found(clip: Path, tmp_path: Path) -> None:
     own, real = make_pictures(tmp_path / "own", 2, 1), make_pictures(tmp_path / "real", 2, 2)
-    request = evaluate.GeneratedRequest(own, real, clip, tmp_path / "out")
+    request = evaluate.GeneratedRequest(own, real, clip, out=tmp_path / "out")
     score = evaluate.run(request).measures["CLIP score"]
     (own / "samples.jsonl").rename(own / "manifest.jsonl")
     assert evaluate.run(request).measures["CLIP score"] == score

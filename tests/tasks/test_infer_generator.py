@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.cli import infer as cli
+from mindspeed_mm.cli.sharing import words_of
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError, StoppedAfterSave, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
@@ -369,7 +370,7 @@ def test_ranks_get_the_same_command_line() -> None:
     seen = []
 
     def note(context: click.Context, *_: Any) -> int:
-        seen.append(({**context.params, "nproc": None}, cli.words_of(context)))
+        seen.append(({**context.params, "nproc": None}, words_of(context)))
         return 0
 
     with (

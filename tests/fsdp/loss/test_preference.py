@@ -53,11 +53,8 @@ def make_batch(pairs: slice = slice(None)) -> dict[str, Any]:
 class GivenReference:
     """Log-probabilities that are in the batch."""
 
-    def prepare(self, batch: Any, counts: Tensor) -> Any:
-        return {"_reference": batch["_given"]}
-
-    def log_probs(self, *_: Any) -> Tensor:
-        raise AssertionError
+    def answers(self, batch: Any, counts: Tensor) -> Tensor:
+        return batch["_given"]
 
     def describe(self) -> str:
         return "given"
