@@ -85,12 +85,14 @@ BATCH_KEYS: dict[str, str] = {
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
     "prompts": "list of B encoded prompts, which the model answers itself before it is trained on the answers",
     "pairs": "int, how many preference pairs: rows of the chosen answers, then those of the rejected ones",
-    "shared_media": "list of keys of media that are held once, and that the rows of both answers of each pair show",
+    "shared_media": "list of keys of media that are held once, by the first of `media_copies` blocks of rows",
+    "media_copies": "int, how many blocks of B / media_copies rows show the same media, in the same order",
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
 ENGINE_KEYS = frozenset(
     {"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "fps", "blank_rows", "pairs", "shared_media"}
+    | {"media_copies"}
 )
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 

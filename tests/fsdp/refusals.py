@@ -7,6 +7,7 @@ from tests.fsdp.refusals_of_adapters import ADAPTERS
 from tests.fsdp.refusals_of_features import FEATURES, LOSSES, LOW_PRECISION, OPTIMIZERS
 from tests.fsdp.refusals_of_generators import GENERATORS, MEDIA
 from tests.fsdp.refusals_of_plans import PIPELINES, SHARDS, SIZES, TENSORS
+from tests.fsdp.refusals_of_posttrain import ANSWERS, MORE_ANSWERS, MORE_PAIRS, PAIRS
 from tests.fsdp.refusals_of_ranks import EXPERTS, LAYERS, SEQUENCES, TOWERS
 from tests.fsdp.refusals_of_resumes import RESUMES, SAMPLES_OF_RUNS
 from tests.fsdp.refusals_of_rows import FILES, ORDERS, SIZES_OF_MEDIA, TURNS
@@ -275,10 +276,10 @@ MODELS = (
 
 SHORT_TABLE = (
     *(*KEYS, *FOLDERS, *ROWS, *MODELS, *TOOLS, *RUNS, *GENERATORS, *MEDIA, *SIZES, *PIPELINES, *TENSORS, *SHARDS),
-    *(*SEQUENCES, *TOWERS, *EXPERTS, *LAYERS, *RESUMES),
+    *(*SEQUENCES, *TOWERS, *EXPERTS, *LAYERS, *RESUMES, *PAIRS, *ANSWERS),
 )
 LONG_TABLE = (
     *(*FEATURES, *LOSSES, *LOW_PRECISION, *OPTIMIZERS, *ADAPTERS),
-    *(*ORDERS, *FILES, *TURNS, *SIZES_OF_MEDIA, *SAMPLES_OF_RUNS),
+    *(*ORDERS, *FILES, *TURNS, *SIZES_OF_MEDIA, *SAMPLES_OF_RUNS, *MORE_PAIRS, *MORE_ANSWERS),
 )
 """What only the long tests go through."""

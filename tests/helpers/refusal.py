@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.helpers.tiny_pairs import make_tiny_pairs
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 BASIC = "data.dataset_param.basic_parameters"
@@ -51,17 +52,33 @@ def make_base(folder: Path, name: str) -> Path:
 
     Args:
         folder: Where to; made.
-        name: `vision` (a Qwen3-VL), `text` (a Qwen3), `moe` (a Qwen3-MoE), `flux`, `t2v` or `i2v` (a Wan).
+        name: `vision` (a Qwen3-VL), `text` (a Qwen3), `moe` (a Qwen3-MoE), `flux`, `t2v` or `i2v` (a Wan); `pairs` and
+            `answers`, a Qwen3 that is trained on preference pairs and on its own answers.
     """
     if name in ("flux", "t2v", "i2v"):
         return make_tiny_generator_run(folder, name)
     if name in _OF_TEXT:
         _OF_TEXT[name](folder / "model")
         make_rows(folder, images=(0,))
-    return make_tiny_run(folder)
+    if name == "pairs":
+        return make_tiny_pairs(folder, images=(0,))
+    return make_tiny_run(folder, **(_ANSWERS if name == "answers" else {}))
 
 
-_OF_TEXT = {"text": make_tiny_qwen3, "moe": make_tiny_qwen3_moe}
+_OF_TEXT = {
+    "text": make_tiny_qwen3,
+    "moe": make_tiny_qwen3_moe,
+    "pairs": make_tiny_qwen3,
+    "answers": make_tiny_qwen3,
+}
+_ANSWERS: dict[str, Any] = {
+    "posttrain": {
+        "method": "grpo",
+        "grpo": {"num_generations": 2},
+        "rollout": {"max_completion_length": 4},
+        "rewards": [{"name": "json"}],
+    }
+}
 
 
 def spoiled(base: Path, folder: Path, row: Refusal) -> Path:

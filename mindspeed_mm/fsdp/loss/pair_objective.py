@@ -78,7 +78,7 @@ ReferencePolicy = ReferenceModel | KnownAnswers
 
 
 class MediaOnce(Protocol):
-    """Lets a picture that both answers of a pair show be encoded once."""
+    """Lets a picture that several answers show be encoded once."""
 
     def repeat(self, batch: Batch) -> Batch:
         """A batch that holds media once, as the model takes it."""

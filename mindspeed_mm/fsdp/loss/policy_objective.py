@@ -11,7 +11,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, ModelInputs, Terms, text_tokens
-from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
+from mindspeed_mm.fsdp.loss.pair_objective import MediaOnce, ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRows, PolicyRule, policy_sums
 
 
@@ -26,6 +26,7 @@ class PolicyObjective:
         model: Under any plan.
         head: The loss of its output head.
         rule: What is summed.
+        media: How media that several answers share reach the model.
         suppressed: Ids that the model never gives: they are left out of the softmax, as while it samples.
         temperature: Of the sampler; logits are divided by it.
         reference: Needed where the rule has a KL term. Its probabilities are of the same softmax, and are computed anew
@@ -39,13 +40,14 @@ class PolicyObjective:
         model: nn.Module,
         head: HeadLoss,
         rule: PolicyRule,
+        media: MediaOnce,
         *,
         suppressed: Sequence[int] = (),
         temperature: float = 1.0,
         reference: ReferenceModel | None = None,
         correction: tuple[str, float] | None = None,
     ) -> None:
-        self._inputs, self._head, self.rule = ModelInputs(model), head, rule
+        self._inputs, self._head, self.rule, self.media = ModelInputs(model), head, rule, media
         self._suppressed = torch.tensor(list(suppressed), dtype=torch.long)
         self._temperature, self._correction = temperature, correction
         self._reference = reference
@@ -56,7 +58,7 @@ class PolicyObjective:
         labels = batch["shift_labels"]
         rows = labelled_rows(labels)
         answers = rows // labels.shape[1]
-        return batch | {
+        return self.media.repeat(batch) | {
             "_rows": rows,
             "_targets": labels.reshape(-1).index_select(0, rows),
             "_segment": answers,

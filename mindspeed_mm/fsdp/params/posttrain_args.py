@@ -93,7 +93,7 @@ class DpoArguments(Section):
     loss_type: Annotated[tuple[str, ...], BeforeValidator(_loss_types)] = ("sigmoid",)
     """One loss, or several that are added: sigmoid (DPO), hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard,
     apo_zero, apo_down, sigmoid_norm, discopop, sft; and simpo and orpo, which need no reference."""
-    loss_weights: tuple[Number, ...] | None = None
+    loss_weights: tuple[NotNegative, ...] | None = None
     """Weights of the losses in `loss_type`, in their order; null: 1 each."""
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a pair is labelled the wrong way round (sigmoid: cDPO; robust: arXiv:2403.00409; exo_pair)."""

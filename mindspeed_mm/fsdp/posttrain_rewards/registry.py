@@ -17,11 +17,11 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,15 +34,23 @@ Row = Mapping[str, Any]
 
 _ROOM = "mindspeed_mm.fsdp.posttrain_rewards"
 _BUILT_IN = {
-    **dict.fromkeys(("exact_match", "contains", "regex", "number", "think_format", "json"), f"{_ROOM}.rules"),
-    **dict.fromkeys(("length", "repetition"), f"{_ROOM}.rules"),
-    "http": f"{_ROOM}.http",
-    "vlm_judge": f"{_ROOM}.vlm_judge",
-    "jpeg_size": f"{_ROOM}.pictures",
-    **dict.fromkeys(("clip_score", "hps_v2", "pickscore"), f"{_ROOM}.clip"),
+    "texts": {
+        **dict.fromkeys(("exact_match", "contains", "regex", "number", "think_format", "json"), f"{_ROOM}.rules"),
+        **dict.fromkeys(("length", "repetition"), f"{_ROOM}.rules"),
+    },
+    "pictures": {
+        "jpeg_size": f"{_ROOM}.pictures",
+        **dict.fromkeys(("clip_score", "hps_v2", "pickscore"), f"{_ROOM}.clip"),
+    },
+    "both": {"http": f"{_ROOM}.http", "vlm_judge": f"{_ROOM}.vlm_judge"},
 }
+"""What they judge → name → module."""
+COMPARING = frozenset({"exact_match", "contains", "number"})
+"""Rewards that need a solution in each row."""
 
-reward_register = Registry("posttrain.rewards", builtin=lambda: _BUILT_IN)
+reward_register = Registry(
+    "posttrain.rewards", builtin=lambda: {name: room for names in _BUILT_IN.values() for name, room in names.items()}
+)
 
 SOLUTION_COLUMNS = ("solution", "answer", "ground_truth")
 """Where rows keep the right answer; verl's rows keep it in `reward_model.ground_truth`."""
@@ -130,6 +138,24 @@ def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | No
     return Reward(name, weight, judge, _extra_of(judge))
 
 
+def check_judges(name: str, completions: Literal["texts", "pictures"]) -> None:
+    """Raise `ConfigError` for a built-in reward of texts where pictures are judged, and the reverse."""
+    others = _BUILT_IN["pictures" if completions == "texts" else "texts"]
+    if name in others:
+        raise ConfigError(
+            f"the reward '{name}' does not judge {completions}, which this model makes",
+            key="posttrain.rewards",
+            way_out=f"Such rewards are {', '.join(sorted({**_BUILT_IN[completions], **_BUILT_IN['both']}))}.",
+        )
+
+
+def check_solutions(names: Iterable[str], rows: Sequence[Row]) -> None:
+    """Raise `DataError` for a row without a solution where one of these rewards compares with it."""
+    for name in COMPARING.intersection(names):
+        for row in rows:
+            needed_solution(name, row)
+
+
 def takes_setting(name: str, setting: str) -> bool:
     """Whether a reward has a setting of this name.
 
@@ -184,3 +210,21 @@ def solution_of(row: Row) -> Any:
             return row[name]
     judged = row.get("reward_model")
     return judged.get("ground_truth") if isinstance(judged, Mapping) else None
+
+
+def needed_solution(name: str, row: Row) -> Any:
+    """The right answer that a row has, for the reward of this name.
+
+    Raises:
+        DataError: The row has none.
+    """
+    truth = solution_of(row)
+    if truth is None:
+        raise DataError(
+            f"the row has no solution, which the reward '{name}' compares with",
+            where=str(row.get("id", "")),
+            key="solution",
+            way_out="Give the row a last turn of the model, or a column solution, answer or ground_truth; or take "
+            "rewards that compare with nothing.",
+        )
+    return truth

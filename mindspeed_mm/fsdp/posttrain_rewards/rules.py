@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register, solution_of
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, needed_solution, reward_register
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 _THOUGHT = re.compile(r"\s*<think>(?!.*<think>)(.*?)</think>(?!.*</think>)\s*\S.*", re.DOTALL)
@@ -46,17 +46,22 @@ def number(
 
 
 @reward_register.register("regex")
-def regex(prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row], *, pattern: str) -> list[float]:
+class RegexReward:
     """1 where the pattern is found in the completion; `^` and `$` are the ends of the whole."""
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(
-            f"'{pattern}' is no regular expression: {error}",
-            key="posttrain.rewards.pattern",
-            way_out="Write it as Python's re takes it.",
-        ) from error
-    return [float(compiled.search(text) is not None) for text in completions]
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{pattern!r} is no regular expression: {error}",
+                key="posttrain.rewards",
+                way_out="Write the setting `pattern` of the reward 'regex' as Python's re takes it.",
+            ) from error
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row]) -> list[float]:
+        """One score a completion, in order."""
+        return [float(self._pattern.search(text) is not None) for text in completions]
 
 
 @reward_register.register("think_format")
@@ -121,16 +126,8 @@ def _against_solutions(
 ) -> list[float]:
     scores = []
     for text, row in zip(completions, rows, strict=True):
-        truth = solution_of(row)
-        if truth is None:
-            raise DataError(
-                f"the row has no solution, which the reward '{name}' compares with",
-                where=str(row.get("id", "")),
-                key="solution",
-                way_out="Give the row a last turn of the model, or a column solution, answer or ground_truth; or take "
-                "rewards that compare with nothing.",
-            )
-        scores.append(float(agrees(text.strip(), str(_text_of(truth)).strip())))
+        truth = _text_of(needed_solution(name, row))
+        scores.append(float(agrees(text.strip(), str(truth).strip())))
     return scores
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
@@ -18,7 +16,13 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
-from mindspeed_mm.fsdp.train.reference import AdaptersOff, FrozenModel, assemble_reference, check_start
+from mindspeed_mm.fsdp.train.reference import (
+    AdaptersOff,
+    FrozenModel,
+    assemble_reference,
+    check_same_tokens,
+    check_start,
+)
 from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
@@ -93,29 +97,11 @@ def _live_reference(
 
 def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) -> FrozenModel:
     second = assemble_reference(arguments, device)
-    _check_same_tokens(assembled.model, second.model, arguments.posttrain.reference.model_name_or_path)
+    check_same_tokens(assembled.model, second.model, arguments.posttrain.reference.model_name_or_path)
     if assembled.applied.towers is not None and second.applied.towers is not None:
         assembled.applied.towers.followers.append(second.applied.towers)
     name = arguments.posttrain.reference.model_name_or_path or "the model that training starts from"
     return FrozenModel(second, name)
-
-
-def _check_same_tokens(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
-    """Raise `ConfigError` where a reference of another kind or vocabulary would read the policy's batches as something
-    else."""
-    own, other = (_reads(model) for model in (policy, reference))
-    if own != other:
-        raise ConfigError(
-            f"'{folder}' is a {other[0]} with {other[1]:,} tokens, and the trained model is a {own[0]} with "
-            f"{own[1]:,}: it would read the same rows otherwise",
-            key="posttrain.reference.model_name_or_path",
-            way_out="Name a model of the same family and vocabulary.",
-        )
-
-
-def _reads(model: nn.Module) -> tuple[str, int]:
-    config: Any = model.config
-    return str(config.model_type), int(config.get_text_config().vocab_size)
 
 
 BUILDERS: dict[tuple[str, ModelKind], Build] = {

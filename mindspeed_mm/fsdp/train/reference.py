@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
+
+_FOLDER_OF_POLICY, _FOLDER = "model.model_name_or_path", "posttrain.reference.model_name_or_path"
 
 
 class AdaptersOff:
@@ -84,19 +91,54 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         ModelFolderError: Weights are missing or of another shape.
     """
     check_start(arguments)
+    weights = None if arguments.posttrain.reference.model_name_or_path else told_weights(arguments.training.load)
+    with told_of_reference(arguments):
+        return assemble(reference_start(arguments), device, weights=weights, trains=False)
+
+
+def reference_start(arguments: Arguments) -> Arguments:
+    """The configuration of the policy, as that of its reference."""
     folder = arguments.posttrain.reference.model_name_or_path
     given = {"model_name_or_path": folder} if folder else {}
     lora = arguments.training.lora
     if folder or not (lora.pretrained_lora_path or lora.frozen_adapters or lora.quantize):
         lora = LoraArguments()  # what it starts with adds nothing to the model
-    start = arguments.model_copy(
+    return arguments.model_copy(
         update={
             "model": arguments.model.model_copy(update=given),
             "training": arguments.training.model_copy(update={"lora": lora}),
         }
     )
-    weights = None if folder else told_weights(arguments.training.load)
-    return assemble(start, device, weights=weights, trains=False)
+
+
+@contextmanager
+def told_of_reference(arguments: Arguments) -> Iterator[None]:
+    """What is wrong with a folder of its own is told under the key that names it."""
+    has_own = arguments.posttrain.reference.model_name_or_path is not None
+
+    def with_key(problem: Problem) -> Problem:
+        return replace(problem, key=_FOLDER) if has_own and problem.key in ("", _FOLDER_OF_POLICY) else problem
+
+    with told_as(with_key):
+        yield
+
+
+def check_same_tokens(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
+    """Raise `ConfigError` where a reference of another kind or vocabulary would read the policy's batches as something
+    else."""
+    own, other = (_reads(model) for model in (policy, reference))
+    if own != other:
+        raise ConfigError(
+            f"'{folder}' is a {other[0]} with {other[1]:,} tokens, and the trained model is a {own[0]} with "
+            f"{own[1]:,}: it would read the same rows otherwise",
+            key=_FOLDER,
+            way_out="Name a model of the same family and vocabulary.",
+        )
+
+
+def _reads(model: nn.Module) -> tuple[str, int]:
+    config: Any = model.config
+    return str(config.model_type), int(config.get_text_config().vocab_size)
 
 
 def check_start(arguments: Arguments) -> None:

@@ -221,7 +221,7 @@ class _Check:
         # Imported here: what stands above answers without torch.
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
-        from mindspeed_mm.tasks.check.model import check_stored_weights
+        from mindspeed_mm.tasks.check.model import check_reference, check_stored_weights
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -237,6 +237,8 @@ class _Check:
                 self.add(error)
         else:
             self.result.warnings += self.plan.parallel.warnings
+        if reference_kind(arguments) in ("adapters_off", "frozen"):
+            self._collect([partial(check_reference, arguments, self.outline.model)])
 
     def _sizes(self) -> tuple[ParallelSizes, bool]:
         """Sizes of the groups, and whether they are those of the run: of the fewest ranks that fit, where nobody says
@@ -256,7 +258,8 @@ class _Check:
         if arguments.posttrain.rewards:
             from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
 
-            self._collect([partial(build_rewards, arguments)])
+            judged = _MADE.get(arguments.data.dataset_param.dataset_type or "")
+            self._collect([partial(build_rewards, arguments, judged=judged)])
         if is_asked_in_words(arguments):
             from mindspeed_mm.fsdp.train.rollouts.build import longest_of
             from mindspeed_mm.tasks.check.rollouts import first_answers
@@ -447,6 +450,8 @@ def is_asked_in_words(arguments: Arguments) -> bool:
     return arguments.posttrain.method == "grpo" and arguments.data.dataset_param.dataset_type == "huggingface"
 
 
+_MADE: dict[str, Any] = {"huggingface": "texts", "generation_prompts": "pictures"}
+"""Type of a data set → what a model makes of its prompts."""
 _ABOUT_KEYS = re.compile(
     r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
 )

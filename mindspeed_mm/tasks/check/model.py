@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,8 @@ from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
-from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
+from mindspeed_mm.fsdp.train.reference import check_same_tokens, check_start, reference_start, told_of_reference
 
 
 def weights_told(training: TrainingArguments) -> Path | None:
@@ -49,6 +51,32 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
             allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
             allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
         )
+
+
+def check_reference(arguments: Arguments, policy: nn.Module) -> None:
+    """Raise what training would when it builds the reference of preferences or of a divergence.
+
+    Args:
+        arguments: The configuration.
+        policy: On meta.
+
+    Raises:
+        MMError: It cannot be built, has no weights, or reads other tokens than the policy.
+    """
+    folder = arguments.posttrain.reference.model_name_or_path
+    check_start(arguments)
+    if folder is None:
+        return
+    start = reference_start(arguments)
+    with told_of_reference(arguments):
+        outline = build_outline(start)
+        # The adapters and the checkpoint that the policy goes on from are not the reference's.
+        check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
+    if outline.kind.has_tokens:
+        check_same_tokens(policy, outline.model, folder)
+
+
+_FRESH: dict[str, Any] = {"load": None}
 
 
 def _lacks_values(model: nn.Module) -> bool:

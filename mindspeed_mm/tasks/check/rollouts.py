@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.data import MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data import MMDataset, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
-from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths
+from mindspeed_mm.fsdp.train.rollouts.build import build_prompt_loader
+from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths, row_of
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
@@ -29,23 +31,15 @@ def first_answers(
         The prompts, what a resume compares of how they are put together, and the batch.
 
     Raises:
-        DataError: A prompt is off, or leaves no room for an answer.
+        DataError: There are too few prompts, or one is off, leaves no room for an answer or has no solution that a
+            reward compares with.
     """
     training, posttrain = arguments.training, arguments.posttrain
     param, group = prompts_of(arguments.data).dataset_param, posttrain.grpo.num_generations
     dataset, _ = build_mm_dataset(param, seed=training.seed, val_dataset_param=None, encode_ahead=False)
-    loader = build_mm_dataloader(
-        dataset,
-        arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),
-        packs=False,
-        micro_batch_size=training.micro_batch_size * training.gradient_accumulation_steps // group,
-        gradient_accumulation_steps=posttrain.grpo.steps_per_generation,
-        dp_rank=0,
-        dp_size=data_ranks,
-        seed=training.seed,
-        dataset_param=param,
-    )
+    loader = build_prompt_loader(arguments, dataset, 0, data_ranks)
     prompts = next(iter(loader))[0]["prompts"]
+    check_solutions([each.name for each in posttrain.rewards], list(map(row_of, prompts)))
     drawn = [prompt for prompt in prompts for _ in range(group)][: training.micro_batch_size]
     most_new = posttrain.rollout.max_completion_length
     check_lengths(prompts, most_new, longest)

@@ -37,11 +37,13 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"reference": {"kind": "stored", "model_name_or_path": "a"}}, {}, "reference.model_name_or_path", "kind: frozen"),
     ({"reference": {"kind": "frozen", "path": "a"}}, {}, "reference.path", "kind: stored"),
     ({"dpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1]}}, {}, "dpo.loss_weights", "one for each"),
+    ({"dpo": {"loss_weights": [0]}}, {}, "dpo.loss_weights", "above 0"),
     ({"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "dpo.label_smoothing", "sigmoid"),
 ]
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"rewards": []}, {}, "rewards", "exact_match"),
     ({"rewards": [{"name": "json"}, {"name": "json"}]}, {}, "rewards", "weight"),
+    ({"rewards": [{"name": "json", "weight": 0}]}, {}, "rewards", "another weight"),
     ({"grpo": {"num_generations": 1}}, {}, "grpo.num_generations", "2"),
     (
         {"grpo": {"num_generations": 3}},
@@ -67,6 +69,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"rollout": {"temperature": 0}}, {}, "rollout.temperature", "1"),
     ({"rollout": {"ahead": 1}}, {}, "rollout.ahead", "server"),
     ({"rollout": {"backend": "vllm"}}, SAVED, "rollout.base_url", "address"),
+    ({"rollout": {"backend": "vllm", "base_url": "a:80"}}, SAVED, "rollout.base_url", "http"),
     ({"rollout": {"backend": "sglang", "base_url": "http://a"}}, {}, "save", "folder"),
     (
         {"rollout": SERVED},
@@ -163,6 +166,12 @@ def test_the_reference_that_is_chosen(posttrain: dict[str, Any], others: dict[st
 )
 def test_methods_that_need_a_reference(posttrain: dict[str, Any], needed: bool) -> None:
     assert needs_reference(tree(posttrain).posttrain) is needed
+
+
+def test_weights_of_losses_do_not_unlearn() -> None:
+    assert not list(posttrain_problems(tree({"method": "dpo", "dpo": {"loss_weights": [0], "pref_ftx": 1}})))
+    with pytest.raises(ValueError, match="loss_weights"):
+        tree({"method": "dpo", "dpo": {"loss_weights": [-1]}})
 
 
 def test_a_loss_that_nobody_knows() -> None:

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.posttrain_rewards.registry import (
     Judged,
     build_reward,
     check_judged,
+    check_judges,
     scores_of,
     solution_of,
 )
@@ -64,6 +65,21 @@ def test_rules_of_form() -> None:
     assert scored("length", words, max_tokens=10, soft_tokens=4) == [0, -0.5, -0.75, -1, -1]
     assert scored("length", words[3:], max_tokens=10) == [0, -1]
     assert scored("repetition", ["a b c d", "a a a a a", "a b"]) == [0, pytest.approx(-2 / 3), 0]
+
+
+def test_what_rewards_judge() -> None:
+    check_judges("jpeg_size", "pictures")
+    check_judges("http", "texts")
+    check_judges("of_a_plugin", "texts")
+    for name, completions in (("jpeg_size", "texts"), ("regex", "pictures")):
+        with pytest.raises(ConfigError, match=f"'{name}' does not judge {completions}"):
+            check_judges(name, completions)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["(", 3])
+def test_a_pattern_that_is_none(pattern: Any) -> None:
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        build_reward("regex", 1.0, {"pattern": pattern})
 
 
 def test_the_size_of_a_picture_as_jpeg() -> None:

@@ -5,16 +5,12 @@ refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.models.behaviour import media_once
@@ -23,6 +19,7 @@ from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.posttrain import reference
 from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.counted_patches import counted_patches
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import train_steps
@@ -43,21 +40,6 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
 def steps(yaml: str, *words: str) -> Any:
     with keeping_double():
         return train_steps(yaml, ["training.micro_batch_size=4", *words])
-
-
-@contextmanager
-def counted_patches() -> Iterator[list[int]]:
-    """How many patches the tower was given, call by call."""
-    seen: list[int] = []
-    real = Qwen3VLVisionModel.forward
-
-    @wraps(real)
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(len(hidden_states))
-        return real(self, hidden_states, *args, **kwargs)
-
-    with mock.patch.object(Qwen3VLVisionModel, "forward", forward):
-        yield seen
 
 
 def test_pictures_that_both_answers_show_are_encoded_once(yaml: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule, draw_answers
+from mindspeed_mm.fsdp.train.rollouts.server import SERVERS
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
@@ -30,7 +31,11 @@ class _Words(BaseHTTPRequestHandler):
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.asked.append((self.path, content))
-            told = getattr(self, self.path.strip("/").replace("/", "_").replace("v1_", ""))(content)
+            known = getattr(self, self.path.strip("/").replace("/", "_").replace("v1_", ""), None)
+            told = known(content) if known is not None else None
+        if known is None:
+            self.send_error(404)
+            return
         body = json.dumps(told).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -125,3 +130,33 @@ def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> No
     server.server_close()
     with pytest.raises(MachineError, match="the server that draws answers failed: /update_weights_from_disk"):
         Trainer(str(run_of(tmp_path / "away", server.server_port, "sglang"))).train()
+
+
+@pytest.mark.parametrize("backend", SERVERS)
+def test_a_server_that_takes_no_weights_is_named(
+    backend: str, server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = {"success": False, "message": "another shape"}
+    monkeypatch.setattr(_Words, "update_weights_from_disk", lambda self, content: refusing)
+    monkeypatch.delattr(_Words, "collective_rpc")
+    said = {"sglang": "/update_weights_from_disk: another shape", "vllm": "/collective_rpc: 404"}[backend]
+    with pytest.raises(MachineError, match=said) as caught:
+        SERVERS[backend](f"http://127.0.0.1:{server.server_port}").load_weights(Path("a"))
+    assert "posttrain.rollout.base_url" in str(caught.value) and "serve this model" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        ([[-0.5, 100_000, None]], "the token 100000, which the trained model does not have or never gives"),
+        ([[None, 5, None]], "tokens without log-probabilities"),
+        ([], "0 tokens with 0 log-probabilities"),
+    ],
+)
+def test_a_server_of_another_model_is_named(
+    drawn: list[Any], said: str, server: _Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Words, "generate", lambda self, content: {"meta_info": {"output_token_logprobs": drawn}})
+    monkeypatch.setattr(_Words, "update_weights_from_disk", lambda self, content: {"success": True})
+    with pytest.raises(MachineError, match=said):
+        Trainer(str(run_of(tmp_path, server.server_port, "sglang"))).train()

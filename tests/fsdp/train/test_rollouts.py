@@ -1,21 +1,31 @@
 """Training on the model's own answers, in one process: what is drawn, learnt, and replayed by a resume."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError
+from mindspeed_mm.fsdp.models.behaviour import media_once
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
 from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.rollouts import files
 from mindspeed_mm.fsdp.train.rollouts.loader import FLAT_ROLLOUTS
+from mindspeed_mm.fsdp.train.rollouts.text import in_turns
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.check import check
-from tests.helpers.tiny_run import make_tiny_run
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.counted_patches import counted_patches
+from tests.helpers.parity import compare_steps
+from tests.helpers.plan_matrix import FP64
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 POSTTRAIN = {
     "method": "grpo",
@@ -109,6 +119,36 @@ def test_divergence_from_the_reference_and_entropy_are_trained(tmp_path: Path, l
     assert held[0]["loss/entropy"] == pytest.approx(-0.5 * mean, rel=1e-5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_picture_is_encoded_once_for_the_answers_to_it(tmp_path: Path, beta: float) -> None:
+    """While they are drawn, and while they are trained: 16 rows of groups of 4, of 8 and 8 rows of a micro-batch; with
+    the same losses, gradients and weights as with a picture for each row."""
+    make_rows(tmp_path, images=(1, 0, 2))
+    posttrain = {**POSTTRAIN, "grpo": {"num_generations": 4, "beta": beta}}
+    training = {**FP64["training"], "micro_batch_size": 8, "gradient_accumulation_steps": 2}
+    yaml = str(make_tiny_run(tmp_path, training=training, parallel=FP64["parallel"], posttrain=posttrain))
+    with keeping_double(), counted_patches() as once:
+        first = train_steps(yaml, [])
+    with mock.patch.object(media_once, "_takes_grids", lambda _: False), keeping_double(), counted_patches() as often:
+        second = train_steps(yaml, [])
+    assert once and [4 * patches for patches in once] == often
+    compare_steps(second, first, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "has_media", "turns", "blocks"),
+    [
+        ("aaaabbbb", True, [0, 4, 1, 5, 2, 6, 3, 7], 4),
+        ("aaaabb", True, [0, 1, 4, 2, 3, 5], 2),
+        ("aaab", True, [0, 1, 2, 3], 1),
+        ("aabb", False, [0, 1, 2, 3], 1),
+    ],
+)
+def test_blocks_of_rows_show_the_same(groups: str, has_media: bool, turns: list[int], blocks: int) -> None:
+    prompts: Any = {name: {"media": [name] if has_media else []} for name in groups}
+    assert in_turns([prompts[name] for name in groups]) == (turns, blocks)
+
+
 def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     grpo = {"num_generations": 4, "num_iterations": 2}
     save = tmp_path / "run"
@@ -121,6 +161,16 @@ def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match="is missing or broken"):
         trained(path)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "atomic_write_text", full)
+    with pytest.raises(MachineError, match="cannot be written: No space left on device") as caught:
+        trained(configured(tmp_path, {"save": str(tmp_path / "run"), "train_iters": 1}))
+    assert "rollout_0000000.jsonl" in str(caught.value) and "posttrain.rollout.keep" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["seed", "rewards"])

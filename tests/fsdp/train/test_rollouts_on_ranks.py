@@ -81,8 +81,17 @@ def drawn(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any]]:
     """What one process draws and learns."""
-    folder = tmp_path_factory.mktemp("alone")
-    found = trained(*run_of(folder, "run", 1, []))
+    return drawn_and_learnt(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def alone_with_iterations(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, Any]]:
+    """The same where each rollout is trained on twice."""
+    return drawn_and_learnt(tmp_path_factory.mktemp("iterations"), "posttrain.grpo.num_iterations=2")
+
+
+def drawn_and_learnt(folder: Path, *words: str) -> tuple[list[Any], dict[str, Any]]:
+    found = trained(*run_of(folder, "run", 1, list(words)))
     return drawn(folder / "run"), found
 
 
@@ -107,7 +116,7 @@ def killed(path: str, words: list[str], where: str, call: int) -> None:
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    name = {"in a rollout": "judge", "between the steps of one": "batches"}[where]
+    name = "judge" if where == "in a rollout" else "batches"
     real = getattr(TextRollouts, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -120,17 +129,22 @@ def killed(path: str, words: list[str], where: str, call: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=["1 to 1", "2 to 1", "1 to 2", "2 to 2"])
-@pytest.mark.parametrize(("where", "call"), [("in a rollout", 3), ("between the steps of one", 1)])
+@pytest.mark.parametrize(
+    ("where", "call"), [("in a rollout", 3), ("between the steps of one", 1), ("between the iterations of one", 2)]
+)
 def test_a_run_that_was_killed_draws_and_learns_the_same(
-    where: str, call: int, ranks: tuple[int, int], tmp_path: Path, alone: Any
+    where: str, call: int, ranks: tuple[int, int], tmp_path: Path, alone: Any, alone_with_iterations: Any
 ) -> None:
-    """Killed under one number of ranks and gone on with under another; with one process to the bit."""
-    answers, expected = alone
+    """Killed under one number of ranks and gone on with under another; with one process to the bit. Two iterations of
+    the two steps of a rollout are more than the run has."""
+    has_iterations = where == "between the iterations of one"
+    answers, expected = alone_with_iterations if has_iterations else alone
+    own = ["posttrain.grpo.num_iterations=2"] if has_iterations else []
     before, after = ranks
     with pytest.raises(RanksFailed):
-        run_ranks(before, killed, *run_of(tmp_path, "run", before, []), where, call, timeout_s=120)
-    assert drawn(tmp_path / "run") != answers
-    path, words = run_of(tmp_path, "run", after, [])
+        run_ranks(before, killed, *run_of(tmp_path, "run", before, own), where, call, timeout_s=120)
+    assert (drawn(tmp_path / "run") == answers) is has_iterations
+    path, words = run_of(tmp_path, "run", after, own)
     found = run_ranks(after, trained, path, words, timeout_s=120)[0]
     assert drawn(tmp_path / "run") == answers
     assert len(found["losses"]) < STEPS  # it went on, and did not begin anew

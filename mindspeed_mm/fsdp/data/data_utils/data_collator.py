@@ -233,15 +233,28 @@ class PairwiseCollator:
     def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
         """Rows n and B + n answer the same prompt."""
         chosen, rejected = ([_side_of(sample, side) for sample in samples] for side in PAIR_SIDES)
-        shares = all(map(_share_media, chosen, rejected))
-        if shares:
-            rejected = [{**sample, "media": []} for sample in rejected]  # type: ignore[typeddict-item]
-        batch = self._collate([*chosen, *rejected]) | {"pairs": len(samples)}
+        copies = 2 if all(map(_share_media, chosen, rejected)) else 1
+        batch = with_media_once(self._collate, self._plugin, [*chosen, *rejected], copies) | {"pairs": len(samples)}
         batch.pop("sample_ids", None)
-        media = [item for sample in chosen for item in sample.get("media") or ()]
-        if shares and media:
-            batch["shared_media"] = sorted(self._plugin.collate(media).keys() & batch.keys())
         return batch | _names(samples)
+
+
+def with_media_once(collate: Collator, plugin: MediaPlugin, samples: Sequence[Any], copies: int) -> Batch:
+    """A batch that holds the media of so many equal blocks of samples once, under their keys in `shared_media`.
+
+    Args:
+        collate: Samples → batch.
+        plugin: The media plugin that encoded the samples.
+        samples: Block after block; sample n of each block shows the same `media`.
+        copies: Number of blocks; 1: nothing is shared.
+    """
+    first = samples[: len(samples) // copies]
+    media = [item for sample in first for item in sample.get("media") or ()]
+    if copies == 1 or not media:
+        return collate(samples)
+    others: list[Any] = [{**sample, "media": []} for sample in samples[len(first) :]]
+    batch = collate([*first, *others])
+    return batch | {"shared_media": sorted(plugin.collate(media).keys() & batch.keys()), "media_copies": copies}
 
 
 def _side_of(pair: EncodedPair, side: Any) -> EncodedSample:

@@ -237,11 +237,15 @@ def rows_as_they_stand(sampler: EpochSampler) -> EpochSampler:
     return sampler if sampler.size is None else SequentialSampler(sampler.size)
 
 
+TOO_FEW = "data.dataloader_param.drop_last"
+"""Key of the error of a data set without a single step."""
+
+
 def too_few(size: int, why: str) -> DataError:
     """The error of a data set without a single step."""
     return DataError(
         f"the data set has {size} samples, {why}",
-        key="data.dataloader_param.drop_last",
+        key=TOO_FEW,
         way_out="Set drop_last: false, lower the batch size, or give more data.",
     )
 

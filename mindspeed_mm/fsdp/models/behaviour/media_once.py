@@ -1,8 +1,8 @@
-"""A picture that two rows show is encoded once: towers that take flat patches with their grids are given the patches
-once, and their features are handed on twice.
+"""A picture that several rows show is encoded once: towers that take flat patches with their grids are given the
+patches once, and their features are handed on as often as rows show them.
 
-The grids that the model counts its features by stay those of all rows. A tower sees from them that it was given the
-first half of the patches that they tell of.
+The grids that the model counts its features by stay those of all rows. A tower sees from them which part of the patches
+that they tell of it was given: that of the first of several equal blocks of rows.
 """
 
 from __future__ import annotations
@@ -33,54 +33,55 @@ class RepeatedMedia:
         towers = [tower for model in models for tower in model.modules() if _takes_grids(tower)]
         self._encodes_once = bool(towers)
         for tower in towers:
-            TowerOfHalf(tower)
+            RepeatingTower(tower)
 
     def repeat(self, batch: Batch) -> Batch:
-        """A batch of pairs with its shared media as the model takes them: once where its towers hand features on
-        twice, else twice."""
-        twice = {}
+        """A batch with its shared media as the model takes them: once where its towers repeat features, else as often
+        as rows show them."""
+        repeated = {}
         for key in batch.get("shared_media", ()):
             is_once = self._encodes_once and key in _PATCHES and _PATCHES[key] in batch
             if not is_once:
-                twice[key] = _twice(batch[key])
-        return batch | twice
+                repeated[key] = _repeated(batch[key], batch["media_copies"])
+        return batch | repeated
 
 
-class TowerOfHalf:
+class RepeatingTower:
     """The hooks of one tower."""
 
     def __init__(self, tower: nn.Module) -> None:
         self._pixels = _parameters(tower)[0]
-        self._rows = 0
-        """Patches of the call that goes through the tower now, where its features are handed on twice."""
+        self._copies = 1
+        """How often the features of the call that goes through the tower now are handed on."""
         tower.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         tower.register_forward_hook(self._after)
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         """Grids of the patches that are given."""
-        self._rows = 0
+        self._copies = 1
         given = {**dict(zip((self._pixels, "grid_thw"), args, strict=False)), **kwargs}
         pixels, grids = given[self._pixels], given["grid_thw"]
         listed = host_values(grids)
-        patches = sum(int(t) * int(h) * int(w) for t, h, w in listed)
-        if 2 * len(pixels) != patches:
+        copies = _patches(listed) // max(len(pixels), 1)
+        own = listed[: len(listed) // max(copies, 1)]
+        if copies < 2 or len(own) * copies != len(listed) or _patches(own) != len(pixels):
             return None
-        self._rows = len(pixels)
-        given["grid_thw"] = sent_with_values([list(grid) for grid in listed[: len(listed) // 2]], grids)
+        self._copies = copies
+        given["grid_thw"] = sent_with_values([list(grid) for grid in own], grids)
         del given[self._pixels]
         return (pixels,), given
 
     def _after(self, _: nn.Module, _args: Any, output: Any) -> Any:
-        """Features of both halves."""
-        if not self._rows:
+        """Features of all blocks."""
+        if self._copies == 1:
             return None
 
-        def doubled(value: Any) -> Any:
-            return torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() > 1 else value
+        def repeated(value: Any) -> Any:
+            return torch.cat([value] * self._copies) if isinstance(value, Tensor) and value.dim() > 1 else value
 
         if isinstance(output, dict):
-            return type(output)(**{name: tree_map(doubled, value) for name, value in output.items()})
-        return tree_map(doubled, output)
+            return type(output)(**{name: tree_map(repeated, value) for name, value in output.items()})
+        return tree_map(repeated, output)
 
 
 def _takes_grids(tower: nn.Module) -> bool:
@@ -90,12 +91,16 @@ def _takes_grids(tower: nn.Module) -> bool:
     return _parameters(tower)[1:2] == ["grid_thw"]
 
 
+def _patches(grids: list[Any]) -> int:
+    return sum(int(t) * int(h) * int(w) for t, h, w in grids)
+
+
 def _parameters(tower: nn.Module) -> list[str]:
     """Of the class: what stands in place of the instance's forward may take anything."""
     return list(inspect.signature(type(tower).forward).parameters)[1:]
 
 
-def _twice(value: Any) -> Any:
+def _repeated(value: Any, copies: int) -> Any:
     if isinstance(value, Tensor):
-        return torch.cat([value, value]) if value.dim() else value
-    return value + value if isinstance(value, list) else value
+        return torch.cat([value] * copies) if value.dim() else value
+    return value * copies if isinstance(value, list) else value

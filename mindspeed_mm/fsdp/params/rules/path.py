@@ -19,6 +19,7 @@ _INPUTS: dict[str, type[MMError]] = {
     "data.dataset_param.preprocess_parameters.model_name_or_path": ModelFolderError,
     "data.dataset_param.basic_parameters.chat_template": DataError,
     "training.evaluate.data": DataError,
+    "posttrain.reference.model_name_or_path": ModelFolderError,
     "training.load": CheckpointError,
     "training.lora.pretrained_lora_path": CheckpointError,
     "training.lora.frozen_adapters": CheckpointError,

@@ -36,6 +36,7 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
     if posttrain.method is None:
         return
     yield from _of_the_model(arguments)
+    yield from _rows_hold_one_answer(arguments)
     if needs_reference(posttrain):
         yield from _of_the_reference(arguments)
     if posttrain.method == "dpo":
@@ -130,6 +131,17 @@ def _of_the_model(arguments: Arguments) -> Iterator[Problem]:
         yield _not_with_method("model.mtp_num_layers", str(depths), method)
 
 
+def _rows_hold_one_answer(arguments: Arguments) -> Iterator[Problem]:
+    for name in ("dataset_param", "val_dataset_param"):
+        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        if basic is not None and basic.packs:
+            yield Problem(
+                f"true, but posttrain.method: {arguments.posttrain.method} compares answers, each in a row of its own",
+                key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
+                way_out="Leave it out.",
+            )
+
+
 def _not_with_method(key: str, value: str, method: str | None) -> Problem:
     return Problem(
         f"{value} is for supervised training, and posttrain.method is {method}, which has a loss of its own",
@@ -180,6 +192,10 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.dpo.loss_weights",
             way_out="Give one for each loss in posttrain.dpo.loss_type.",
         )
+    if dpo.loss_weights is not None and not any(dpo.loss_weights) and not dpo.pref_ftx:
+        yield Problem(
+            "are all 0: nothing is learnt", key=f"{_KEY}.dpo.loss_weights", way_out="Set one above 0, or leave it out."
+        )
     if "exo_pair" in dpo.loss_type and not dpo.label_smoothing:
         yield Problem(
             "0, but exo_pair takes the logarithm of it",
@@ -192,14 +208,6 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.dpo.label_smoothing",
             way_out=f"Leave it out, or use one of {', '.join(sorted(_SMOOTHED))}.",
         )
-    for name in ("dataset_param", "val_dataset_param"):
-        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
-        if basic is not None and basic.packs:
-            yield Problem(
-                "true, but posttrain.method: dpo compares the two answers of a pair, each in a row of its own",
-                key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
-                way_out="Leave it out.",
-            )
 
 
 def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:
@@ -276,6 +284,12 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.rewards",
             way_out="Name one, e.g. rewards: [{name: exact_match}].",
         )
+    elif not any(reward.weight for reward in posttrain.rewards):
+        yield Problem(
+            "have the weight 0, all of them: nothing is learnt",
+            key=f"{_KEY}.rewards",
+            way_out="Give one another weight; a weight of 0 is for a judge that is only logged.",
+        )
     names = [reward.name for reward in posttrain.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Problem(f"has '{name}' more than once", key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
@@ -344,6 +358,12 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             f"is not given, but posttrain.rollout.backend is {rollout.backend}",
             key=f"{key}.base_url",
             way_out="Give the server's address, e.g. http://host:8000.",
+        )
+    if rollout.base_url and has_server and not rollout.base_url.startswith(("http://", "https://")):
+        yield Problem(
+            f"'{rollout.base_url}' is no http address",
+            key=f"{key}.base_url",
+            way_out="Begin it with http:// or https://, e.g. http://host:8000.",
         )
     if rollout.base_url and not has_server:
         yield Problem(

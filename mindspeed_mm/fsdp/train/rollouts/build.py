@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.data import build_mm_dataloader
+from mindspeed_mm.fsdp.data import MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
+from mindspeed_mm.fsdp.data.dataloader.order import TOO_FEW
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, takes_setting
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, check_judges, takes_setting
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
 from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.reference import FrozenModel
 from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
 from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, ServedRollouts
@@ -43,20 +49,7 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
     """The loader of a run that trains on its own samples."""
     training, posttrain = arguments.training, arguments.posttrain
     grpo = posttrain.grpo
-    samples = training.micro_batch_size * training.gradient_accumulation_steps
-    loader = build_mm_dataloader(
-        prompts,
-        # Reading a prompt takes less than answering it: workers would wait.
-        arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "enable_preload": False}),
-        packs=False,
-        micro_batch_size=samples // grpo.num_generations,
-        gradient_accumulation_steps=grpo.steps_per_generation,
-        dp_rank=job.state.data_rank,
-        dp_size=job.state.data_size,
-        seed=training.seed,
-        dataset_param=arguments.data.dataset_param,
-        group=job.data_group,
-    )
+    loader = build_prompt_loader(arguments, prompts, job.state.data_rank, job.state.data_size, job.data_group)
     plan = RolloutPlan(
         grpo.num_generations,
         grpo.steps_per_generation,
@@ -69,6 +62,53 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
     folder = Path(training.save) if training.save and (keeps or plan.uses > 1) else None
     settings = _mark_of_settings(arguments, prompts) if folder is not None else ""
     return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps, settings=settings)
+
+
+def build_prompt_loader(
+    arguments: Arguments, prompts: MMDataset, rank: int, ranks: int, group: dist.ProcessGroup | None = None
+) -> MMDataLoader:
+    """The loader of the prompts of a rollout: a batch of them for each step that its samples are spread over.
+
+    Args:
+        arguments: The whole configuration.
+        prompts: Of the run.
+        rank: Among those that draw for different prompts.
+        ranks: How many there are.
+        group: Of these ranks.
+
+    Raises:
+        ConfigError: The order is unknown.
+        DataError: There are fewer prompts than a rollout takes.
+    """
+    training, grpo = arguments.training, arguments.posttrain.grpo
+    samples = training.micro_batch_size * training.gradient_accumulation_steps
+    param = arguments.data.dataloader_param
+    with told_as(partial(_too_few_prompts, grpo.steps_per_generation)):
+        return build_mm_dataloader(
+            prompts,
+            # Reading a prompt takes less than answering it: workers would wait.
+            param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "enable_preload": False}),
+            packs=False,
+            micro_batch_size=samples // grpo.num_generations,
+            gradient_accumulation_steps=grpo.steps_per_generation,
+            dp_rank=rank,
+            dp_size=ranks,
+            seed=training.seed,
+            dataset_param=arguments.data.dataset_param,
+            group=group,
+        )
+
+
+def _too_few_prompts(steps: int, problem: Problem) -> Problem:
+    """Of a rollout for several steps, whose prompts are drawn at once, say so."""
+    if steps == 1 or problem.key != TOO_FEW:
+        return problem
+    return replace(
+        problem,
+        what=f"{steps}: {problem.what}, which are the prompts of {steps} steps",
+        key="posttrain.grpo.steps_per_generation",
+        way_out="Lower it, or give more rows.",
+    )
 
 
 def _mark_of_settings(arguments: Arguments, prompts: MMDataset) -> str:
@@ -122,6 +162,7 @@ def build_policy_objective(
         assembled.model,
         head,
         policy_rule(arguments.posttrain.grpo, rollout),
+        RepeatedMedia(assembled.model, *([reference.model] if isinstance(reference, FrozenModel) else [])),
         suppressed=never_drawn(assembled.model, data.train.processor),
         temperature=rollout.temperature,
         reference=reference,
@@ -161,7 +202,7 @@ def build_text_rollouts(
         build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
         objective,
         rule,
-        build_rewards(arguments, job.device),
+        build_rewards(arguments, job.device, "texts"),
         micro_batch_size=training.micro_batch_size,
         batch_size=rollout.batch_size or training.micro_batch_size,
         end_ids=end_ids(model, dataset),
@@ -189,18 +230,25 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
     source.write_weights = write_weights
 
 
-def build_rewards(arguments: Arguments, device: torch.device | str = "cpu") -> list[Reward]:
+def build_rewards(
+    arguments: Arguments,
+    device: torch.device | str = "cpu",
+    judged: Literal["texts", "pictures"] | None = None,
+) -> list[Reward]:
     """The rewards that the section names.
 
     Args:
         arguments: The whole configuration.
         device: Where those with a model of their own work.
+        judged: What the model makes; None: that is seen when they are called.
 
     Raises:
-        ConfigError: One is unknown, or does not take its settings.
+        ConfigError: One is unknown, does not take its settings, or judges something else.
     """
     rewards = []
     for each in arguments.posttrain.rewards:
+        if judged is not None:
+            check_judges(each.name, judged)
         offered = {"timeout_s": each.timeout_s, "device": str(device)}
         taken = {name: value for name, value in offered.items() if takes_setting(each.name, name)}
         rewards.append(build_reward(each.name, each.weight, {**taken, **each.settings}))

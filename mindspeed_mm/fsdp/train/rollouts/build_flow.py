@@ -59,7 +59,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
-        build_rewards(arguments, job.device),
+        build_rewards(arguments, job.device, "pictures"),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.errors import MachineError
 
 FOLDER = "rollouts"
 
@@ -50,8 +51,17 @@ def write_rollout(folder: Path, number: int, text: str) -> None:
         MachineError: The disk is full, or the folder cannot be written.
     """
     path = rollout_file(folder, number)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, text)
+    except OSError as error:
+        raise MachineError(
+            f"the samples of a rollout cannot be written: {error.strerror or error}",
+            where=str(path),
+            key="posttrain.rollout.keep",
+            way_out="Make room and start the run again, which goes on from its last checkpoint; with keep: false only "
+            "the samples that a resume needs are kept.",
+        ) from error
 
 
 def read_rollout(folder: Path, number: int) -> StoredRollout | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
+from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
@@ -41,12 +41,6 @@ class RolloutServer(ABC):
     """
 
     def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"'{base_url}' is no http address",
-                key="posttrain.rollout.base_url",
-                way_out="Begin it with http:// or https://.",
-            )
         self.base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
 
     @abstractmethod
@@ -74,11 +68,12 @@ class RolloutServer(ABC):
                 text = answer.read()
             return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
-            raise self._failed(f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}") from error
+            raise self.failed(f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}") from error
         except (OSError, ValueError) as error:
-            raise self._failed(f"{path}: {error}") from error
+            raise self.failed(f"{path}: {error}") from error
 
-    def _failed(self, what: str) -> MachineError:
+    def failed(self, what: str) -> MachineError:
+        """The error that tells it."""
         return MachineError(
             f"the server that draws answers failed: {what}",
             where=self.base_url,
@@ -89,7 +84,9 @@ class RolloutServer(ABC):
 
     def _answer(self, tokens: Any, log_probs: Any, end_ids: Sequence[int]) -> DrawnAnswer:
         if not tokens or len(tokens) != len(log_probs):
-            raise self._failed(f"{len(tokens or ())} tokens with {len(log_probs or ())} log-probabilities")
+            raise self.failed(f"{len(tokens or ())} tokens with {len(log_probs or ())} log-probabilities")
+        if not all(isinstance(each, float | int) for each in log_probs):
+            raise self.failed("tokens without log-probabilities")
         return DrawnAnswer(list(tokens), list(log_probs), _UNKNOWN, is_truncated=tokens[-1] not in end_ids)
 
 
@@ -100,7 +97,7 @@ class SglangServer(RolloutServer):
         """See `RolloutServer`."""
         told = self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         if not (told or {}).get("success"):
-            raise self._failed(f"/update_weights_from_disk: {(told or {}).get('message')}")
+            raise self.failed(f"/update_weights_from_disk: {(told or {}).get('message')}")
 
     def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
         """See `RolloutServer`."""
@@ -188,9 +185,18 @@ class ServedRollouts(TextRollouts):
                     way_out="Set it to transformers.",
                 )
 
+        never, words = set(self._rule.suppressed), int(self._model.config.get_text_config().vocab_size)
+
         def ask(prompt: EncodedPrompt, key: str) -> DrawnAnswer:
             seed = derive_seed(self._rule.seed, key)
-            return self.server.draw(prompt["input_ids"].tolist(), seed, self._rule, self._end_ids)
+            answer = self.server.draw(prompt["input_ids"].tolist(), seed, self._rule, self._end_ids)
+            for token in answer.token_ids:
+                if token in never or not 0 <= token < words:
+                    raise self.server.failed(
+                        f"the token {token}, which the trained model does not have or never gives: another model "
+                        "answers"
+                    )
+            return answer
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return list(pool.map(ask, prompts, keys))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import gcd
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padded_rows
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padded_rows, with_media_once
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, scores_of
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
 from mindspeed_mm.fsdp.train.train_engine import move
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -90,20 +91,26 @@ class TextRollouts:
         order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]["input_ids"]), place))
         found: dict[int, DrawnAnswer] = {}
         for start in range(0, len(order), self._batch_size):
-            places = order[start : start + self._batch_size]
-            answers = self._drawn([prompts[place] for place in places], [keys[place] for place in places])
+            together = order[start : start + self._batch_size]
+            turns, copies = in_turns([prompts[place] for place in together])
+            places = [together[turn] for turn in turns]
+            answers = self._drawn([prompts[place] for place in places], [keys[place] for place in places], copies)
             found |= dict(zip(places, answers, strict=True))
         return [found[place] for place in range(len(prompts))]
 
-    def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
+    def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str], copies: int) -> list[DrawnAnswer]:
         plugin, pad_id = self._dataset.plugin, self._tokenizer.pad_token_id
-        rows = [{"input_ids": each["input_ids"], **plugin.token_marks(each["input_ids"])} for each in prompts]
-        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}
-        media = [item for prompt in prompts for item in prompt["media"]]
-        inputs = {**left_padded_rows(rows, fills), **(plugin.collate(media) if media else {})}
+
+        def collate(samples: Sequence[Any]) -> Batch:
+            rows = [{"input_ids": each["input_ids"], **plugin.token_marks(each["input_ids"])} for each in samples]
+            fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}
+            media = [item for sample in samples for item in sample["media"]]
+            return {**left_padded_rows(rows, fills), **(plugin.collate(media) if media else {})}
+
+        batch = self._objective.media.repeat(with_media_once(collate, plugin, prompts, copies))
         return draw_answers(
             self._model,
-            move(inputs, self._device),
+            move({key: value for key, value in batch.items() if key not in ENGINE_KEYS}, self._device),
             keys,
             self._rule,
             end_ids=self._end_ids,
@@ -122,7 +129,7 @@ class TextRollouts:
         judged = Judged(
             [prompt["text"] for prompt in prompts],
             [self.text_of(answer) for answer in samples],
-            [{"id": prompt["sample_id"], **prompt["columns"]} for prompt in prompts],
+            list(map(row_of, prompts)),
             [answer.token_ids for answer in samples],
             [prompt["sample_id"] for prompt in prompts],
         )
@@ -186,14 +193,43 @@ class TextRollouts:
         advantages: torch.Tensor,
         is_fresh: bool,
     ) -> Batch:
+        turns, copies = in_turns(prompts)
+        prompts, samples = [prompts[turn] for turn in turns], [samples[turn] for turn in turns]
         kept = [not (self._masks_truncated and answer.is_truncated) for answer in samples]
         rows = [answered_row(*each) for each in zip(prompts, samples, kept, strict=True)]
         log_probs = [answer.log_probs for answer, is_kept in zip(samples, kept, strict=True) if is_kept]
-        return self._collate(rows) | {
-            "_advantages": advantages,
+        return with_media_once(self._collate, self._dataset.plugin, rows, copies) | {
+            "_advantages": advantages[turns],
             "_sampled": torch.tensor([value for each in log_probs for value in each], dtype=torch.float64),
             "_fresh": is_fresh,
         }
+
+
+def row_of(prompt: EncodedPrompt) -> Row:
+    """What rewards are told of it."""
+    return {"id": prompt["sample_id"], **prompt["columns"]}
+
+
+def in_turns(prompts: Sequence[EncodedPrompt]) -> tuple[list[int], int]:
+    """An order of rows that come in equal blocks with the same media, which are encoded once, and the number of blocks.
+
+    Args:
+        prompts: Of each row; those of a group are one object.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(id(prompt), []).append(place)
+    blocks = gcd(*map(len, groups.values()))
+    if blocks == 1 or not any(prompt["media"] for prompt in prompts):
+        return list(range(len(prompts))), 1
+    parts = {name: len(places) // blocks for name, places in groups.items()}
+    turns = [
+        place
+        for block in range(blocks)
+        for name, places in groups.items()
+        for place in places[block * parts[name] :][: parts[name]]
+    ]
+    return turns, blocks
 
 
 def check_lengths(prompts: Sequence[EncodedPrompt], most_new: int, longest: int | None) -> None:

@@ -1,0 +1,263 @@
+"""Rows of the table of refusals: references, rewards and rollouts of post-training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.refusal import (
+    BASIC,
+    DATA,
+    LORA,
+    Refusal,
+    with_config,
+    with_first_row,
+)
+from tests.helpers.tiny_models import make_tiny_qwen3
+
+REFERENCE = "posttrain.reference.model_name_or_path"
+ITS_OWN = (f"{REFERENCE}={{folder}}/other",)
+
+
+def rewarded(reward: str) -> tuple[str, ...]:
+    return (f"posttrain.rewards=[{{name: {reward}}}]",)
+
+
+def with_rows(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "rows.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            change(row)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return spoil
+
+
+def with_another_model(folder: Path) -> None:
+    make_tiny_qwen3(folder / "other", vocab_size=352)
+
+
+def with_a_model_without_weights(folder: Path) -> None:
+    (make_tiny_qwen3(folder / "other") / "model.safetensors").unlink()
+
+
+def without_the_answer(row: dict[str, Any]) -> None:
+    row["messages"].pop()
+
+
+PAIRS = (
+    Refusal("a reference that is not there", ITS_OWN, "other'", REFERENCE, DATA, base="pairs"),
+    Refusal(
+        "a reference that reads otherwise",
+        ITS_OWN,
+        "with 352 tokens, and the trained model is a qwen3 with 320",
+        REFERENCE,
+        spoil=with_another_model,
+        base="pairs",
+    ),
+    Refusal(
+        "a reference without weights",
+        ITS_OWN,
+        "safetensors",
+        REFERENCE,
+        DATA,
+        with_a_model_without_weights,
+        base="pairs",
+    ),
+    Refusal(
+        "nothing that is stored",
+        ("posttrain.reference.kind=stored", "posttrain.reference.path={folder}/none"),
+        "there are no stored log-probabilities",
+        "posttrain.reference.path",
+        base="pairs",
+    ),
+    Refusal(
+        "an empty answer",
+        (),
+        "the answer is empty",
+        "rejected",
+        DATA,
+        with_rows(lambda row: row.update(rejected={"role": "assistant", "content": ""})),
+        by_data_check=True,
+        base="pairs",
+    ),
+)
+ANSWERS = (
+    Refusal(
+        "no regular expression",
+        ('posttrain.rewards=[{name: regex, settings: {pattern: "("}}]',),
+        "is no regular expression",
+        "posttrain.rewards",
+        base="answers",
+    ),
+    Refusal("a reward of pictures", rewarded("jpeg_size"), "does not judge texts", "posttrain.rewards", base="answers"),
+    Refusal(
+        "prompts without a solution",
+        rewarded("exact_match"),
+        "has no solution, which the reward 'exact_match'",
+        "solution",
+        DATA,
+        with_rows(without_the_answer),
+        base="answers",
+    ),
+    Refusal(
+        "fewer rows than a rollout takes",
+        ("posttrain.grpo.steps_per_generation=25",),
+        "the prompts of 25 steps",
+        "posttrain.grpo.steps_per_generation",
+        DATA,
+        base="answers",
+    ),
+)
+MORE_PAIRS = (
+    Refusal(
+        "a weight that unlearns",
+        ("posttrain.dpo.loss_weights=[-1]",),
+        "-1",
+        "posttrain.dpo.loss_weights",
+        base="pairs",
+    ),
+    Refusal(
+        "weights of nothing",
+        ("posttrain.dpo.loss_weights=[0]",),
+        "are all 0",
+        "posttrain.dpo.loss_weights",
+        base="pairs",
+    ),
+    Refusal("pairs in a row", (f"{BASIC}.packing=true",), "each in a row of its own", f"{BASIC}.packing", base="pairs"),
+    Refusal(
+        "dropout of the model",
+        (),
+        "has a dropout of 0.1",
+        "posttrain.method",
+        spoil=with_config(attention_dropout=0.1),
+        base="pairs",
+    ),
+    Refusal(
+        "dropout of adapters",
+        (*LORA, "training.lora.dropout=0.1"),
+        "which dropout would change",
+        "training.lora.dropout",
+        base="pairs",
+    ),
+    Refusal(
+        "a reference that adapters have moved",
+        (*LORA, "training.lora.init_lora_weights=pissa", "posttrain.reference.kind=adapters_off"),
+        "moves the base model",
+        "posttrain.reference.kind",
+        base="pairs",
+    ),
+    Refusal(
+        "answers that are the same",
+        (),
+        "are the same",
+        "rejected",
+        DATA,
+        with_rows(lambda row: row.update(rejected=row["chosen"])),
+        by_data_check=True,
+        base="pairs",
+    ),
+    Refusal(
+        "pairs without a rejected answer",
+        ("data.dataloader_param.shuffle=false",),
+        "rejected",
+        "rejected",
+        DATA,
+        with_first_row(rejected=None),
+        by_data_check=True,
+        base="pairs",
+    ),
+    Refusal(
+        "pairs that nothing compares", ("posttrain.method=null",), "does not compare", f"{BASIC}.stage", base="pairs"
+    ),
+    Refusal(
+        "pairs as prompts",
+        ("posttrain.method=grpo", *rewarded("json")),
+        "does not compare",
+        f"{BASIC}.stage",
+        base="pairs",
+    ),
+)
+MORE_ANSWERS = (
+    Refusal("an unknown reward", rewarded("jason"), "'jason' is not registered", "posttrain.rewards", base="answers"),
+    Refusal("a reward without its setting", rewarded("length"), "max_tokens", "posttrain.rewards", base="answers"),
+    Refusal(
+        "a reward of no address",
+        ("posttrain.rewards=[{name: http, settings: {url: localhost}}]",),
+        "is no http address",
+        "posttrain.rewards",
+        base="answers",
+    ),
+    Refusal("no reward", ("posttrain.rewards=[]",), "learns from rewards", "posttrain.rewards", base="answers"),
+    Refusal(
+        "rewards without weight",
+        ("posttrain.rewards=[{name: json, weight: 0}]",),
+        "nothing is learnt",
+        "posttrain.rewards",
+        base="answers",
+    ),
+    Refusal(
+        "one sample",
+        ("posttrain.grpo.num_generations=1",),
+        "compared with each other",
+        "posttrain.grpo.num_generations",
+        base="answers",
+    ),
+    Refusal(
+        "half a group",
+        ("posttrain.grpo.num_generations=3",),
+        "do not fit the 2 samples",
+        "posttrain.grpo.num_generations",
+        base="answers",
+    ),
+    Refusal(
+        "samples that do not differ",
+        ("posttrain.rollout.temperature=0",),
+        "nothing is learnt",
+        "posttrain.rollout.temperature",
+        base="answers",
+    ),
+    Refusal(
+        "no room for an answer",
+        ("posttrain.rollout.max_completion_length=100000",),
+        "and the model takes",
+        "posttrain.rollout.max_completion_length",
+        DATA,
+        base="answers",
+    ),
+    Refusal(
+        "a server without an address",
+        ("posttrain.rollout.backend=vllm", "posttrain.rollout.base_url=host:8000", "training.save={folder}/run"),
+        "is no http address",
+        "posttrain.rollout.base_url",
+        base="answers",
+    ),
+    Refusal(
+        "a server that samples ahead",
+        ("posttrain.rollout.ahead=1",),
+        "the model that trains also samples",
+        "posttrain.rollout.ahead",
+        base="answers",
+    ),
+    Refusal(
+        "weights that are sent",
+        ("posttrain.rollout.weight_sync=nccl",),
+        "does not have",
+        "posttrain.rollout.weight_sync",
+        base="answers",
+    ),
+    Refusal(
+        "answers in a row", (f"{BASIC}.packing=true",), "each in a row of its own", f"{BASIC}.packing", base="answers"
+    ),
+    Refusal(
+        "a reference for a divergence that is not there",
+        ("posttrain.grpo.beta=0.1", *ITS_OWN),
+        "other'",
+        REFERENCE,
+        DATA,
+        base="answers",
+    ),
+)
