@@ -56,7 +56,7 @@ def load_on_ranks(
         way_out = "Merge them first: mm merge."
         raise UsageError("adapters are not spread over ranks", key="--plan", way_out=way_out)
     encoder = QuestionEncoder(source.folder, view)
-    return Generator(load_spread(source.folder, plan), encoder, spread=True)
+    return Generator(load_spread(source.folder, plan), encoder, group=dist.group.WORLD)
 
 
 def load_spread(folder: Path, plan: Path) -> Any:

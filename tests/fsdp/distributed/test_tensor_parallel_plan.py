@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
@@ -21,7 +22,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan
 from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
 from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary, split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary, split_vocabulary, whole_logits
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
@@ -195,6 +196,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         "tokens": tokens_in_norms(folder),
         "loss": loss_of_parts(),
         "uneven": refused_at_three_heads(folder),
+        "generated": generated_on_ranks(folder),
     }
 
 
@@ -257,10 +259,38 @@ def refused_at_three_heads(folder: str) -> str:
     return "split"
 
 
+def generated_on_ranks(folder: str) -> dict[str, Any]:
+    """Tokens are generated one at a time, while the plan cuts sequences too."""
+    model: Any = build(Case("text", SEQUENCE), folder).model.eval()
+    with torch.no_grad(), whole_logits(model):
+        generated = continue_prompts(model)
+    with torch.no_grad():
+        own = model(input_ids=torch.tensor([[3, 4, 5]])).logits.shape[-1]
+    destroy_parallel_state()
+    return generated | {"own": own}
+
+
+def continue_prompts(model: Any) -> dict[str, Any]:
+    """Six tokens behind two prompts, the shorter one padded on the left."""
+    ids = torch.tensor([[0, 0, 0, 7, 8], [9, 10, 11, 12, 13]])
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return {"tokens": found.sequences.tolist(), "logits": torch.stack(found.logits)}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = make_tiny_qwen3(tmp_path_factory.mktemp("models") / "text")
-    return run_ranks(2, on_two_ranks, str(folder))[0]
+    return run_ranks(2, on_two_ranks, str(folder))[0] | {"folder": folder}
 
 
 def test_one_reduction_a_layer_half_and_direction(two_ranks, models):
@@ -284,3 +314,13 @@ def test_loss_of_parts_of_the_vocabulary(two_ranks):
 def test_heads_are_checked_before_anything_is_split(two_ranks):
     assert "2 does not divide the 1 heads of model.layers.0.self_attn.k_proj" in two_ranks["uneven"]
     assert two_ranks["uneven"].endswith("None")
+
+
+def test_tokens_are_chosen_by_the_whole_vocabulary(two_ranks):
+    reference: Any = AutoModelForCausalLM.from_pretrained(two_ranks["folder"], dtype=torch.float64)
+    expected, found = continue_prompts(reference.eval()), two_ranks["generated"]
+    assert found["tokens"] == expected["tokens"]
+    assert (found["logits"] - expected["logits"]).abs().max() < 1e-13
+    assert found["own"] == reference.config.vocab_size // 2  # behind it, the loss has a part again
+    later = expected["logits"].argmax(dim=-1)
+    assert (later >= found["own"]).any()  # tokens that the first rank alone would never say

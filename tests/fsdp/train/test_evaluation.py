@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.evaluate import evaluate
 from tests.helpers.distributed import run_ranks
+from tests.helpers.plan_matrix import DECODER, TP
 from tests.helpers.runs import differing, lines, losses, tensors
 from tests.helpers.tiny_models import make_tiny_qwen3_vl_moe
 
@@ -245,8 +246,21 @@ PLANS = {
     "adapters": (["training.lora.enable=true", "training.lr=0.03"], None),
     "one by one": (["training.evaluate.batch_size=1"], 7),
     "context": (["parallel.context_parallel_size=2"], None),
+    "tensor": ([TP], None),
+    "tensor, loss in slices": ([TP, "features.enable_chunk_loss=true"], None),
+    "tensor, sequence": ([TP, f"parallel.tp_plan.sequence_parallel=[{DECODER}]"], None),
+    "tensor, adapters": ([TP, "training.lora.enable=true", "training.lr=0.1"], None),
     "experts": (["parallel.expert_parallel_size=2"], None),
 }
+
+
+@pytest.mark.slow
+def test_pairs_of_ranks_share_the_questions(yaml: Path, questions: Path, tmp_path: Path) -> None:
+    """Two ranks hold parts of each layer; four are two such pairs, which answer different questions."""
+    run_ranks(4, train_with_and_without, str(yaml), str(tmp_path), "training.micro_batch_size=2", TP, timeout_s=200)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    found = evaluate.run(tmp_path / "with", questions, max_new_tokens=6, batch_size=4, comparison=Comparison("cer"))
+    assert {sample["id"]: sample["given"] for sample in found.samples} == given(tmp_path / "with", 3)
 
 
 @pytest.mark.slow

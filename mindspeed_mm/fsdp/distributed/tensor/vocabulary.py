@@ -1,14 +1,18 @@
-"""Cross-entropy of logits whose vocabulary is cut over ranks: no rank ever holds all of them."""
+"""Logits whose vocabulary is cut over ranks: their cross-entropy, for which no rank ever holds all of them, and the
+whole of them, by which tokens are chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks, all_reduce
+from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks, all_reduce, gather_features
+from mindspeed_mm.fsdp.distributed.tensor.plan import output_head
 from mindspeed_mm.fsdp.models.facts import facts_of
 
 
@@ -28,11 +32,9 @@ class SplitVocabulary:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._ranks.group)
         return numbers
 
-    def whole(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """(N, V) of all ranks' parts, on every rank; without gradient."""
-        parts = [torch.empty_like(logits_NV) for _ in range(dist.get_world_size(self._ranks.group))]
-        dist.all_gather(parts, logits_NV.contiguous(), group=self._ranks.group)
-        return torch.cat(parts, dim=-1)
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """(…, V / ranks) → (…, V): all ranks' parts, on every rank."""
+        return gather_features(logits, self._ranks)
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in a new tensor."""
@@ -52,6 +54,23 @@ class SplitVocabulary:
 def split_vocabulary(model: nn.Module) -> SplitVocabulary | None:
     """The vocabulary of a model that was split; None where its logits are whole."""
     return facts_of(model).noted(SplitVocabulary)
+
+
+@contextmanager
+def whole_logits(model: nn.Module) -> Iterator[None]:
+    """Inside, a model whose vocabulary was split returns the logits of all of it on every rank, so that tokens can be
+    chosen by them. The ranks of a group call the model equally often."""
+    vocabulary = split_vocabulary(model)
+    if vocabulary is None:
+        yield
+        return
+    head = model.get_submodule(output_head(model))
+    # Outermost: an adapter on the head has added its part by then.
+    hook = head.register_forward_hook(lambda _module, _args, logits: vocabulary.whole(logits))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):

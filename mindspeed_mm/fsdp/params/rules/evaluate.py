@@ -13,22 +13,21 @@ SECTION = "training.evaluate"
 
 def evaluation_fits(arguments: Arguments) -> Iterator[Problem]:
     """What contradicts itself in `training.evaluate`, or cannot be had under the plan."""
-    asked, parallel = arguments.training.evaluate, arguments.parallel
+    asked = arguments.training.evaluate
     if asked.interval and asked.data is None:
         yield Problem(
             f"{asked.interval}, but there are no questions to answer",
             key=f"{SECTION}.interval",
             way_out=f"Name a file of rows with answers: {SECTION}.data.",
         )
-    for name in ("pipeline", "tensor"):
-        size = getattr(parallel, f"{name}_parallel_size")
-        if asked.interval and size > 1:
-            yield Problem(
-                f"is not possible together with parallel.{name}_parallel_size: {size}: no rank can gather the model",
-                key=f"{SECTION}.interval",
-                way_out="Leave it out, and compare runs by training.val_interval; mm evaluate scores a checkpoint, "
-                "also over ranks (--plan).",
-            )
+    stages = arguments.parallel.pipeline_parallel_size
+    if asked.interval and stages > 1:
+        yield Problem(
+            f"is not possible together with parallel.pipeline_parallel_size: {stages}: no rank can gather the model",
+            key=f"{SECTION}.interval",
+            way_out="Leave it out, and compare runs by training.val_interval; mm evaluate scores a checkpoint, "
+            "also over ranks (--plan).",
+        )
     yield from _best_can_be_measured(arguments)
 
 

@@ -7,7 +7,7 @@ matter. `generate` of transformers is used as it is: a logits processor makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,10 @@ class InverseDraws:
     Args:
         rule: How tokens are drawn.
         keys: Names of the samples, row by row.
-        whole: Makes whole logits of this rank's part of the vocabulary.
     """
 
-    def __init__(
-        self, rule: DrawRule, keys: Sequence[str], whole: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> None:
-        self._rule, self._whole = rule, whole
+    def __init__(self, rule: DrawRule, keys: Sequence[str]) -> None:
+        self._rule = rule
         self._uniforms = torch.from_numpy(np.stack([uniforms(rule.seed, key, rule.max_new_tokens) for key in keys]))
         self.tokens: list[torch.Tensor] = []
         """(B,) of each position."""
@@ -71,14 +68,13 @@ class InverseDraws:
 
     def __call__(self, input_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
         """Scores (B, V) → 0 at the drawn token, -∞ elsewhere."""
-        logits_BV = scores_BV if self._whole is None else self._whole(scores_BV)
-        log_probs_BV = policy_log_probs(logits_BV, self._rule)
+        log_probs_BV = policy_log_probs(scores_BV, self._rule)
         drawn_B = self._draw(log_probs_BV)
         at_drawn = drawn_B.unsqueeze(1)
         self.tokens.append(drawn_B)
         self.log_probs.append(log_probs_BV.gather(1, at_drawn).squeeze(1))
         self.entropies.append(-(log_probs_BV.exp() * log_probs_BV.clamp(min=-1e9)).sum(dim=1))
-        return torch.full_like(logits_BV, -torch.inf).scatter_(1, at_drawn, 0.0)
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, at_drawn, 0.0)
 
     def _draw(self, log_probs_BV: torch.Tensor) -> torch.Tensor:
         position = len(self.tokens)
@@ -140,20 +136,18 @@ def draw_answers(
     *,
     end_ids: Sequence[int],
     pad_id: int | None,
-    whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[DrawnAnswer]:
     """One answer for each row.
 
     Args:
-        model: Of transformers, in evaluation mode, its parameters whole.
+        model: Of transformers, in evaluation mode, its parameters and its logits whole.
         inputs: What its `generate` takes; rows padded on the left.
         keys: Names of the samples; they decide what is drawn.
         rule: How tokens are drawn.
         end_ids: Tokens that end an answer.
         pad_id: Of the tokenizer.
-        whole: Makes whole logits of this rank's part of the vocabulary.
     """
-    draws = InverseDraws(rule, keys, whole)
+    draws = InverseDraws(rule, keys)
     with torch.no_grad():
         model.generate(
             **inputs,

@@ -41,7 +41,7 @@ class Generator:
         model: A transformers model that generates.
         encoder: Shows it questions as training did.
         adapters: Names of adapters that rows may choose; a row that chooses none is answered without any.
-        spread: Ranks hold parts of the model, and all of them answer the same rows: the first one's scores decide.
+        group: Ranks that hold parts of the model's layers, and answer the same rows: the first one's scores decide.
         trains: The model will be trained on: it stays out of inference mode, whose tensors know no gradients.
     """
 
@@ -51,14 +51,14 @@ class Generator:
         encoder: QuestionEncoder,
         adapters: Sequence[str] = (),
         *,
-        spread: bool = False,
+        group: dist.ProcessGroup | None = None,
         trains: bool = False,
     ) -> None:
         self.model = model.eval()
-        self.is_spread = spread
-        self._processors = [FirstRankDecides()] if spread else []
+        self._group, self.is_spread = group, group is not None
+        self._processors = [FirstRankDecides(group)] if group is not None else []
         # Weights that are gathered for a moment have versions, which inference mode does not know.
-        self._without_gradients = torch.no_grad if spread or trains else torch.inference_mode
+        self._without_gradients = torch.no_grad if self.is_spread or trains else torch.inference_mode
         self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, encoder)
@@ -177,9 +177,8 @@ class Generator:
 
         def is_over(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
             tokens = input_ids[:, -1].tolist()
-            return torch.tensor(
-                [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)], device=device
-            )
+            over = [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)]
+            return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
 
         with self._without_gradients():
             self.model.generate(
@@ -192,17 +191,30 @@ class Generator:
                 stopping_criteria=[is_over],
             )
 
+    def _as_first_rank(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Those of the first of the ranks that answer together: it alone knows what clients want."""
+        if self._group is not None:
+            dist.broadcast(numbers, group=self._group, group_src=0)
+        return numbers
+
     def _text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 class FirstRankDecides:
-    """A logits processor of transformers: all ranks go by the scores of the first, which rounding may tell apart."""
+    """A logits processor of transformers: all ranks go by the scores of the first, which rounding may tell apart.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (B, V) → those of rank 0."""
+        """Scores (B, V) → those of the first rank."""
         scores = scores.contiguous()
-        dist.broadcast(scores, 0)
+        dist.broadcast(scores, group=self._group, group_src=0)
         return scores
 
 

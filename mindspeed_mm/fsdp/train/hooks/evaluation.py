@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
@@ -19,6 +20,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.model_kinds import LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.evaluate_args import METRIC_NAMES, EvaluateArguments
@@ -106,15 +108,16 @@ def evaluation_hook(parts: RunParts) -> EvaluationHook:
     """
     asked, state = parts.arguments.training.evaluate, parts.job.state
     check_generates(parts.assembled.model)
-    save, together = parts.arguments.training.save, parts.arguments.parallel.expert_parallel_size > 1
+    save, holds_experts = parts.arguments.training.save, state.sizes.ep > 1
+    of_layers = dist.group.WORLD if holds_experts else state.axis_group("tp") if state.sizes.tp > 1 else None
     return EvaluationHook(
         HeldOutQuestions.of(parts.arguments),
         asked,
         parts.record,
         RunFolder(save).evaluation / FOLDER if save else None,
-        rank=0 if together else state.data_rank,
-        world_size=1 if together else state.data_size,
-        together=together,
+        rank=0 if holds_experts else state.data_rank,
+        world_size=1 if holds_experts else state.data_size,
+        group=of_layers,
         keeps=state.is_first_of_its_samples,
         timeout_s=parts.arguments.training.step_timeout_s,
     )
@@ -142,9 +145,9 @@ class EvaluationHook(Hook):
         folder: Gets `iter_0000123/` with `results.json` and `samples.jsonl`; None keeps none.
         rank: Among the ranks that share the questions.
         world_size: Of these.
-        together: All ranks of the job answer the same questions, since they hold parts of one layer (expert
-            parallelism) and must call it equally often.
-        keeps: False on ranks that compute the answers of another one with it (context parallelism).
+        group: Ranks that hold parts of the same layers (tensor parallelism; expert parallelism: all of the job). They
+            answer the same questions, since they must call those layers equally often.
+        keeps: False on ranks that compute the answers of another one with it (tensor and context parallelism).
         timeout_s: Longest wait for the slowest of them.
     """
 
@@ -157,13 +160,13 @@ class EvaluationHook(Hook):
         *,
         rank: int = 0,
         world_size: int = 1,
-        together: bool = False,
+        group: dist.ProcessGroup | None = None,
         keeps: bool = True,
         timeout_s: float | None = None,
     ) -> None:
         self._held_out, self._asked, self._record, self._folder = held_out, asked, record, folder
         self._own = held_out.questions[rank::world_size]
-        self._together, self._keeps, self._ranks = together, keeps, Ranks(timeout_s)
+        self._group, self._keeps, self._ranks = group, keeps, Ranks(timeout_s)
         self._comparison = Comparison(asked.metric, asked.ignore_case, asked.ignore_punctuation)
 
     def is_due(self, engine: TrainEngine, step: int) -> bool:
@@ -185,7 +188,7 @@ class EvaluationHook(Hook):
         """Answer, score, and tell."""
         began = time.monotonic()
         random_state = capture_rng()
-        with engine.evaluating(), resident(engine.model):
+        with engine.evaluating(), resident(engine.model), whole_logits(engine.model):
             answers = self._ranks.each("answering the held-out questions", lambda: self._answer_own(engine))
         restore_rng(random_state)
         by_row = {row: answer for share in answers for row, answer in share.items()}
@@ -204,7 +207,7 @@ class EvaluationHook(Hook):
         answers: dict[int, Answer] = {}
         greedy = Sampling(self._asked.max_new_tokens, temperature=0)
         with _configured(engine.model, self._held_out.folder), torch.no_grad():
-            generator = Generator(engine.model, self._held_out.encoder, spread=self._together, trains=True)
+            generator = Generator(engine.model, self._held_out.encoder, group=self._group, trains=True)
             batches = generator.answer(
                 self._own, self._held_out.media(), sampling=greedy, batch_size=self._asked.batch_size
             )

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padde
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
@@ -66,15 +66,13 @@ class TextRollouts:
         self._tokenizer = tokenizer_of(dataset.processor)
         self.reward_names = [reward.name for reward in rewards]
         self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
-        vocabulary = split_vocabulary(model)
-        self._whole_logits = vocabulary.whole if vocabulary is not None else None
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """See `RolloutSource`."""
-        with torch.no_grad(), resident(self._model):
+        with torch.no_grad(), resident(self._model), whole_logits(self._model):
             self._model.eval()
             try:
                 yield
@@ -115,7 +113,6 @@ class TextRollouts:
             self._rule,
             end_ids=self._end_ids,
             pad_id=pad_id,
-            whole=self._whole_logits,
         )
 
     # --- judging ------------------------------------------------------------------------------------------------------
