@@ -260,13 +260,8 @@ class _Check:
 
             judged = _MADE.get(arguments.data.dataset_param.dataset_type or "")
             self._collect([partial(build_rewards, arguments, judged=judged)])
-        if is_asked_in_words(arguments):
-            from mindspeed_mm.fsdp.train.rollouts.build import longest_of
-            from mindspeed_mm.tasks.check.rollouts import first_answers
-
-            longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
-            self.dataset, self.batching, self.batch = first_answers(arguments, self._sizes()[0].dp, longest)
-            self.processor = self.dataset.processor
+        if draws_from_prompts(arguments):
+            self._first_rollout()
             return
         seed = arguments.training.seed
         param = self._before_extraction(arguments.data.dataset_param)
@@ -300,6 +295,21 @@ class _Check:
         self.batch, self.processor = next(iter(loader))[0], dataset.processor
         if validation is not None:
             validation[0]
+
+    def _first_rollout(self) -> None:
+        """The prompts open, and are enough; what is drawn from them is as large as it may be."""
+        from mindspeed_mm.fsdp.train.rollouts.build import longest_of
+        from mindspeed_mm.tasks.check.rollouts import first_answers, first_blanks, opened_prompts
+
+        arguments = self.config.arguments
+        self.dataset, self.batching, prompts = opened_prompts(arguments, self._sizes()[0].dp)
+        self.processor = self.dataset.processor
+        if arguments.data.dataset_param.dataset_type == "generation_prompts":
+            self._collect([self.dataset.check_encoders])
+            self.batch = first_blanks(arguments)
+            return
+        longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
+        self.batch = first_answers(arguments, self.dataset, prompts, longest)
 
     def _stored_reference(self, sets: list[Any]) -> None:
         """The reference's log-probabilities are there, and are of these weights and rows."""
@@ -349,7 +359,7 @@ class _Check:
         data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
         samples = global_batch(training, data_ranks) or None
         of_step = {"micro_batches_per_step": training.gradient_accumulation_steps * data_ranks}
-        is_of_samples = self.batching and not is_asked_in_words(self.config.arguments)
+        is_of_samples = self.batching and not draws_from_prompts(self.config.arguments)
         batching = self.batching | (of_step if is_of_samples else {})
         context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
         return context | {"batching": batching}
@@ -445,9 +455,10 @@ class _Check:
         self.result.warnings += warnings
 
 
-def is_asked_in_words(arguments: Arguments) -> bool:
-    """Whether a language model is trained on its own answers."""
-    return arguments.posttrain.method == "grpo" and arguments.data.dataset_param.dataset_type == "huggingface"
+def draws_from_prompts(arguments: Arguments) -> bool:
+    """Whether a model is trained on what it makes of prompts itself."""
+    methods = {"huggingface": ("grpo",), "generation_prompts": ("grpo", "nft")}
+    return arguments.posttrain.method in methods.get(arguments.data.dataset_param.dataset_type or "", ())
 
 
 _MADE: dict[str, Any] = {"huggingface": "texts", "generation_prompts": "pictures"}

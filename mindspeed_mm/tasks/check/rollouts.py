@@ -1,7 +1,8 @@
-"""The first batch of a language model that is trained on its own answers, without a model that draws them."""
+"""The first batch of a model that is trained on what it draws itself, without a model that draws."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_mm.core.batch import Batch
@@ -16,35 +17,54 @@ from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
-def first_answers(
-    arguments: Arguments, data_ranks: int, longest: int | None
-) -> tuple[MMDataset, dict[str, Any], Batch]:
-    """Opens the prompts and makes the first micro-batch: prompts with answers of the largest length, which need most
-    memory.
+def opened_prompts(arguments: Arguments, data_ranks: int) -> tuple[MMDataset, dict[str, Any], list[Any]]:
+    """The prompts of a run.
 
     Args:
         arguments: The configuration.
         data_ranks: Ranks that have rows of their own.
-        longest: Tokens that the model takes; None: it does not say.
 
     Returns:
-        The prompts, what a resume compares of how they are put together, and the batch.
+        The data set, what a resume compares of how prompts are put together, and the prompts of a rank's first step.
 
     Raises:
-        DataError: There are too few prompts, or one is off, leaves no room for an answer or has no solution that a
-            reward compares with.
+        DataError: There are fewer than a rollout takes, or one is off.
     """
-    training, posttrain = arguments.training, arguments.posttrain
-    param, group = prompts_of(arguments.data).dataset_param, posttrain.grpo.num_generations
+    training, grpo = arguments.training, arguments.posttrain.grpo
+    param = prompts_of(arguments.data).dataset_param
     dataset, _ = build_mm_dataset(param, seed=training.seed, val_dataset_param=None, encode_ahead=False)
     loader = build_prompt_loader(arguments, dataset, 0, data_ranks)
-    prompts = next(iter(loader))[0]["prompts"]
+    own = {"num_generations": grpo.num_generations, "steps_per_generation": grpo.steps_per_generation}
+    batching = {**loader.batching, **own, "iterations": grpo.num_iterations}
+    return dataset, batching, next(iter(loader))[0]["prompts"]
+
+
+def first_answers(arguments: Arguments, dataset: MMDataset, prompts: Sequence[Any], longest: int | None) -> Batch:
+    """The first micro-batch of a language model: prompts with answers of the largest length, which need most memory.
+
+    Args:
+        arguments: The configuration.
+        dataset: Of the prompts.
+        prompts: Of the first step.
+        longest: Tokens that the model takes; None: it does not say.
+
+    Raises:
+        DataError: A prompt leaves no room for an answer, or has no solution that a reward compares with.
+    """
+    posttrain, size = arguments.posttrain, arguments.training.micro_batch_size
     check_solutions([each.name for each in posttrain.rewards], list(map(row_of, prompts)))
-    drawn = [prompt for prompt in prompts for _ in range(group)][: training.micro_batch_size]
     most_new = posttrain.rollout.max_completion_length
     check_lengths(prompts, most_new, longest)
     collate = build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param)
-    own = {"num_generations": group, "steps_per_generation": posttrain.grpo.steps_per_generation}
-    batching = {**loader.batching, **own, "iterations": posttrain.grpo.num_iterations}
     answer = DrawnAnswer([tokenizer_of(dataset.processor).pad_token_id or 0] * most_new, [], 0.0, is_truncated=True)
-    return dataset, batching, collate([answered_row(prompt, answer) for prompt in drawn])
+    drawn = [prompt for prompt in prompts for _ in range(posttrain.grpo.num_generations)][:size]
+    return collate([answered_row(prompt, answer) for prompt in drawn])
+
+
+def first_blanks(arguments: Arguments) -> Batch:
+    """The first micro-batch of a generator: blank media with the captions of its prompts."""
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
+    rows = [dataset[number % len(dataset)] for number in range(arguments.training.micro_batch_size)]
+    collate = dataset.build_collator(arguments.data.dataloader_param.collate_param)
+    assert collate is not None
+    return collate(rows)

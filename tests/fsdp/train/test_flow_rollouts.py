@@ -84,6 +84,19 @@ def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder:
         assert line["reward"] < 0
 
 
+def test_mm_check_passes_what_trains_and_refuses_too_few_prompts(folder: Path, tmp_path: Path) -> None:
+    """Four prompts are two steps of four samples each; eight samples of a step are no rows. A run is found again."""
+    said = mm("check", folder / "run.yaml")
+    assert said.code == 0, said.out
+    save = f"training.save={tmp_path / 'run'}"
+    assert mm("train", folder / "run.yaml", save, "training.train_iters=1").code == 0
+    assert mm("check", folder / "run.yaml", save).code == 0
+    few = "posttrain.grpo.steps_per_generation=3"
+    for verb in ("check", "train"):
+        said = mm(verb, folder / "run.yaml", few)
+        assert said.code == 4 and "the prompts of 3 steps" in said.out + said.err
+
+
 def test_states_in_bf16_are_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: states rounded to bf16 change ratios by far more than they are clipped at."""
     real = FlowRollouts.draw
