@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.wan_files import MEDIA_KEYS
 from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.reading import Reading
 
@@ -13,13 +14,6 @@ PROCESSOR = f"{_DATASET}.preprocess_parameters.model_name_or_path"
 """The key of the folder that conversations are read with."""
 _MEDIA = ("t2v", "i2v", "t2i", "video", "image")
 _OLDER = ("multimodal", "deepseekvl2", "lumina", "audio", "bagel", "dancegrpo")
-_IN_PREPROCESSING = {
-    "num_frames": "num_frames",
-    "frame_interval": "frame_interval",
-    "max_height": "height",
-    "max_width": "width",
-}
-"""Keys of generators' files → ours; sizes that features have already are not given again."""
 
 
 def put_data(reading: Reading, root: Node) -> None:
@@ -76,13 +70,10 @@ def _put_media(reading: Reading, root: Node) -> None:
         entry = find(root, f"dataset_param.basic_parameters.{theirs}")
         if entry is not None and entry.node.value:
             reading.draft.put_node(f"{_DATASET}.basic_parameters.{ours}", entry.node)
-    for theirs, ours in _IN_PREPROCESSING.items():
+    for theirs, ours in MEDIA_KEYS.items():
         entry = find(root, f"dataset_param.preprocess_parameters.{theirs}")
         if entry is not None and entry.node.value is not None:
             reading.draft.put_node(f"{_DATASET}.preprocess_parameters.{ours}", entry.node)
-    fps = find(root, "dataset_param.preprocess_parameters.train_fps")
-    if fps is not None and isinstance(fps.node.value, int | float):
-        reading.draft.put_node(f"{_DATASET}.preprocess_parameters.fps", fps.node)
 
 
 def processor_folder(reading: Reading) -> str | None:

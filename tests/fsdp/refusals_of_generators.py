@@ -112,7 +112,7 @@ GENERATORS = (
     ),
     Refusal(
         "a loss that generators have none of",
-        ("features.loss_cfg.loss_type=raw",),
+        ("features.loss_cfg.loss_type=per_token_loss",),
         "is a loss of language models",
         "features.loss_cfg.loss_type",
         base="flux",

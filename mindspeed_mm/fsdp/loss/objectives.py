@@ -293,7 +293,7 @@ def check_generator_loss(loss: LossConfig) -> None:
                 key=f"features.loss_cfg.{name}",
                 way_out="Leave it out: generators learn by denoising alone.",
             )
-    if loss.loss_type not in (None, "default", "per_sample_loss"):
+    if loss.loss_type not in (None, "raw", "default", "per_sample_loss"):
         raise ConfigError(
             f"'{loss.loss_type}' is a loss of language models, and the model is a generator",
             key="features.loss_cfg.loss_type",

@@ -18,6 +18,9 @@ from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
 
 _ENGINE = Path(__file__).resolve().parents[1]
+_MODELS, _DATASETS = "mindspeed_mm.fsdp.models", "mindspeed_mm.fsdp.data.datasets"
+_DATASETS_ELSEWHERE = {"wan2_2": f"{_DATASETS}.generation.generation_dataset"}
+"""Data sets of files that another one reads."""
 
 KNOWN_MODEL_IDS = frozenset(
     [
@@ -62,8 +65,15 @@ KNOWN_DATASET_TYPES = frozenset(
 
 
 def plugin_module(plugin: str) -> str:
-    """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same."""
-    return plugin.strip().removesuffix(".py").strip("./").replace("/", ".")
+    """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same. A folder that
+    files of MindSpeed-MM name, and that is called otherwise here, is the one that has what it is named after."""
+    name = plugin.strip().removesuffix(".py").strip("./").replace("/", ".")
+    package, _, folder = name.rpartition(".")
+    if package in (_MODELS, _DATASETS) and not (_ENGINE.parents[1] / name.replace(".", "/")).is_dir():
+        modules = model_modules() if package == _MODELS else dataset_modules() | _DATASETS_ELSEWHERE
+        own = modules.get(folder) or modules.get(f"{folder}_precomputed")
+        return own.rpartition(".")[0] if own else name
+    return name
 
 
 def is_outside_plugin(plugin: str) -> bool:
@@ -155,11 +165,7 @@ def models_of_datasets() -> dict[str, str]:
 @cache
 def model_modules() -> dict[str, str]:
     """Built-in model id → the module that registers it: `models/<name>/modeling_<name>.py`."""
-    return {
-        name: f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
-        for card, folder in _cards("models")
-        for name in card["ids"]
-    }
+    return {name: f"{_MODELS}.{folder}.modeling_{folder}" for card, folder in _cards("models") for name in card["ids"]}
 
 
 @cache
@@ -168,7 +174,7 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
     several share one, and differ in `architectures`."""
     found: dict[str, tuple[str, ...]] = {}
     for card, folder in _cards("models"):
-        module = f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
+        module = f"{_MODELS}.{folder}.modeling_{folder}"
         for name in card.get("model_types") or ():
             found[name] = (*found.get(name, ()), module)
     return found
@@ -178,7 +184,7 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
 def dataset_modules() -> dict[str, str]:
     """Built-in dataset type → the module that registers it, which its card names."""
     return {
-        name: f"mindspeed_mm.fsdp.data.datasets.{folder}.{card['module']}"
+        name: f"{_DATASETS}.{folder}.{card['module']}"
         for card, folder in _cards("data/datasets")
         for name in card["ids"]
     }

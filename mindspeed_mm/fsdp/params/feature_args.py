@@ -43,7 +43,7 @@ class LossConfig(Section):
     mean of each sample's own mean. `raw`: the model's own loss, taken as the mean over the label tokens of a
     micro-batch, which is weighted by their number; a model that accepts this number (`num_items_in_batch`) is given it.
     `dict`: losses that the model returns by name. Not given: `default` for transformers' language models, `raw` for
-    models that return a loss of their own."""
+    models that return a loss of their own; of generators both are the loss of denoising."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss of the router in mixture-of-experts models."""
     router_aux_loss_offload: Flag = False

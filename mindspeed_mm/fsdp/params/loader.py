@@ -50,6 +50,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
 )
 from mindspeed_mm.fsdp.params.yaml.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.yaml.value_messages import problems_of
+from mindspeed_mm.fsdp.params.yaml.wan_files import derive_expert_levels, settle_wan_files
 
 __all__ = [
     "Given",
@@ -157,6 +158,7 @@ def load_config(
     settle_module_names(root)
     notes.problems += locate_paths(root, path)
     derive_processor_folder(root)
+    derive_expert_levels(root)
     scope = build_scope(root, plugin_keys)
     notes.problems += check_ids(root, plugin_keys)
     findings = judge_keys(root, scope)
@@ -226,6 +228,7 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
         if extra is not None:
             settle_keys(extra, notes, own_keys)
             put_over(root, extra, notes)
+    settle_wan_files(root, notes)
     return text, root, notes
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.speed.low_precision import check_plan
+from mindspeed_mm.fsdp.params.cards import is_outside_plugin
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 
@@ -111,3 +113,53 @@ def test_file_of_a_model_with_losses_by_name_loads_and_is_not_trained() -> None:
     arguments = load("speech_tokens").arguments
     assert arguments.features.loss_cfg.loss_type == "dict"
     assert [problem.key for problem in unbuilt_features(arguments)] == ["features.loss_cfg.loss_type"]
+
+
+def test_a_container_of_models() -> None:
+    """Wan2.2: its folder, the transformer that is trained, and the modules of both."""
+    config = load("wan2_2")
+    arguments = config.arguments
+    assert arguments.model.model_id == "wan2_2"
+    assert arguments.model.model_name_or_path == "/models/Wan2.2"
+    assert arguments.model.freeze == ("transformer",)
+    assert arguments.model.vae_tiling and arguments.model.attn_implementation == "flash_attention_2"
+    blocks = ("transformer.blocks.{*}", "transformer_2.blocks.{*}")
+    assert arguments.features.recompute_plan.apply_modules == blocks
+    inside = tuple(f"{block}.attn1" for block in blocks), tuple(f"{block}.ffn" for block in blocks)
+    heads = ("transformer.proj_out", "transformer_2.proj_out")
+    plan = arguments.parallel.fsdp_plan
+    assert plan.apply_modules == (*blocks, *inside[0], *inside[1], *heads) and plan.ignored_modules == ()
+    rows = arguments.data.dataset_param
+    assert rows.dataset_type == "generation"
+    assert rows.basic_parameters.dataset == "./data/clips.txt"
+    assert rows.basic_parameters.get("data_storage_mode") == "combine"
+    sizes = {name: rows.preprocess_parameters.get(name) for name in ("max_pixels", "height", "num_frames", "fps")}
+    assert sizes == {"max_pixels": 399360, "height": None, "num_frames": 81, "fps": 24}
+    noise = arguments.training.diffusion
+    assert (noise.timestep_density, noise.loss_weighting, noise.shift) == ("uniform", "bell", 3.0)
+    assert noise.caption_dropout == 0.1
+    assert config.unchecked == ()
+    assert any("tokenizer_config have no effect" in warning for warning in config.warnings)
+    assert [is_outside_plugin(name) for name in arguments.training.plugin] == [False, False]
+
+
+def test_a_container_is_no_riddle_when_it_is_off(tmp_path: Path) -> None:
+    """Junk on each line of it is reported, and a component that would be trained is named."""
+    lines = (FILES / "wan2_2.yaml").read_text().splitlines()
+    path, refused = tmp_path / "junk.yaml", 0
+    for number, line in enumerate(lines):
+        for junk in ("5", "{a: 1}"):
+            path.write_text("\n".join([*lines[:number], f"{line.split(':')[0]}: {junk}", *lines[number + 1 :]]))
+            try:
+                load_config(path)
+            except ConfigError:
+                refused += 1
+    assert refused > len(lines)
+    path.write_text("\n".join(lines).replace("meta_init: true\n      freeze: true", "meta_init: true"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.models.text_encoder" and "is not trained here" in problem.what
+    path.write_text("\n".join(lines).replace("/models/Wan2.2/vae", "/models/Wan2.1/vae"))
+    with pytest.raises(ConfigError, match=r"components lie in /models/Wan2.1 and /models/Wan2.2"):
+        load_config(path)

@@ -1,0 +1,188 @@
+"""Files of MindSpeed-MM's FSDP2 trainer for Wan2.2: a container of models, and rows with settings of their own.
+
+`model_id: wan2_2_container` describes each component in `model.models`; here one folder in diffusers' layout has them
+all. `dataset_type: wan2_2` reads the rows that `generation` reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
+from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
+from mindspeed_mm.fsdp.params.yaml.tree import (
+    MappingEntry,
+    Node,
+    SourcePosition,
+    as_node,
+    find,
+    merge,
+    nest,
+    plain,
+    take,
+    text_at,
+    value_at_key,
+)
+
+CONTAINER = "wan2_2_container"
+DATASET = "wan2_2"
+_MODELS = "model.models"
+_TRAINED = "predictor"
+_NOISE = "training.diffusion"
+_NOISE_THERE = {"timestep_density": "uniform", "loss_weighting": "bell", "shift": 3.0}
+"""Of the scheduler that the container makes by itself."""
+_INSIDE = {"blocks.{*}.self_attn": "blocks.{*}.attn1", "blocks.{*}.cross_attn": "blocks.{*}.attn2", "head": "proj_out"}
+"""Modules of the predictor there → here, where the names differ."""
+MEDIA_KEYS = {
+    "num_frames": "num_frames",
+    "frame_interval": "frame_interval",
+    "max_height": "height",
+    "max_width": "width",
+    "train_fps": "fps",
+}
+"""Keys of `preprocess_parameters` of MindSpeed-MM's generators → here."""
+_READ_OTHERWISE = (
+    *(
+        f"preprocess_parameters.{name}"
+        for name in (
+            "video_processor_type", "video_reader_type", "image_reader_type", "image_processer_type", "min_num_frames",
+            "auto_interval", "max_hxw", "min_hxw", "speed_factor", "drop_short_ratio", "hw_stride", "use_aesthetic",
+            "force_resolution", "hw_aspect_thr", "truncate_t_by_sp", "train_pipeline",
+        )
+    ),
+    "use_text_processer", "enable_text_preprocessing", "text_preprocess_methods", "use_clean_caption",
+    "support_chinese", "tokenizer_config",
+)  # fmt: skip
+"""How media and captions are prepared there: here by the sizes, and as the folder's pipeline does it."""
+
+
+def settle_wan_files(root: Node, notes: Notes) -> None:
+    """Bring a container, and rows of its data set, to the keys that they have here; changes the tree in place."""
+    for dataset in ("data.dataset_param", "data.val_dataset_param"):
+        if text_at(root, f"{dataset}.dataset_type") == DATASET:
+            _settle_rows(root, dataset, notes)
+    models = find(root, _MODELS)
+    if text_at(root, "model.model_id") == CONTAINER and models is not None and isinstance(models.node.value, dict):
+        _settle_models(root, models, notes)
+
+
+def derive_expert_levels(root: Node) -> None:
+    """Of two transformers that share the noise levels between them, one that is trained alone is trained on its own."""
+    frozen, key = value_at_key(root, "model.freeze"), f"{_NOISE}.sigma_range"
+    alone = [part for part in EXPERT_PARTS if part not in frozen] if isinstance(frozen, list) else []
+    index = Path(text_at(root, "model.model_name_or_path") or "") / GENERATOR_INDEX
+    if len(alone) != 1 or value_at_key(root, key) is not None or not index.is_file():
+        return
+    boundary = read_json_object(index, ConfigError, key="model.model_name_or_path").get("boundary_ratio")
+    if isinstance(boundary, int | float):
+        _put(root, key, [boundary, 1.0] if alone == [EXPERT_PARTS[0]] else [0.0, boundary], "derived: model.freeze")
+
+
+def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
+    preprocess = f"{dataset}.preprocess_parameters"
+    area = find(root, f"{preprocess}.max_hxw")
+    is_free = area is not None and isinstance(area.node.value, int)
+    if is_free and value_at_key(root, f"{preprocess}.force_resolution") is False:
+        _move(root, f"{preprocess}.max_hxw", f"{preprocess}.max_pixels")
+        take(root, f"{preprocess}.max_height")
+        take(root, f"{preprocess}.max_width")
+    for theirs, ours in MEDIA_KEYS.items():
+        _move(root, f"{preprocess}.{theirs}", f"{preprocess}.{ours}")
+    _move(root, f"{dataset}.basic_parameters.data_path", f"{dataset}.basic_parameters.dataset")
+    _move(root, f"{preprocess}.cfg", f"{_NOISE}.caption_dropout")
+    dropped = [name for name in _READ_OTHERWISE if take(root, f"{dataset}.{name}") is not None]
+    if dropped:
+        _note(notes, dataset, f"{', '.join(dropped)} have no effect", "docs/generation.md says how media are prepared.")
+    find(root, f"{dataset}.dataset_type").node.value = "generation"  # type: ignore[union-attr]
+
+
+def _settle_models(root: Node, models: MappingEntry, notes: Notes) -> None:
+    """The folder around the components, what of them is trained, and the patterns of their modules."""
+    take(root, _MODELS)
+    find(root, "model.model_id").node.value = DATASET  # type: ignore[union-attr]
+    folders: dict[str, SourcePosition] = {}
+    for name, component in models.node.value.items():
+        given = find(component.node, "from_pretrained")
+        if given is not None and isinstance(given.node.value, str):
+            folders.setdefault(str(PurePosixPath(given.node.value).parent), given.node.place)
+        if name != _TRAINED and value_at_key(component.node, "freeze") is not True:
+            what = "is not trained here: only the transformer is"
+            notes.problems.append(Problem(what, str(component.key), f"{_MODELS}.{name}", "Set freeze: true."))
+    if len(folders) > 1:
+        what = f"components lie in {' and '.join(folders)}"
+        notes.problems.append(Problem(what, str(models.key), _MODELS, "Name parts of one folder, as released."))
+    for folder, place in folders.items():
+        _put(root, "model.model_name_or_path", folder, place)
+    if value_at_key(models.node, "ae.enable_tiling") is True:
+        _put(root, "model.vae_tiling", True, models.key)
+    attention = find(models.node, f"{_TRAINED}.attn_implementation")
+    if attention is not None:
+        _put(root, "model.attn_implementation", plain(attention.node), attention.node.place)
+    for key, value in _NOISE_THERE.items():
+        _put(root, f"{_NOISE}.{key}", value, models.key)
+    _note(notes, _MODELS, "of the components their folder is read", "Their sizes stand in its files.")
+    _settle_parts(root, models)
+
+
+def _settle_parts(root: Node, models: MappingEntry) -> None:
+    """Patterns name the modules of one transformer, or of both where there are two."""
+    given = text_at(models.node, f"{_TRAINED}.from_pretrained") or ""
+    trained = PurePosixPath(given).name
+    is_pair = trained == EXPERT_PARTS[1] or (Path(given).parent / EXPERT_PARTS[1]).is_dir()
+    parts = EXPERT_PARTS if is_pair else ("",)
+    others = [name for name in models.node.value if name != _TRAINED]
+    for key in pattern_keys():
+        entry = find(root, key)
+        if entry is not None and isinstance(entry.node.value, list):
+            entry.node.value = [node for each in entry.node.value for node in _here(each, parts, others)]
+    frozen = value_at_key(models.node, f"{_TRAINED}.freeze")
+    names = frozen if isinstance(frozen, list) else []
+    patterns = [pattern for name in names for pattern in _names(f"{_TRAINED}.{name}", (trained,) if is_pair else ("",))]
+    patterns += [part for part in EXPERT_PARTS if is_pair and part != trained]
+    if patterns:
+        _put(root, "model.freeze", patterns, models.key)
+
+
+def _here(node: Node, parts: tuple[str, ...], others: list[str]) -> list[Node]:
+    """A pattern of the container as those of the model here; none for components that are no part of it."""
+    if not isinstance(node.value, str) or node.value.partition(".")[0] in others:
+        return [] if isinstance(node.value, str) else [node]
+    return [Node(name, node.place) for name in _names(node.value, parts)]
+
+
+def _names(pattern: str, parts: tuple[str, ...]) -> list[str]:
+    first, _, inside = pattern.partition(".")
+    if first != _TRAINED:
+        return [pattern]
+    for theirs, ours in _INSIDE.items():
+        if inside == theirs or inside.startswith(f"{theirs}."):
+            inside = ours + inside.removeprefix(theirs)
+    names = [".".join(filter(None, (part, inside))) for part in parts]
+    return [name for name in names if name]
+
+
+def _move(root: Node, theirs: str, ours: str) -> None:
+    entry = take(root, theirs)
+    if entry is not None:
+        _put_entry(root, ours, entry)
+
+
+def _put(root: Node, key: str, value: object, place: SourcePosition | str) -> None:
+    at = SourcePosition(place) if isinstance(place, str) else place
+    _put_entry(root, key, MappingEntry(at, as_node(value, at)))
+
+
+def _put_entry(root: Node, key: str, entry: MappingEntry) -> None:
+    """A value, unless the file gives another; where the section is none, the schema says so."""
+    names = key.split(".")
+    sections = [find(root, ".".join(names[:length])) for length in range(1, len(names))]
+    is_open = all(each is None or each.node.value is None or isinstance(each.node.value, dict) for each in sections)
+    if is_open and value_at_key(root, key) is None:
+        merge(root, nest(key, entry))
+
+
+def _note(notes: Notes, key: str, what: str, way_out: str) -> None:
+    notes.warnings.append(Problem(what, key=key, way_out=way_out))
