@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from mindspeed_mm.cli.infer import read_adapters
+from mindspeed_mm.cli.sharing import share
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.tasks.serve.limits import Limits, option_of
 
@@ -21,12 +22,13 @@ Examples:
   mm serve runs/mine
   mm serve runs/mine --port 9000 --key-file key.txt --media-folder data/images
   mm serve models/FLUX.1-dev --batch-size 2
+  mm serve models/large --nproc 8 --plan examples/qwen3vl/qwen3vl_8B_config.yaml
 """
 _NEEDED = ("starlette", "uvicorn", "werkzeug")
 _SHORTEST_KEY = 8
 
 
-def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+def limit_options(command: Callable[..., int]) -> Callable[..., int]:
     """An option for each limit."""
     for limit in reversed(fields(Limits)):
         kind: Any = click.IntRange(min=1) if isinstance(limit.default, int) else click.FloatRange(min=0, min_open=True)
@@ -61,9 +63,20 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Who answers; vllm and sglang must be installed.",
 )
+@click.option(
+    "--plan",
+    type=click.Path(path_type=Path),
+    help="YAML whose 'parallel' section spreads a model that is too large for one device over the processes.",
+)
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Processes on this host that a model is spread over."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 @limit_options
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     model: Path,
     host: str,
     port: int,
@@ -76,9 +89,11 @@ def command(
     config: Path | None,
     adapters: tuple[str, ...],
     engine: str,
+    plan: Path | None,
+    nproc: int,
     as_json: bool,
     **limits: Any,
-) -> None:
+) -> int:
     """Serve MODEL, a Hugging Face folder, a generator's folder or a run, to clients of OpenAI's interface.
 
     A page to try it stands at the address itself; /v1 is the base address for clients. SIGTERM or Ctrl-C ends it once
@@ -88,6 +103,9 @@ def command(
         way_out = "Install the extra: pip install 'mindspeed-mm[serve]'."
         raise MachineError(f"{' and '.join(lacking)} not installed", way_out=way_out)
     key = read_key(key_file) if key_file is not None else None
+    if nproc > 1 and plan is None:
+        way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
+        raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
     from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
 
     remote_hosts = frozenset(host.lower() for host in hosts)
@@ -105,13 +123,14 @@ def command(
         config,
         read_adapters(adapters),
         engine,
+        plan,
     )
 
     def say(address: str) -> None:
         told = {"model": request.shown_name, "address": address}
         click.echo(json.dumps(told) if as_json else f"Serving {model} at {address}")
 
-    serve.run(request, say)
+    return share(context, "serve", lambda: serve.run(request, say))
 
 
 def read_key(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import io
 import json
 import os
 import re
@@ -24,12 +26,14 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from openai import OpenAI
+from PIL import Image
 
 from mindspeed_mm.cli.serve import command, read_key
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.serve.limits import Limits
+from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -125,6 +129,54 @@ def test_the_command_as_it_is_written_and_its_end_by_a_signal(work: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size: 2", "fully_shard_parallel_size: auto"])
+def test_a_model_that_is_spread_over_ranks(work: Path, tmp_path: Path, sizes: str) -> None:
+    """Says what it says in one process, to clients that come together, and ends as one."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"parallel: {{{sizes}, fsdp_plan: {{param_dtype: fp32, reduce_dtype: fp32}}}}\n")
+    picture = io.BytesIO()
+    Image.new("RGB", (32, 48), (200, 40, 9)).save(picture, "PNG")
+    shown = {"url": f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"}
+
+    def ask(address: str, model: str) -> list[str | None]:
+        client = OpenAI(base_url=address, api_key="none", max_retries=0)
+
+        def one(number: int) -> str | None:
+            parts: list[Any] = [{"type": "text", "text": "what is it? " * (number + 1)}]
+            parts += [{"type": "image_url", "image_url": shown}] * (number % 2)
+            said = client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": parts}],
+                max_tokens=8,
+                temperature=number // 3,
+                seed=3,
+            )
+            return said.choices[0].message.content
+
+        with ThreadPoolExecutor(6) as pool:
+            return list(pool.map(one, range(6)))
+
+    with served(AnswerEngine(load_generator(work / "runs" / "mine"))) as there:
+        expected = ask(f"{there}/v1", NAME)
+    words = ("serve", "runs/mine", "--port", "0", "--plan", str(plan), "--nproc", "2")
+    with server(work, *words) as (process, address):
+        ranks = ranks_of(process.pid)
+        assert ask(address, "mine") == expected and len(set(expected)) > 3
+        client = OpenAI(base_url=address, api_key="none", max_retries=0)
+        asked: list[Any] = [{"role": "user", "content": "hello"}]
+        with client.chat.completions.create(model="mine", messages=asked, stream=True, max_tokens=4000) as left:
+            next(iter(left))
+        pieces = iter(client.chat.completions.create(model="mine", messages=asked, stream=True, max_tokens=200))
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        *_, last = pieces
+        assert last.choices[0].finish_reason in ("length", "stop")
+        assert process.wait(TIMEOUT_S) == 0
+        assert len(ranks) == 2
+        wait_until_gone(ranks.values(), 1.0)
+
+
+@pytest.mark.slow
 def test_memory_stays_where_it_is_when_clients_come_and_leave(work: Path) -> None:
     """Every fourth of 2,000 clients leaves before its answer is there."""
     with server(work, "serve", "runs/mine", "--port", "0", "--max-new-tokens", "16") as (process, address):
@@ -171,5 +223,7 @@ def test_options_that_are_off(work: Path, tmp_path: Path) -> None:
     assert read_key(tmp_path / "key.txt") == "a-long-key"
     with pytest.raises(UsageError, match="there is no key"):
         CliRunner().invoke(command, [str(work / "runs/mine"), "--host", "0.0.0.0"], catch_exceptions=False)
+    with pytest.raises(UsageError, match="not spread"):
+        CliRunner().invoke(command, [str(work / "runs/mine"), "--nproc", "2"], catch_exceptions=False)
     with pytest.raises(UsageError, match="--media-folder"):
         CliRunner().invoke(command, [str(work / "runs/mine"), "--media-folder", "nowhere"], catch_exceptions=False)

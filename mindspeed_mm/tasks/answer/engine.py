@@ -6,7 +6,7 @@ next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
@@ -25,16 +25,24 @@ class AnswerEngine:
         generator: The model.
         most_rows: Questions of a batch.
         most_tokens: Tokens of a batch, prompts and answers, padding included; one question is always taken.
+        answer: Answers a batch in the model's stead, where other ranks take part in it.
     """
 
-    def __init__(self, generator: Generator, *, most_rows: int = 32, most_tokens: int = 2**17) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        most_rows: int = 32,
+        most_tokens: int = 2**17,
+        answer: Callable[[Sequence[LiveAnswer]], Sequence[Answer]] | None = None,
+    ) -> None:
         self.generator = generator
         self._most_tokens = most_tokens
         self._hears_one_sound = is_whisper(generator.encoder.processor)
         beams = getattr(getattr(generator, "model", None), "generation_config", None)
         self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
         self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(
-            generator.answer_live, self._fits, most_rows, "answers"
+            answer or generator.answer_live, self._fits, most_rows, "answers"
         )
         # Tokenizers are not made for several threads.
         self._encoder = ThreadPoolExecutor(1, "encoder")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import uvicorn
 
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
@@ -23,12 +28,15 @@ from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 from mindspeed_mm.tasks.serve.app import Access, Engine, build_app
-from mindspeed_mm.tasks.serve.backend import Served, running
+from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.serve.shared import SharedModel, load_shared
 
 OWN = "own"
 _LONGEST_HEADERS_BYTES = 2**16
+_LOOK_S = 0.2
+"""How often is looked whether a server of ranks is to end."""
 _SPARE_CONNECTIONS = 256
 """Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
 
@@ -55,6 +63,8 @@ class ServeRequest:
     """Folders of adapters by the names that requests call them by, as a model of its own."""
     engine: str = OWN
     """Who answers: this package, or one of `backend.ENGINES`."""
+    plan: Path | None = None
+    """A YAML whose section `parallel` spreads the model over the ranks of this job."""
 
     @property
     def shown_name(self) -> str:
@@ -63,30 +73,67 @@ class ServeRequest:
 
 
 def run(request: ServeRequest, say: Callable[[str], None]) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal ends it. With a plan every rank of the job calls it, and the first one listens.
 
     Args:
         request: What and how.
         say: Is told the address.
 
     Raises:
-        UsageError: Everybody could ask, without a key.
+        UsageError: Everybody could ask, without a key; or what is served cannot be spread over ranks.
         MachineError: The address is taken, or is none of this machine's.
         MMError: The folder is not a model.
     """
     access = check_access(request)
+    if request.plan is None:
+        _listen(request, access, say, engine_of(request))
+        return
+    _check_can_be_spread(request)
+    with joined_ranks(LONGEST_START_S) as ranks:
+        if ranks.is_first:
+            stop = StopSignal(LaunchFolder.of_this_rank())
+            _listen(request, access, say, _leading(request, request.plan, ranks), lambda: stop.requested)
+        else:
+            _shared(request, request.plan, ranks).follow()
+
+
+def _listen(
+    request: ServeRequest,
+    access: Access,
+    say: Callable[[str], None],
+    loading: AbstractContextManager[Engine],
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
     listening = listen(request.host, request.port)
     signal.signal(signal.SIGTERM, _end_loading)
     try:
-        with engine_of(request) as engine:
+        with loading as engine:
             app = build_app(engine, request.shown_name, request.limits, access)
             # uvicorn raises the signal that ended it once more, for whoever was there before.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)
             say(f"http://{_shown(request.host)}:{listening.getsockname()[1]}/v1")
-            build_server(app, request.limits).run(sockets=[listening])
+            server = build_server(app, request.limits)
+            with ended_by(is_over, server):
+                server.run(sockets=[listening])
     finally:
         listening.close()
+
+
+@contextmanager
+def ended_by(is_over: Callable[[], bool], server: uvicorn.Server) -> Iterator[None]:
+    """Inside, a server ends once `is_over` says so: ranks hear of a signal through a file of their launcher's."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            server.should_exit = server.should_exit or is_over()
+
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
@@ -106,9 +153,38 @@ def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
+def _shared(request: ServeRequest, plan: Path, ranks: Ranks) -> SharedModel:
+    """This rank's part of the model."""
+    source = ranks.first("reading the model", lambda: with_adapters(resolve_model(request.model), request.lora))
+    return load_shared(source, rows_view(source, request.config), plan, ranks)
+
+
+@contextmanager
+def _leading(request: ServeRequest, plan: Path, ranks: Ranks) -> Iterator[Engine]:
+    """A model that all ranks share, for the first of them."""
+    shared = _shared(request, plan, ranks)
+    try:
+        yield AnswerEngine(shared.generator, most_rows=request.batch_size, answer=shared.answer)
+    finally:
+        shared.end()
+    if shared.failure is not None:
+        raise shared.failure
+
+
+def _check_can_be_spread(request: ServeRequest) -> None:
+    """Raise `UsageError` for what is served by one process."""
+    if kind_of_path(request.model) is GENERATOR:
+        raise UsageError("pictures and clips are made by one process", key="--plan", way_out="Leave it out.")
+    if request.engine != OWN:
+        way_out = f"Leave it out: {request.engine} spreads a model by settings of its own."
+        raise UsageError("is for the package's own engine", key="--plan", way_out=way_out)
+    if request.adapters:
+        raise UsageError("adapters are not spread over ranks", key="--adapter", way_out="Merge them first: mm merge.")
+
+
 @contextmanager
 def engine_of(request: ServeRequest) -> Iterator[Engine]:
-    """The model, ready to answer.
+    """The model in this process, or behind another engine.
 
     Raises:
         UsageError: Another engine answers for no generator.
@@ -127,9 +203,8 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config)
     if request.engine == OWN:
-        yield AnswerEngine(
-            load_generator(source.folder, source.lora, view, request.adapters), most_rows=request.batch_size
-        )
+        generator = load_generator(source.folder, source.lora, view, request.adapters)
+        yield AnswerEngine(generator, most_rows=request.batch_size)
         return
     with running(request.engine, Served(source.folder, request.shown_name, view, source.lora)) as backend:
         yield backend

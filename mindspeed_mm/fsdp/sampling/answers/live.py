@@ -57,10 +57,14 @@ class LiveAnswer:
         Raises:
             RuntimeError: Somebody has.
         """
-        if self.token_ids and self.tell is not None:
-            raise RuntimeError("an answer that was partly told cannot begin again")
+        self.check_untold()
         self.token_ids, self.ending = [], None
         self.text = TextPieces(decode, self.tell, self.stop) if self.tell is not None or self.stop else None
+
+    def check_untold(self) -> None:
+        """Raise `RuntimeError` where somebody has read a part of it: then it cannot begin again."""
+        if self.token_ids and self.tell is not None:
+            raise RuntimeError("an answer that was partly told cannot begin again")
 
     def give_up(self) -> None:
         """Nobody waits for it any more: it ends with the next token."""

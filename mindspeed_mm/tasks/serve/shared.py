@@ -1,0 +1,101 @@
+"""A server whose model does not fit one device: it is spread over the ranks of a job by the plan of a YAML. The first
+rank hears the clients, and sends each batch to the others, which compute it together with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import MachineError, MMError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.spread import load_on_ranks
+from mindspeed_mm.tasks.model_source import ModelSource
+
+_BETWEEN_REQUESTS = timedelta(days=365)
+"""Ranks wait for the next batch as long as nobody asks. One whose peers are gone hears of it at once."""
+_Sent = list[tuple[EncodedQuestion, Sampling]]
+
+
+class SharedModel:
+    """A model whose parts lie on all ranks of a job, so that all of them answer each batch.
+
+    Args:
+        generator: This rank's part.
+        ranks: All of them; every rank makes this object.
+    """
+
+    def __init__(self, generator: Generator, ranks: Ranks) -> None:
+        self.generator, self._ranks = generator, ranks
+        self._calls = dist.new_group(backend="gloo", timeout=_BETWEEN_REQUESTS)
+        self.failure: MachineError | None = None
+        """Set once ranks have lost one another: nothing can be answered any more."""
+
+    def answer(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
+        """Answer a batch, as `Generator.answer_live` does, on all ranks. Called by the first one.
+
+        Raises:
+            MMError: Some rank failed.
+        """
+        for row in rows:
+            row.check_untold()  # the others begin with what they are sent, and cannot be called back
+        try:
+            self._call([(row.question, row.sampling) for row in rows])
+            return self._answer(rows)
+        except (MachineError, RuntimeError) as error:
+            self.failure = error if isinstance(error, MachineError) else MachineError(f"ranks are gone: {error}")
+            os.kill(os.getpid(), signal.SIGTERM)  # the server ends, and this error is told
+            raise
+
+    def follow(self) -> None:
+        """Take part in every batch until the first rank ends. Called by the others."""
+        while (batch := self._call(None)) is not None:
+            with suppress(MMError):  # the first rank tells whoever asked
+                self._answer([LiveAnswer(question, sampling) for question, sampling in batch])
+
+    def end(self) -> None:
+        """Let the other ranks end. Called by the first one."""
+        if self.failure is None:
+            self._call(None)
+
+    def _call(self, batch: _Sent | None) -> _Sent | None:
+        """What the first rank calls the others to do; None: to end."""
+        called: list[Any] = [batch]
+        dist.broadcast_object_list(called, group=self._calls, group_src=0)
+        found: _Sent | None = called[0]
+        return found
+
+    def _answer(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
+        return self._ranks.together("answering", lambda: self.generator.answer_live(rows))
+
+
+def load_shared(source: ModelSource, view: RowsView, plan: Path, ranks: Ranks) -> SharedModel:
+    """This rank's part of a model. Every rank calls it.
+
+    Raises:
+        UsageError: The model searches beams, which ranks that share it do not.
+        MMError: As `load_on_ranks`.
+    """
+    generator = load_on_ranks(source, view, plan, ranks)
+    beams = getattr(generator.model.generation_config, "num_beams", None) or 1
+    if beams > 1:
+        raise UsageError(
+            f"the model's generation configuration asks for {beams} beams, which are not searched by a model that is "
+            "spread over ranks",
+            where=str(source.folder / "generation_config.json"),
+            key="num_beams",
+            way_out="Set it to 1, or leave --plan out.",
+        )
+    return SharedModel(generator, ranks)

@@ -1,0 +1,86 @@
+"""`mm serve --plan`: a model that ranks share says what it says in one process, whoever leaves or breaks off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.live import LiveAnswer
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.model_source import ModelSource
+from mindspeed_mm.tasks.serve import serve
+from mindspeed_mm.tasks.serve.shared import load_shared
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_tiny_qwen3
+
+TOKENS = 8
+FSDP = "{param_dtype: fp32, reduce_dtype: fp32}"
+PLANS = {
+    "tp": f"tensor_parallel_size: 2, fsdp_plan: {FSDP}",
+    "fsdp": f"fully_shard_parallel_size: auto, fsdp_plan: {FSDP}",
+}
+
+
+def question(*ids: int) -> EncodedQuestion:
+    return EncodedQuestion(np.array(ids), [])
+
+
+def rows() -> list[LiveAnswer]:
+    return [
+        LiveAnswer(question(20, 21, 22), Sampling(TOKENS, temperature=0)),
+        LiveAnswer(question(30, 31), Sampling(TOKENS - 2, temperature=1.5, seed=5)),
+    ]
+
+
+def answer_on_ranks(model: str, plan: str) -> Any:
+    source, ranks = ModelSource(Path(model)), Ranks(60)
+    shared = load_shared(source, rows_view(source, None), Path(plan), ranks)
+    if not ranks.is_first:
+        return shared.follow()
+    found = [answer.token_ids for answer in shared.answer(rows())]
+
+    broken_off, left = rows()
+    pieces: list[str] = []
+    broken_off.tell, broken_off.stop = pieces.append, [shared.generator.tokenizer.decode(found[0][2:3])]
+    left.give_up()
+    shared.answer([broken_off, left])  # its ranks do not know of texts that end it, nor of clients that leave
+    assert (broken_off.ending, left.ending) == ("stop", "given up")
+    with pytest.raises(RuntimeError, match="partly told"):
+        shared.answer([broken_off])
+    with pytest.raises(UsageError, match="beams are not searched"):
+        shared.answer([LiveAnswer(question(20), Sampling(TOKENS, beams=2))])
+    again = [answer.token_ids for answer in shared.answer(rows())]
+    shared.end()
+    return found, again
+
+
+@pytest.mark.parametrize("name", ["tp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_answer_together(tmp_path: Path, name: str) -> None:
+    model = make_tiny_qwen3(tmp_path / "model", initializer_range=0.4)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"model: {{model_name_or_path: {model}}}\nparallel: {{{PLANS[name]}}}\n")
+    (found, again), _ = run_ranks(2, answer_on_ranks, str(model), str(plan), timeout_s=120)
+    expected = [answer.token_ids for answer in load_generator(model).answer_live(rows())]
+    assert found == again == expected
+    assert len(set(found[0])) > 2
+
+
+def test_what_is_not_spread(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model")
+    (tmp_path / "plan.yaml").write_text("parallel: {tensor_parallel_size: 2}\n")
+    asked = {"port": 0, "plan": tmp_path / "plan.yaml"}
+    for more, message in [
+        ({}, "one process holds the whole model"),
+        ({"engine": "vllm"}, "package's own engine"),
+        ({"adapters": {"terse": tmp_path}}, "adapters are not spread"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            serve.run(serve.ServeRequest(model, **asked, **more), print)  # type: ignore[arg-type]
