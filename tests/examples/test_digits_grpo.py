@@ -35,7 +35,7 @@ def test_the_yaml_is_a_run() -> None:
 
 @pytest.mark.slow
 def test_its_commands_teach_reading(tmp_path: Path) -> None:
-    """Half of what the README measured: 18 to 61 %."""
+    """Half of what the README measured: 25 to 71 %."""
     (tmp_path / "examples").symlink_to(EXAMPLE.parent)
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
@@ -55,5 +55,5 @@ def test_its_commands_teach_reading(tmp_path: Path) -> None:
         json.loads((tmp_path / "runs/digits_grpo" / name / "results.json").read_text())["tasks"]["reading"]["accuracy"]
         for name in ("before", "after")
     )
-    assert before < 0.3
-    assert after > before + 0.21
+    assert before < 0.35
+    assert after > before + 0.22
