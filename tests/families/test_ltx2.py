@@ -390,9 +390,10 @@ def test_a_clip_without_sound_is_refused_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_alone(tmp_path: Path) -> None:
-    """`t2v`: clips without sound will do, and what would look at sound learns nothing."""
-    yaml = make_run("ltx2", tmp_path, "t2v")
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_pictures_alone(task: str, tmp_path: Path) -> None:
+    """Clips without sound will do, and what would look at sound learns nothing; `i2v` is given the first frame."""
+    yaml = make_run("ltx2", tmp_path, task)
     rows = [{key: value for key, value in row.items() if key != "audio"} for row in lines(tmp_path / "rows.jsonl")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     step, *_ = steps_of(*with_features(yaml), 2)

@@ -36,6 +36,7 @@ from tests.helpers.tiny_video_families import (
     make_tiny_sana_video,
     make_tiny_wan2_2,
     make_tiny_wan2_2_5b,
+    make_tiny_wan2_2_i2v,
 )
 
 
@@ -317,7 +318,9 @@ FAMILIES: dict[str, TinyFamily] = {
     "flux2_dev": TinyFamily(_flux2_dev, guidance=3.5),
     "z_image": TinyFamily(_z_image, guidance=0.0),
     "wan": TinyFamily(make_tiny_wan, frames=5),
+    "wan_i2v": TinyFamily(lambda folder: make_tiny_wan(folder, task="i2v"), frames=5),
     "wan2_2": TinyFamily(make_tiny_wan2_2, frames=5),
+    "wan2_2_i2v": TinyFamily(make_tiny_wan2_2_i2v, frames=5),
     "wan2_2_5b": TinyFamily(make_tiny_wan2_2_5b, side=32, frames=5),
     "wan2_2_5b_ti2v": TinyFamily(make_tiny_wan2_2_5b, side=32, frames=5, task="ti2v", given_frames=1),
     "cogvideox": TinyFamily(make_tiny_cogvideox, side=32, frames=5),

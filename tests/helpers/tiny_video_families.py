@@ -33,6 +33,18 @@ def make_tiny_wan2_2(folder: Path) -> None:
     WanPipeline(**{**whole.components, "transformer_2": second}, boundary_ratio=0.75).save_pretrained(folder)
 
 
+def make_tiny_wan2_2_i2v(folder: Path) -> None:
+    """As released without an image encoder: the first frame is a condition alone."""
+    from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+
+    make_tiny_wan(folder, task="i2v", image_dim=None, added_kv_proj_dim=None)
+    whole = WanImageToVideoPipeline.from_pretrained(folder, local_files_only=True)
+    second = seeded(lambda: WanTransformer3DModel.from_config(whole.transformer.config), 9)
+    parts = {**whole.components, "transformer_2": second, "image_encoder": None, "image_processor": None}
+    shutil.rmtree(folder)
+    WanImageToVideoPipeline(**parts, boundary_ratio=0.47).save_pretrained(folder)
+
+
 def make_tiny_wan2_2_5b(folder: Path) -> None:
     from diffusers import AutoencoderKLWan, WanPipeline
 

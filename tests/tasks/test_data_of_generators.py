@@ -14,6 +14,7 @@ from PIL import Image
 from tests.helpers.runs import lines, mm
 from tests.helpers.tiny_generator_run import generator_config, make_clips
 from tests.helpers.tiny_generators import TEXT_TOKENS, make_tiny_flux, make_tiny_wan
+from tests.helpers.tiny_media_pairs import PAIRS, make_tiny_media_pairs
 from tests.tasks.extraction_run import write_yaml
 
 pytestmark = pytest.mark.edge("G5", "G8", "G9")
@@ -103,6 +104,15 @@ def test_preview_shows_captions_picture_and_bucket(yaml: Path, tmp_path: Path) -
     assert "50.0% cut away" in page
     shown = json.loads(mm(*words, *SKIP, "--json").out)["shown"]
     assert len(shown[0]["notes"]) == 3
+
+
+def test_preview_shows_both_sides_of_a_pair(tmp_path: Path) -> None:
+    yaml = make_tiny_media_pairs(tmp_path)
+    said = mm("data", "preview", yaml, *PAIRS, "--rows", "1", "--json")
+    assert said.code == 0, said.err
+    (row,) = json.loads(said.out)["shown"]
+    assert [medium["name"] for medium in row["media"]] == ["pictures/1.png", "pictures/2.png"]
+    assert "rejected: image 2" in row["notes"] and row["fault"] is None
 
 
 def test_clips_have_frames_and_rates(tmp_path: Path) -> None:

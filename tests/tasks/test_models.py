@@ -6,11 +6,13 @@ import contextlib
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.models import catalogue, routes
@@ -50,7 +52,7 @@ def test_what_a_card_says_is_proven_has_its_test() -> None:
     assert TESTED.keys() == catalogue.PROOFS.keys()
     for card in families():
         for proof, case in card.proven.items():
-            file, _, function = case.partition("::")
+            file, _, function = case.partition(" [")[0].partition("::")
             if function:
                 is_there = f"def {function}(" in (ROOT / file).read_text()
             else:
@@ -62,6 +64,39 @@ def test_what_a_card_says_is_proven_has_its_test() -> None:
         endings = choices.partition("}")[0].split(",") if choices else [""]
         for file in (f"{stem}{ending}{choices.partition('}')[2]}" for ending in endings):
             assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_every_task_of_a_generator_has_its_test() -> None:
+    """All that `model.task` may be, and no more, stands in the card; and what it names is there."""
+    pipelines: dict[str, set[str]] = {}
+    for adapter in _adapters(DiffusionAdapter):
+        pipelines.setdefault(adapter.transformer_class, set()).update(adapter.pipelines)
+    for card in families():
+        library, _, name = card.model_class.partition(".")
+        generates = library == "diffusers"
+        assert set(card.tasks) == (pipelines[name] if generates else set()), card.name
+        for task, case in card.tasks.items():
+            test, _, named = case.partition(" [")
+            file, _, function = test.partition("::")
+            if not function:
+                assert {*case.split(", ")} <= TESTED["generate"], (card.name, task)
+                continue
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert f"def {function}(" in text and f'"{named.rstrip("]")}"' in (text if named else '""'), (
+                card.name,
+                task,
+            )
+            assert function in catalogue.as_card(card)
+
+
+def _adapters(base: type[DiffusionAdapter]) -> Iterator[type[DiffusionAdapter]]:
+    for card in families():
+        for model_id in card.ids if card.model_class.startswith("diffusers.") else ():
+            model_register.get(model_id)
+    for each in base.__subclasses__():
+        if each.__module__.startswith("mindspeed_mm."):
+            yield each
+        yield from _adapters(each)
 
 
 def test_what_is_proven_of_a_released_folder_stands_in_its_card() -> None:

@@ -116,6 +116,9 @@ class ModelCard:
     proven: Mapping[str, str]
     """What is proven, a key of `tasks.models.catalogue.PROOFS` → the case of its test that proves it, or several
     with commas between them, or a test of the family alone: file::function."""
+    tasks: Mapping[str, str]
+    """Of a generator: what it may be trained for, values of `model.task` → what proves it, told likewise, or as
+    file::function [case] of a test that has others, too."""
 
 
 @cache
@@ -132,6 +135,7 @@ def families() -> tuple[ModelCard, ...]:
             tuple(card.get("does") or ()),
             card["released"],
             card["proven"],
+            card.get("tasks") or {},
         )
         for card, folder in _cards("models")
     )

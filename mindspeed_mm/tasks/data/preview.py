@@ -192,13 +192,16 @@ def _show_row(dataset: MMDataset, index: int, reader: TokenReader) -> ShownRow:
 
 
 def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | None) -> ShownRow:
-    """A generator's sample with its medium; what is wrong with it is told in its place."""
+    """A generator's sample with its media; what is wrong with it is told in its place."""
     row = ShownRow(index, str(dataset.place(index)))
     try:
         found = dataset.describe(index)
         row.notes = sample_notes(found, lengths)
         if dataset.is_raw:
             row.media = [(MediaItem("video" if found.is_video else "image", found.source), 0)]
+        for role, kind, source in found.further:
+            row.media.append((MediaItem(kind, source), 0))
+            row.notes.append(f"{role}: {kind} {len(row.media)}")
         dataset.item(index, 0)
     except MMError as error:
         row.fault = str(error)

@@ -184,9 +184,15 @@ def as_card(card: ModelCard) -> str:
         *(f"  released  {hub}{_billions(size)}" for hub, size in card.released.items()),
     ]
     for name, case in card.proven.items():
-        test = case if "::" in case else f"{PROOFS[name].test} [{case}]"
-        lines += [f"  {name:9} {PROOFS[name].what}", f"            {test}"]
+        lines += [f"  {name:9} {PROOFS[name].what}", f"            {_test(name, case)}"]
+    lines += ["  tasks     values of model.task, and the test of each"] if card.tasks else []
+    lines += [f"            {task:6} {_test('generate', case)}" for task, case in card.tasks.items()]
     return "\n".join(lines)
+
+
+def _test(proof: str, case: str) -> str:
+    """What a card names: a test of its own, or cases of the proof's."""
+    return case if "::" in case else f"{PROOFS[proof].test} [{case}]"
 
 
 def as_markdown(cards: Sequence[ModelCard]) -> str:

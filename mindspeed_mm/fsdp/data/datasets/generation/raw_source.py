@@ -16,6 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
     drawn_caption,
@@ -181,7 +182,9 @@ class RawSource:
             raise _at(row, error) from error
         header = self.headers[index] if found is None else found.header
         told = "" if found is None else found.what
-        return SampleDescription(row.media, row.captions, drawn, self.sizes[index], header, is_video(row), told)
+        further = tuple((role, _kind(role, each), each.media) for role, each in row.media_of_roles().items())
+        own = row.media, row.captions, drawn, self.sizes[index], header, is_video(row)
+        return SampleDescription(*own, further, told)
 
     @property
     def views(self) -> int:
@@ -450,6 +453,10 @@ def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], pl
             f"{changes[most].cut:.0%}. preprocess_parameters.max_cut sets the limit"
         )
     return notes
+
+
+def _kind(role: str, row: GenerationRow) -> MediaKind:
+    return "audio" if role == SOUND.name else "video" if is_video(row) else "image"
 
 
 def rates_note(rates: Sequence[float], family_fps: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 
 
@@ -22,5 +23,7 @@ class SampleDescription:
     header: MediaHeader | None = None
     """Header of the medium as stored; None for features."""
     is_video: bool = False
+    further: tuple[tuple[str, MediaKind, str | bytes], ...] = ()
+    """Other media that the row names: role, kind, and path or bytes."""
     contradiction: str = ""
     """What the row declares falsely of its medium, where that does not change its size."""
