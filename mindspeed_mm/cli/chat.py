@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 @click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="Video to begin with.")
 @click.option("--audio", "audios", multiple=True, type=click.Path(path_type=Path), help="Sound to begin with.")
 @click.option("--system", default="", help="System prompt; default: what the model's chat template puts there.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer. [default: 512; a server's own]")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -65,7 +65,7 @@ def command(
     videos: tuple[Path, ...],
     audios: tuple[Path, ...],
     system: str,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float | None,
     top_p: float | None,
     seed: int | None,
@@ -81,9 +81,10 @@ def command(
     """
     if temperature == 0 and top_p is not None:
         raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
-    settings = Settings(max_new_tokens, temperature, top_p, seed)
+    settings = Settings(max_new_tokens or USUAL_LENGTH, temperature, top_p, seed)
     if model.lower().startswith(("http://", "https://")):
-        chat = beside_server(model, name, key_file, settings, system, {"--lora": lora, "--config": config})
+        others: dict[str, object] = {"--lora": lora, "--config": config}
+        chat = beside_server(model, name, key_file, settings, system, others, says_length=max_new_tokens is not None)
     else:
         chat = with_folder(Path(model), {"--name": name, "--key-file": key_file}, settings, system, lora, config)
     for path in images:
@@ -99,6 +100,10 @@ def command(
             return
 
 
+USUAL_LENGTH = 512
+"""Tokens of an answer that is made here."""
+
+
 class Settings(NamedTuple):
     """How tokens are chosen; as `Sampling` begins, which takes seconds to import."""
 
@@ -109,7 +114,14 @@ class Settings(NamedTuple):
 
 
 def beside_server(
-    address: str, name: str, key_file: Path | None, settings: Settings, system: str, others: dict[str, object]
+    address: str,
+    name: str,
+    key_file: Path | None,
+    settings: Settings,
+    system: str,
+    others: dict[str, object],
+    *,
+    says_length: bool,
 ) -> Conversation:
     """A conversation with a server's model."""
     refuse(others, "is for models that are loaded here, and a server has loaded its own")
@@ -118,7 +130,8 @@ def beside_server(
     from mindspeed_mm.tasks.answer import conversation, remote
 
     key = read_key(key_file) if key_file is not None else None
-    return conversation.Conversation(remote.RemoteModel.at(address, name, key), Sampling(*settings), system)
+    server = replace(remote.RemoteModel.at(address, name, key), says_length=says_length)
+    return conversation.Conversation(server, Sampling(*settings), system)
 
 
 def with_folder(
@@ -168,7 +181,7 @@ def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
             answer = chat.say(line, lambda piece: None if as_json else click.echo(piece, nl=False))
             click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else "")
             if not answer.finished:
-                click.echo(f"(cut off at {chat.sampling.max_new_tokens} tokens: --max-new-tokens)", err=True)
+                click.echo("(cut off: --max-new-tokens)", err=True)
     except MMError as error:
         click.echo(str(error), err=True)
     except KeyboardInterrupt:

@@ -180,6 +180,20 @@ def test_a_running_server_says_what_the_folder_says(folder: Path, picture: Path,
     assert answers == [{"token_ids": [], "text": here.stdout.splitlines()[0], "finished": False}]
 
 
+def test_a_server_chooses_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes) -> io.BytesIO:
+        asked.append(json.loads(body).get("max_tokens"))
+        return io.BytesIO(b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "length"}]}\n')
+
+    monkeypatch.setattr(RemoteModel, "_asked", noted)
+    for words in ([], ["--max-new-tokens", "3"]):
+        said = CliRunner().invoke(command, ["http://127.0.0.1:9", "--name", "x", *words], input="hello\n")
+        assert said.stdout == "yes\n" and said.stderr == "(cut off: --max-new-tokens)\n"
+    assert asked == [None, 3]
+
+
 def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Path) -> None:
     (tmp_path / "key.txt").write_text("right-key\n")
     options = ("--key-file", str(tmp_path / "key.txt"))

@@ -46,6 +46,8 @@ def test_a_rollout_that_is_not_there_is_named(run: Path) -> None:
         rollouts.run(run, 1)
     with pytest.raises(UsageError, match="it has none"):
         rollouts.run(run / "rollouts")
+    with pytest.raises(UsageError, match=r"nowhere.*there is no such folder"):
+        rollouts.run(run / "nowhere")
 
 
 def test_a_file_that_was_cut_short_is_no_rollout(run: Path) -> None:

@@ -116,6 +116,17 @@ def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> 
         generator.encoder.encode(with_picture.sample, media)
 
 
+def test_answers_end_where_the_models_positions_do(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "text", max_position_embeddings=24)
+    generator, media = load_generator(folder), load_generator(folder).encoder.media(tmp_path)
+    question = generator.encode(ask("zero one").sample, media)
+    generator._end_ids = []
+    answer = generator.answer_batch([question], 512)[0]
+    assert (len(answer.token_ids), answer.finished) == (24 - len(question.input_ids), False)
+    with pytest.raises(DataError, match=r"has \d+ tokens, and the model takes 24 with the answer\. Ask"):
+        generator.encode(ask("zero one " * 12).sample, media)
+
+
 def run(folder: Path, rows: Path, **options: Any) -> infer.InferOutcome:
     return infer.run(folder, rows, rows.parent / "answers.jsonl", max_new_tokens=TOKENS, batch_size=2, **options)
 

@@ -225,7 +225,7 @@ class _Speaking:
 
     def __init__(self, generator: Generator, says: Any) -> None:
         self.encoder, self.thinks, self.answer_live = generator.encoder, generator.thinks, says
-        self.adapters = generator.adapters
+        self.adapters, self.encode = generator.adapters, generator.encode
 
 
 def test_tools_and_their_results_reach_the_template(client: OpenAI) -> None:

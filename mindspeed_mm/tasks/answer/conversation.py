@@ -62,7 +62,7 @@ class LoadedModel:
         place = RowLocation("chat", sum(message["role"] == "user" for message in messages))
         encoder = self.generator.encoder
         loader = encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
-        question = encoder.encode(Sample(place, list(messages), [0.0] * len(messages), list(media)), loader)
+        question = self.generator.encode(Sample(place, list(messages), [0.0] * len(messages), list(media)), loader)
         return self.generator.answer_streamed(question, tell, sampling)
 
 

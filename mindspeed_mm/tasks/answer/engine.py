@@ -59,7 +59,7 @@ class AnswerEngine:
 
     def encode(self, sample: Sample, media: MediaLoader) -> Future[EncodedQuestion]:
         """A question as the model takes it, on a thread of its own. The future raises `DataError`."""
-        return self._encoder.submit(self.generator.encoder.encode, sample, media)
+        return self._encoder.submit(self.generator.encode, sample, media)
 
     def submit(self, row: LiveAnswer) -> Future[Answer]:
         """Have a question answered. Cancelling the future takes it out of the queue; `give_up` of the row ends it."""

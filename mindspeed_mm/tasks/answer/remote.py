@@ -34,6 +34,8 @@ class RemoteModel:
     """With `/v1`."""
     name: str
     key: str | None = None
+    says_length: bool = True
+    """Whether it is told how long an answer may be; else that is its own choice."""
 
     @classmethod
     def at(cls, address: str, name: str = "", key: str | None = None) -> RemoteModel:
@@ -74,7 +76,7 @@ class RemoteModel:
             "model": self.name,
             "messages": _with_media(messages, media),
             "stream": True,
-            "max_tokens": sampling.max_new_tokens,
+            **({"max_tokens": sampling.max_new_tokens} if self.says_length else {}),
             **{name: value for name, value in settings.items() if value is not None},
         }
         said, ending, thinks = "", "", False

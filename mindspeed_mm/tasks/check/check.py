@@ -298,7 +298,7 @@ class _Check:
 
     def _first_rollout(self) -> None:
         """The prompts open, and are enough; what is drawn from them is as large as it may be."""
-        from mindspeed_mm.fsdp.train.rollouts.build import longest_of
+        from mindspeed_mm.fsdp.models.structure.positions import longest_of
         from mindspeed_mm.tasks.check.rollouts import first_answers, first_blanks, opened_prompts
 
         arguments = self.config.arguments

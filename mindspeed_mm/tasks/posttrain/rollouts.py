@@ -57,6 +57,8 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
     Raises:
         UsageError: The run has no such rollout.
     """
+    if not folder.is_dir():
+        raise UsageError("there is no such folder", where=str(folder), way_out="Name the folder of a run.")
     there = numbers(folder)
     chosen = there[-1] if number is None and there else number
     stored = read_rollout(folder, chosen) if chosen is not None else None

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
+from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, Sampling, TokenChoice
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
@@ -62,6 +64,24 @@ class Generator:
         self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, encoder)
+        self._longest = longest_of(model.config)
+
+    def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
+        """A question as the model takes it.
+
+        Raises:
+            DataError: A medium cannot be read, the model takes none of its kind, or the model has no position left for
+                an answer.
+        """
+        encoded = self.encoder.encode(question, media)
+        tokens = len(encoded.input_ids)
+        if self._longest is not None and tokens >= self._longest:
+            raise DataError(
+                f"the question has {tokens:,} tokens, and the model takes {self._longest:,} with the answer",
+                where=str(question.place),
+                way_out="Ask something shorter, or show smaller pictures.",
+            )
+        return encoded
 
     def answer(
         self,
@@ -86,9 +106,7 @@ class Generator:
         """
         window = batch_size * SORTED_BATCHES
         for start in range(0, len(questions), window):
-            encoded = [
-                (question, self.encoder.encode(question.sample, media)) for question in questions[start:][:window]
-            ]
+            encoded = [(question, self.encode(question.sample, media)) for question in questions[start:][:window]]
             for batch in _batches(encoded, batch_size):
                 rows = [
                     LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter)
@@ -132,7 +150,7 @@ class Generator:
 
     def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         for row in rows:
-            row.begin(self._text_of)
+            row.begin(self._text_of, self._longest)
         inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
         if is_whisper(self.encoder.processor):
             (most,) = {row.sampling.max_new_tokens for row in rows}
@@ -163,7 +181,7 @@ class Generator:
         return (configured or 1) if asked is None else asked
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
-        (most,) = {row.sampling.max_new_tokens for row in rows}
+        most = min(row.most_tokens for row in rows)
         ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         with self._without_gradients():
             found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
@@ -186,7 +204,7 @@ class Generator:
                 **ONE_BY_ONE,
                 eos_token_id=self._end_ids or None,
                 pad_token_id=self.tokenizer.pad_token_id,
-                max_new_tokens=max(row.sampling.max_new_tokens for row in rows),
+                max_new_tokens=max(row.most_tokens for row in rows),
                 logits_processor=[RowChoices(choices, padding, device), *self._processors],
                 stopping_criteria=[is_over],
             )

@@ -48,17 +48,28 @@ class LiveAnswer:
     token_ids: list[int] = field(default_factory=list)
     ending: Ending | None = None
     text: TextPieces | None = None
+    most_tokens: int = field(init=False)
+    """How many it may have: those that are asked for, from its beginning no more than the model has room for."""
     _told_s: float = 0.0
     _gone: threading.Event = field(default_factory=threading.Event)
 
-    def begin(self, decode: Decode) -> None:
+    def __post_init__(self) -> None:
+        self.most_tokens = self.sampling.max_new_tokens
+
+    def begin(self, decode: Decode, longest: int | None = None) -> None:
         """Forget what is there of it, unless somebody has read some.
+
+        Args:
+            decode: Of the tokenizer.
+            longest: Tokens that the model takes, question and answer together; None: it does not say.
 
         Raises:
             RuntimeError: Somebody has.
         """
         self.check_untold()
         self.token_ids, self.ending = [], None
+        if longest is not None:
+            self.most_tokens = min(self.sampling.max_new_tokens, longest - len(self.question.input_ids))
         self.text = TextPieces(decode, self.tell, self.stop) if self.tell is not None or self.stop else None
 
     def check_untold(self) -> None:
@@ -81,7 +92,7 @@ class LiveAnswer:
             self.ending = "given up"
         elif self._is_due() and self.text is not None and self.text.take(self.token_ids):
             self.ending = "stop"
-        elif len(self.token_ids) >= self.sampling.max_new_tokens:
+        elif len(self.token_ids) >= self.most_tokens:
             self.ending = "length"
         return self.ending is not None
 

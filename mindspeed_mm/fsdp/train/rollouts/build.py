@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
 from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
 from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
+from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, check_judges, takes_setting
@@ -275,9 +276,3 @@ def end_ids(model: nn.Module, dataset: MMDataset) -> list[int]:
     words = (tokenizer.eos_token, template.turn_end if template is not None else None)
     ends += [tokenizer.convert_tokens_to_ids(word) for word in words if word is not None]
     return sorted({end for end in ends if end is not None})
-
-
-def longest_of(config: Any) -> int | None:
-    """Tokens that the model takes, as far as its configuration says."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(longest) if longest else None

@@ -1,0 +1,24 @@
+"""How many tokens a model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_STRETCHED = ("linear", "dynamic", "yarn")
+
+
+def longest_of(config: Any) -> int | None:
+    """Positions of the language model, question and answer together; None where its configuration does not say.
+
+    Rotary positions that are stretched by a factor reach further than `max_position_embeddings`, which some
+    configurations keep as it was trained: counted is what vLLM counts.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not longest:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _STRETCHED and rope.get("factor"):
+        trained = rope.get("original_max_position_embeddings") or longest
+        return max(int(longest), int(trained * rope["factor"]))
+    return int(longest)
