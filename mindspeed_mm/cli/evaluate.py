@@ -19,6 +19,7 @@ Examples:
   mm evaluate runs/digits/hf --data test.jsonl --out scores --batch-size 128 --max-new-tokens 16
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl --loss
   mm evaluate runs/asr --data spoken.jsonl --metric wer --ignore-case --ignore-punctuation
+  mm evaluate runs/vqa --data open.jsonl --judge http://127.0.0.1:8000/v1 --judge-model large
   mm evaluate runs/vqa --benchmark docvqa_val --data sets/DocVQA
   mm evaluate runs/vqa --benchmark mmbench_dev --data MMBench_DEV_EN.tsv --against runs/older/eval/mmbench_dev
   mm evaluate samples --generated --reference real --clip models/clip-vit-large-patch14
@@ -105,6 +106,18 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 )
 @click.option("--ignore-case", is_flag=True, help="Small and capital letters are the same.")
 @click.option("--ignore-punctuation", is_flag=True, help="Punctuation does not count.")
+@click.option(
+    "--judge",
+    metavar="URL",
+    help="Address of a server of OpenAI's interface, up to /v1: a model there decides whether an answer that is not "
+    "the expected one means the same. Needs --judge-model.",
+)
+@click.option("--judge-model", metavar="NAME", help="With --judge: what the server calls the model.")
+@click.option(
+    "--judge-key-env",
+    metavar="VARIABLE",
+    help="With --judge: environment variable that holds the server's key; by default none is sent.",
+)
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
     "--config",
@@ -137,6 +150,7 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """
     way = next((name for name in ("generated", "benchmark", "loss") if options[name]), "rows")
     _check_options(context, way)
+    _check_judge(options)
     action, shares = _WAYS[way]
     return share(context, "evaluate", lambda: _tell(action(model, options), options["as_json"]), shares=shares)
 
@@ -149,7 +163,7 @@ _OWN = {
     "against": ("benchmark", "compares results of --benchmark", "Name the set: --benchmark NAME."),
 }
 """Option → the only way that takes it, what it does there, how to get there."""
-_COMPARED = {"metric", "ignore_case", "ignore_punctuation"}
+_COMPARED = {"metric", "ignore_case", "ignore_punctuation", "judge", "judge_model", "judge_key_env"}
 _MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN = {
     "generated": {"reference", "clip", "features", "reference_features"},
@@ -180,6 +194,22 @@ def _check_options(context: click.Context, way: str) -> None:
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
 
 
+def _check_judge(options: dict[str, Any]) -> None:
+    """Raise `UsageError` unless a judge has an address and a name, and decides what is right or wrong."""
+    for name in ("judge_model", "judge_key_env"):
+        if options[name] is not None and options["judge"] is None:
+            key = f"--{name.replace('_', '-')}"
+            raise UsageError("there is no judge", key=key, way_out="Give its address: --judge URL.")
+    if options["judge"] is None:
+        return
+    if options["judge_model"] is None:
+        way_out = "Name the model that the server is to ask: --judge-model NAME."
+        raise UsageError("the judge has no name", key="--judge", way_out=way_out)
+    if options["metric"] not in (None, "exact"):
+        way_out = "Leave --metric out."
+        raise UsageError("a judge says right or wrong, and counts no words", key="--judge", way_out=way_out)
+
+
 class Result(Protocol):
     """What every way of measuring returns."""
 
@@ -199,10 +229,14 @@ def _tell(result: Result, as_json: bool) -> None:
 def _score_rows(model: Path, options: dict[str, Any]) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
+    from mindspeed_mm.tasks.evaluate.judge import Judge
 
+    judge = None
+    if options["judge"] is not None:
+        judge = Judge(options["judge"], options["judge_model"], options["judge_key_env"])
     comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
     taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan")}
-    return evaluate.run(model, options["data"], comparison=comparison, **taken, **_limits(options))
+    return evaluate.run(model, options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
 
 
 def _score_published(model: Path, options: dict[str, Any]) -> Result:

@@ -1,4 +1,4 @@
-"""The reward of a server: samples are sent as JSON, scores come back.
+"""Servers that are asked, and the reward of one: samples are sent as JSON, scores come back.
 
 Request: `{"samples": [{"id", "prompt", "completion", "media", "row"}]}`; pictures stand in `media` as base64 PNG, and
 `completion` is null then. Answer: `{"scores": [number or null, …]}`, one for each sample.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -33,18 +34,26 @@ class AskedServer:
         timeout_s: For one request.
         retries: After a request that failed; the wait between them doubles from half a second on.
         headers: Further headers.
+        title: What it is called when it fails.
+        key: Of the configuration, or the option, that names it.
+        way_out: What may help when it fails.
     """
 
     url: str
     timeout_s: float
     retries: int
     headers: Mapping[str, str] = field(default_factory=dict)
+    title: str = "the reward server"
+    key: str = "posttrain.rewards.url"
+    way_out: str = (
+        "See the server's log; raise timeout_s or retries, or set on_failure: null to leave such samples out."
+    )
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"'{self.url}' is no http address",
-                key="posttrain.rewards.url",
+                key=self.key,
                 way_out="Begin it with http:// or https://.",
             )
 
@@ -66,12 +75,60 @@ class AskedServer:
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 failure = f"{type(error).__name__}: {error}"
         raise MachineError(
-            f"the reward server did not answer {self.retries + 1} requests: {failure}",
+            f"{self.title} did not answer {self.retries + 1} requests: {failure}",
             where=self.url,
-            key="posttrain.rewards",
-            way_out="See the server's log; raise timeout_s or retries, or set on_failure: null to leave such samples "
-            "out.",
+            key=self.key,
+            way_out=self.way_out,
         )
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A model behind a server of OpenAI's interface (`mm serve`, vLLM, SGLang).
+
+    Args:
+        server: Its server.
+        name: What the server calls it.
+    """
+
+    server: AskedServer
+    name: str
+
+    def answer(self, parts: Sequence[Mapping[str, Any]]) -> str:
+        """What it says to texts and pictures, by its likeliest tokens.
+
+        Args:
+            parts: Of the one turn, as OpenAI's interface has them.
+
+        Raises:
+            MachineError: The server cannot be reached, is too slow or answers with something else.
+        """
+        turn = {"role": "user", "content": list(parts)}
+        request = {"model": self.name, "temperature": 0, "messages": [turn]}
+        return self.server.ask(request, lambda content: str(content["choices"][0]["message"]["content"]))
+
+
+def chat_address(url: str) -> str:
+    """Where a server takes conversations, from its address up to `/v1`."""
+    return f"{url.rstrip('/')}/chat/completions"
+
+
+def key_headers(variable: str | None, option: str) -> dict[str, str]:
+    """The headers with the key that an environment variable holds; none where no variable is named.
+
+    Args:
+        variable: Its name.
+        option: Of the configuration or the command line, that names it.
+
+    Raises:
+        ConfigError: It is not set.
+    """
+    if variable is None:
+        return {}
+    if not (key := os.environ.get(variable)):
+        what = f"the environment variable {variable} is not set"
+        raise ConfigError(what, key=option, way_out="Set it, or name none.")
+    return {"Authorization": f"Bearer {key}"}
 
 
 @reward_register.register("http")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.posttrain_rewards.http import AskedServer, picture_as_base64
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.posttrain_rewards.http import (
+    AskedModel,
+    AskedServer,
+    chat_address,
+    key_headers,
+    picture_as_base64,
+)
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
 
@@ -50,16 +55,9 @@ class VlmJudge:
         concurrency: int = 8,
         on_failure: Literal["error", "null"] = "error",
     ) -> None:
-        key = os.environ.get(api_key_env) if api_key_env else None
-        if api_key_env and not key:
-            raise ConfigError(
-                f"the environment variable {api_key_env} is not set",
-                key="posttrain.rewards",
-                way_out="Set it, or leave api_key_env out.",
-            )
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._server = AskedServer(f"{url.rstrip('/')}/chat/completions", timeout_s, retries, headers)
-        self._model, self._instruction, self._most, self._frames = model, instruction, most, frames
+        headers = key_headers(api_key_env, "posttrain.rewards.api_key_env")
+        self._judge = AskedModel(AskedServer(chat_address(url), timeout_s, retries, headers), model)
+        self._instruction, self._most, self._frames = instruction, most, frames
         self._concurrency, self._on_failure = concurrency, on_failure
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float | None]:
@@ -74,9 +72,8 @@ class VlmJudge:
     def _score(self, prompt: str, completion: Any) -> float | None:
         words = self._instruction.replace("{prompt}", prompt).replace("{most}", f"{self._most:g}")
         shown = [{"type": "text", "text": words}, *self._shown(completion)]
-        request = {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": shown}]}
         try:
-            answer = self._server.ask(request, lambda content: str(content["choices"][0]["message"]["content"]))
+            answer = self._judge.answer(shown)
         except MachineError:
             if self._on_failure == "null":
                 return None

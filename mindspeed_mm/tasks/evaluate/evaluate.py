@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 
@@ -40,6 +41,7 @@ def run(
     data_name: str | None = None,
     comparison: Comparison = EXACT,
     plan: Path | None = None,
+    judge: Judge | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -58,6 +60,7 @@ def run(
         data_name: What the results call `data`; None: its path.
         comparison: How answers are compared with the expected ones.
         plan: A YAML whose section `parallel` spreads the model over the ranks.
+        judge: Decides on answers that are not the expected ones.
 
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` cannot be written.
@@ -68,7 +71,7 @@ def run(
     media_dir = media_dir or data.parent
     out = out or (source.run or Path.cwd()) / "eval"
     with joined_ranks(WAIT_S) as ranks:
-        ranks.first("looking at the results' folder", lambda: _prepare(out))
+        ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()
         generator = load_on_ranks(source, view, plan, ranks)
         media = generator.encoder.media(media_dir, [data.parent])
@@ -76,7 +79,12 @@ def run(
         answers = answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=batch_size)
         told = data_name or str(data.absolute())
         facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
-        evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts, comparison)
+        verdicts = None
+        if judge is not None:
+            facts["judge"] = judge.facts()
+            verdicts = ranks.first("asking the judge", lambda: judge.verdicts(questions, answers, comparison))
+        answered = [(question, answers[question.row]) for question in questions]
+        evaluation = evaluate_answers(answered, facts, comparison, verdicts)
         ranks.first("writing the results", lambda: write_evaluation(evaluation, out))
     return evaluation
 
@@ -88,9 +96,11 @@ def _questions(data: Path, media_dir: Path | None, view: RowsView) -> list[Quest
     return read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
 
 
-def _prepare(out: Path) -> None:
+def _prepare(out: Path, judge: Judge | None) -> None:
     check_evaluation_folder(out)
     make_writable_folder(out)
+    if judge is not None:
+        judge.check()
 
 
 def _facts(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,49 +11,23 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, build_reward
-
-
-class _Judging(ThreadingHTTPServer):
-    asked: list[tuple[str, dict[str, Any]]]
-    answers: dict[str, str]
-
-
-class _Chat(BaseHTTPRequestHandler):
-    server: _Judging
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((f"{self.path} {self.headers['Authorization']}", request))
-        text = request["messages"][0]["content"][0]["text"]
-        answer = next(answer for prompt, answer in self.server.answers.items() if prompt in text)
-        body = json.dumps({"choices": [{"message": {"content": answer}}]} if answer else {}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+from tests.helpers.judging import JudgingServer, judging
 
 
 @pytest.fixture
-def server() -> Iterator[_Judging]:
-    serving = _Judging(("127.0.0.1", 0), _Chat)
-    serving.asked, serving.answers = [], {}
-    threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
-    yield serving
-    serving.shutdown()
-    serving.server_close()
+def server() -> Iterator[JudgingServer]:
+    with judging({}) as serving:
+        yield serving
 
 
-def scores(server: _Judging, completions: list[Any], **options: Any) -> list[float]:
+def scores(server: JudgingServer, completions: list[Any], **options: Any) -> list[float]:
     url = f"http://127.0.0.1:{server.server_port}/v1"
     prompts = list(server.answers)
     reward = build_reward("vlm_judge", 1.0, {"url": url, "model": "judge", "retries": 0, **options})
     return reward(Judged(prompts, completions, [{}] * len(prompts)))
 
 
-def test_its_number_is_the_score(server: _Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_number_is_the_score(server: JudgingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     server.answers = {"a box": "7", "a line": "I say 2.5.", "grain": "none", "{red}": "12"}
     picture = Image.new("RGB", (4, 4))
@@ -70,7 +41,7 @@ def test_its_number_is_the_score(server: _Judging, monkeypatch: pytest.MonkeyPat
     assert by_prompt["grain"][1]["messages"][0]["content"][1] == {"type": "text", "text": "text"}
 
 
-def test_a_judge_that_fails(server: _Judging) -> None:
+def test_a_judge_that_fails(server: JudgingServer) -> None:
     server.answers = {"a box": ""}
     with pytest.raises(MachineError, match="KeyError"):
         scores(server, ["x"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,27 @@ SAMPLES = "samples.jsonl"
 EXACT = Comparison()
 _SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
 _KEYS = ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds")
-_OPTIONAL = ("step", "lora", "measure", "metric", "ignore_case", "ignore_punctuation")
-_is_samples = any_of(first_line_has(*_SAMPLE_KEYS), first_line_has(*_SAMPLE_KEYS, "errors", "units"))
+_OPTIONAL = ("step", "lora", "judge", "measure", "metric", "ignore_case", "ignore_punctuation")
+_is_samples = any_of(
+    first_line_has(*_SAMPLE_KEYS),
+    first_line_has(*_SAMPLE_KEYS, "errors", "units"),
+    first_line_has(*_SAMPLE_KEYS, "judge"),
+)
 _is_results = any_of(
     *(is_object_of(_KEYS, _OPTIONAL, "overall", [field.name for field in fields(of)]) for of in (Score, ErrorRate))
 )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge found of an answer that is not the expected one."""
+
+    correct: bool
+    """Whether it means the same; False where the judge failed."""
+    said: str | None = None
+    """In the judge's own words."""
+    failure: str | None = None
+    """Why there is none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,12 @@ class Evaluation:
     def lines(self) -> list[str]:
         """For people: how many answers were not whole, if any, and the score of each task."""
         told = [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
+        if failed := [sample for sample in self.samples if (sample.get("judge") or {}).get("failure")]:
+            first = failed[0]
+            told.append(
+                f"{len(failed)} answers count as wrong because the judge failed; the first is that of {first['id']}: "
+                f"{first['judge']['failure']}"
+            )
         if cut_off := self.facts.get("cut_off"):
             limit = self.facts["max_new_tokens"]
             return [f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)", *told]
@@ -57,15 +80,30 @@ class Evaluation:
 
 
 def evaluate_answers(
-    answered: list[tuple[Question, Answer]], facts: dict[str, Any], comparison: Comparison = EXACT
+    answered: list[tuple[Question, Answer]],
+    facts: dict[str, Any],
+    comparison: Comparison = EXACT,
+    verdicts: Mapping[int, Verdict] | None = None,
 ) -> Evaluation:
-    """Compare each answer with the expected one; thoughts are no part of either."""
+    """Compare each answer with the expected one; thoughts are no part of either.
+
+    Args:
+        answered: Questions with their answers.
+        facts: What the results say beside the scores.
+        comparison: How answers are compared.
+        verdicts: By row, where a judge was asked: its word counts for them.
+    """
     by_task: dict[str, list[Outcome]] = defaultdict(list)
     samples = []
     for question, answer in answered:
         outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
+        sample = _sample(question, answer, outcome, comparison)
+        if verdicts is not None:
+            verdict = verdicts.get(question.row)
+            outcome = outcome if verdict is None else Outcome(verdict.correct)
+            sample |= {"correct": outcome.correct, "judge": None if verdict is None else asdict(verdict)}
         by_task[question.task].append(outcome)
-        samples.append(_sample(question, answer, outcome, comparison))
+        samples.append(sample)
     tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
     overall = comparison.score([outcome for outcomes in by_task.values() for outcome in outcomes])
     return Evaluation(tasks, overall, facts, samples, comparison)

@@ -1,0 +1,113 @@
+"""A language model behind a server as the judge of open questions: whether an answer means the expected one.
+
+It is asked about answers that are not the expected one character for character; the others are right without it. What
+it said is kept with the sample.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.posttrain_rewards.http import AskedModel, AskedServer, chat_address, key_headers
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.fsdp.sampling.answers.scored import Verdict
+from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
+from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
+
+AT_A_TIME = 8
+TIMEOUT_S, RETRIES = 120.0, 2
+_INSTRUCTION = (
+    "Does the answer given to this question mean the same as the expected answer? What is said beside it, and how it "
+    "is worded, do not count; a wrong or missing fact does.\n\nQuestion: {question}\nExpected answer: {expected}\n"
+    "Answer given: {given}\n\nSay yes or no, and nothing else."
+)
+_VERDICT = re.compile(r"[\W_]*(yes|no)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Where the judge is, and what it is called.
+
+    Args:
+        url: Of its server, up to `/v1`.
+        model: Its name there.
+        key_variable: The environment variable that holds the server's key; None: it wants none.
+    """
+
+    url: str
+    model: str
+    key_variable: str | None = None
+
+    def facts(self) -> dict[str, str]:
+        """What results say of it."""
+        return {"url": self.url, "model": self.model}
+
+    def check(self) -> None:
+        """Ask it something, before the work whose results it judges.
+
+        Raises:
+            ConfigError: The variable is not set, or the address is none.
+            MachineError: It does not answer, or by something else than yes or no.
+        """
+        said = self._asked(retries=0).answer(_parts("How many legs has a spider?", "eight", "8"))
+        if _VERDICT.match(said) is None:
+            what = f"the judge was asked to say yes or no, and said {said[:80]!r}"
+            raise MachineError(what, where=self.url, key="--judge-model", way_out="Name another model.")
+
+    def verdicts(
+        self, questions: Sequence[Question], answers: Mapping[int, Answer], comparison: Comparison
+    ) -> dict[int, Verdict]:
+        """Row → verdict, of all answers that are not the expected ones. A request that fails is told in its verdict.
+
+        Args:
+            questions: With expected answers.
+            answers: By row.
+            comparison: Says which answers are the expected ones.
+        """
+        judge = self._asked(retries=RETRIES)
+
+        def of_row(question: Question) -> Verdict | None:
+            given, expected = words_of(answers[question.row].text), words_of(question.expected or "")
+            if comparison.outcome(given, expected).correct:
+                return None
+            return _verdict(judge, _parts(question.text, expected, given))
+
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            found = zip(questions, pool.map(of_row, questions), strict=True)
+            return {question.row: verdict for question, verdict in found if verdict is not None}
+
+    def _asked(self, retries: int) -> AskedModel:
+        server = AskedServer(
+            chat_address(self.url),
+            TIMEOUT_S,
+            retries,
+            key_headers(self.key_variable, "--judge-key-env"),
+            title="the judge",
+            key="--judge",
+            way_out="See the server's log, and whether the address ends in /v1.",
+        )
+        return AskedModel(server, self.model)
+
+
+def _parts(question: str, expected: str, given: str) -> list[dict[str, Any]]:
+    # Not `format`: what the texts hold in braces stays as it is.
+    texts = {"{question}": question, "{expected}": expected, "{given}": given}
+    text = re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], _INSTRUCTION)
+    return [{"type": "text", "text": text}]
+
+
+def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, Any]]) -> Verdict:
+    try:
+        said = judge.answer(parts)
+    except MachineError as error:
+        return Verdict(correct=False, failure=error.problems[0].what)
+    found = _VERDICT.match(said)
+    if found is None:
+        return Verdict(correct=False, said=said, failure="it said neither yes nor no")
+    return Verdict(correct=found[1].lower() == "yes", said=said)

@@ -1,0 +1,104 @@
+"""`mm evaluate --judge`: a model behind a server decides on answers that are not the expected ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mindspeed_mm.cli.evaluate import command
+from mindspeed_mm.core.errors import ConfigError, MachineError, UsageError
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import Question
+from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.evaluate import judge as judging_answers
+from mindspeed_mm.tasks.evaluate.judge import Judge
+from tests.helpers.judging import JudgingServer, judging
+from tests.helpers.tiny_models import make_tiny_qwen3
+
+ROWS = {  # what is asked → expected, given
+    "capital?": ("Paris", " Paris "),
+    "river?": ("the {given} Seine", "It is the Seine."),
+    "tower?": ("Eiffel", "<think>Paris</think>the Louvre"),
+    "sea?": ("none", "the Channel"),
+    "hill?": ("Montmartre", "a hill"),
+}
+SAID = {"spider": "Yes.", "river?": "**Yes**, it does", "tower?": "no", "sea?": "", "hill?": "It may be."}
+
+
+def judge_at(server: JudgingServer, **options: Any) -> Judge:
+    return Judge(f"http://127.0.0.1:{server.server_port}/v1/", "large", **options)
+
+
+def fixed(questions: list[Question], *_: Any, **__: Any) -> dict[int, Answer]:
+    return {question.row: Answer((), ROWS[question.text][1], finished=True) for question in questions}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    turns = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": expected}]
+        for asked, (expected, _) in ROWS.items()
+    ]
+    path.write_text("".join(json.dumps({"id": one[0]["content"], "messages": one}) + "\n" for one in turns))
+    return path
+
+
+def test_its_word_counts_and_is_kept(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are made up; the rest is what the command does."""
+    monkeypatch.setattr(evaluate, "answer_on_ranks", lambda _generator, questions, *_, **__: fixed(questions))
+    monkeypatch.setattr(judging_answers, "RETRIES", 0)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    model = make_tiny_qwen3(tmp_path / "model")
+    with judging(SAID) as server:
+        judge = judge_at(server, key_variable="JUDGE_KEY")
+        found = evaluate.run(model, data, out=tmp_path / "out", judge=judge)
+        evaluate.run(model, data, out=tmp_path / "out", judge=judge)  # over its own results
+    samples = {one["id"]: one for one in map(json.loads, (tmp_path / "out" / "samples.jsonl").open())}
+    assert [name for name, sample in samples.items() if sample["correct"]] == ["capital?", "river?"]
+    assert samples["capital?"]["judge"] is None
+    assert samples["river?"]["judge"] == {"correct": True, "said": "**Yes**, it does", "failure": None}
+    assert "KeyError" in samples["sea?"]["judge"]["failure"] and samples["sea?"]["judge"]["said"] is None
+    assert samples["hill?"]["judge"]["said"] == "It may be."
+    assert found.overall.to_dict()["correct"] == 2 and found.facts["judge"]["model"] == "large"
+    (told,) = [line for line in found.lines() if "judge failed" in line]
+    assert told.startswith("2 answers count as wrong") and "sea?" in told
+    asked = [request["messages"][0]["content"][0]["text"] for _, request in server.asked]
+    assert len(asked) == 2 * (1 + 4)  # and once before all of them
+    (river,) = {text for text in asked if "river?" in text}
+    assert "the {given} Seine\n" in river and "It is the Seine.\n" in river
+    (tower,) = {text for text in asked if "tower?" in text}
+    assert "think" not in tower
+    assert {path for path, _ in server.asked} == {"/v1/chat/completions Bearer secret"}
+
+
+def test_a_judge_that_cannot_judge_is_told_before_the_work() -> None:
+    with judging({"spider": "Eight legs!"}) as server:
+        with pytest.raises(MachineError, match="said 'Eight legs!'"):
+            judge_at(server).check()
+        server.answers = {"spider": ""}
+        with pytest.raises(MachineError, match="the judge did not answer 1 requests: KeyError"):
+            judge_at(server).check()
+        with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+            judge_at(server, key_variable="NO_SUCH_KEY").check()
+    with pytest.raises(ConfigError, match="no http address") as caught:
+        Judge("localhost:8000", "large").check()
+    assert caught.value.problems[0].key == "--judge"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--judge-model", "large"], "there is no judge"),
+        (["--judge", "http://x/v1"], "has no name"),
+        (["--judge", "http://x/v1", "--judge-model", "large", "--metric", "wer"], "counts no words"),
+        (["--judge", "http://x/v1", "--judge-model", "large", "--loss"], "--loss"),
+    ],
+)
+def test_options_that_do_not_fit(data: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        CliRunner().invoke(command, ["model", "--data", str(data), *words], catch_exceptions=False)
