@@ -123,6 +123,11 @@ def test_answers_end_where_the_models_positions_do(tmp_path: Path) -> None:
     generator._end_ids = []
     answer = generator.answer_batch([question], 512)[0]
     assert (len(answer.token_ids), answer.finished) == (24 - len(question.input_ids), False)
+    longer = generator.encode(ask("zero one two zero").sample, media)
+    rows = [LiveAnswer(each, Sampling(512, temperature=0, beams=2)) for each in (question, longer)]
+    assert [len(each.token_ids) for each in generator.answer_live(rows)] == [
+        24 - len(r.question.input_ids) for r in rows
+    ]
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model takes 24 with the answer\. Ask"):
         generator.encode(ask("zero one " * 12).sample, media)
 

@@ -151,6 +151,9 @@ class Generator:
     def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         for row in rows:
             row.begin(self._text_of, self._longest)
+        if self._beams(rows) > 1 and len({row.most_tokens for row in rows}) > 1:
+            # The most tokens steer which beam wins: those of a long question are not to be its neighbours'.
+            return [answer for row in rows for answer in self._answer_alike([row])]
         inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
         if is_whisper(self.encoder.processor):
             (most,) = {row.sampling.max_new_tokens for row in rows}
@@ -181,7 +184,7 @@ class Generator:
         return (configured or 1) if asked is None else asked
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
-        most = min(row.most_tokens for row in rows)
+        (most,) = {row.most_tokens for row in rows}
         ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         with self._without_gradients():
             found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
