@@ -36,7 +36,7 @@ QUESTIONS = {
 class Scan(NamedTuple):
     """One scanned digit: its index in scikit-learn's data set, the digit it shows and the picture."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuples have a method of this name, which nobody asks of a scan
     digit: int
     picture: Image.Image
 
@@ -131,7 +131,7 @@ def draw(group: list[Scan], jitter: random.Random | None) -> Image.Image:
 def jittered(picture: Image.Image, rng: random.Random) -> Image.Image:
     """Turned by up to 8 degrees and moved by up to 1.5 pixels each way; white comes in at the edges."""
     angle, shift = rng.uniform(-8, 8), (rng.uniform(-1.5, 1.5), rng.uniform(-1.5, 1.5))
-    return picture.rotate(angle, Image.Resampling.BILINEAR, translate=shift, fillcolor=255)
+    return picture.rotate(angle, Image.Resampling.BILINEAR, translate=shift, fillcolor=255)  # type: ignore[arg-type]  # parts of pixels are taken
 
 
 def training_texts(data_folder: Path) -> list[str]:

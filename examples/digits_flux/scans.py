@@ -19,7 +19,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 class Scan(NamedTuple):
     """One scanned digit: its index in scikit-learn's data set, the digit it shows, and (8, 8) uint8, ink bright."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuples have a method of this name, which nobody asks of a scan
     digit: int
     picture: np.ndarray
 

@@ -288,7 +288,7 @@ class Slow:
 
     def __init__(self, generator: Generator) -> None:
         self.encoder, self.thinks, self._generator = generator.encoder, generator.thinks, generator
-        self.adapters = generator.adapters
+        self.adapters, self.encode = generator.adapters, generator.encode
         self.begun, self.let = threading.Semaphore(0), threading.Event()
         self.ended: list[Any] = []
 

@@ -197,7 +197,7 @@ def test_adapters_in_pieces_equal_the_whole(yamls: dict[str, Path], features: di
 
 
 def test_losses_of_language_models_are_refused(yamls: dict[str, Path]) -> None:
-    said = mm("train", yamls["flux"], "features.loss_cfg.loss_type=raw")
+    said = mm("train", yamls["flux"], "features.loss_cfg.loss_type=per_token_loss")
     assert said.code == 2
     assert "generators learn by denoising" in said.err
 

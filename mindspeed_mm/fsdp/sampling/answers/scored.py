@@ -48,7 +48,7 @@ class Verdict:
 class Evaluation:
     """Scores by task, in the order of first appearance, and over all questions."""
 
-    tasks: dict[str, Score | ErrorRate]
+    tasks: Mapping[str, Score | ErrorRate]
     overall: Score | ErrorRate
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
