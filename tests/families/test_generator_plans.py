@@ -26,6 +26,8 @@ TOLERANCE = 1e-6
 """Some families turn positions in fp32."""
 SIDE = 32
 """Pixels: the families' own sizes have too few tokens for four ranks."""
+SIDE_OF_COARSE = 64
+"""For Wan2.2 5B, a token of which is 32 pixels wide."""
 RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
 TENSOR = "parallel.tensor_parallel_size=2"
 PLANS = {
@@ -43,7 +45,8 @@ def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:
     yamls = {}
     for name in names:
         (folder / name).mkdir()
-        yaml = make_run(name, folder / name, SIDE) if name in FAMILIES else write_run(folder / name, name) / "run.yaml"
+        side = SIDE_OF_COARSE if name.startswith("wan2_2_5b") else SIDE
+        yaml = make_run(name, folder / name, side) if name in FAMILIES else write_run(folder / name, name) / "run.yaml"
         yamls[name] = str(yaml)
     return yamls
 
