@@ -269,7 +269,7 @@ def evaluate(
         model: A run, or a folder of a run, of one checkpoint or of a model.
         rows: A file, or rows as in `train`. With `loss` they may be left out: then the run's own validation rows.
         loss: Measure the cross-entropy of the answers; generate nothing.
-        out: Where the results go; by default `eval/` of the run, or of the working directory.
+        out: Where the results go; by default `eval/` of the run, or `eval/NAME` here for a folder NAME.
         max_new_tokens: Longest answer; None: 512.
         batch_size: Rows at a time; None: 64, with `loss` 8.
         metric: "exact": whether each answer is the expected one; "wer", "cer": the share of wrong words or characters.

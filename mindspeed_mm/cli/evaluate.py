@@ -89,7 +89,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for the results; default: eval, inside the run folder if there is one.",
+    help="Folder for the results; default: eval inside the run folder, or eval/NAME for a model folder NAME.",
 )
 @click.option("--media-dir", type=click.Path(path_type=Path), help="Folder that media paths in --data are relative to.")
 @click.option(

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from mindspeed_mm.cli.chat import COMMANDS, command, obey
-from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
@@ -139,6 +139,15 @@ def test_mistakes_are_told_and_the_conversation_goes_on(folder: Path, picture: P
         assert message in result.stderr, message
     assert COMMANDS.splitlines()[0] in result.output and other.read_text() == "mine\n"
     assert "Traceback" not in result.stderr
+
+
+def test_marks_and_media_of_a_turn_agree(folder: Path, picture: Path) -> None:
+    chat = begin(folder, Sampling(TOKENS, temperature=0))
+    with pytest.raises(DataError, match=r"chat  the text holds 1 × <image>, and 0 of that kind are given"):
+        chat.say("what is <image>?", lambda _: None)
+    chat.show("image", picture)
+    chat.say("what is <image>?", lambda _: None)
+    assert [part["type"] for part in chat.turns[0]["content"]] == ["text", "image", "text"]
 
 
 def test_a_turn_that_fails_was_not_said(folder: Path, picture: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,10 @@ def rows(tmp_path: Path, folder: Path) -> Path:
 def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
     arguments = [str(folder), "--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", str(TOKENS)]
     result = CliRunner().invoke(command, [*arguments, "--batch-size", "5"], catch_exceptions=False)
-    assert result.output.splitlines()[-2:] == [
+    assert result.output.splitlines()[-3:] == [
         "accuracy, task-0: 66.7 % (n=6, 95 % interval 30.0–90.3 %)",
         "accuracy, task-1: 83.3 % (n=6, 95 % interval 43.6–97.0 %)",
+        "accuracy, overall: 75.0 % (n=12, 95 % interval 46.8–91.1 %)",
     ]
     results = json.loads((tmp_path / "eval" / "results.json").read_text())
     assert {name: (task["correct"], task["n"]) for name, task in results["tasks"].items()} == {
@@ -106,6 +108,16 @@ def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
         "given": samples[2]["given"],
         "correct": False,
     }
+
+
+def test_results_of_one_folder_do_not_replace_those_of_another(
+    folder: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    for model in (folder, other):
+        evaluate.run(model, rows, max_new_tokens=2)
+        assert json.loads(Path("eval", model.name, "results.json").read_text())["model"] == str(model)
 
 
 def test_json_is_what_is_written(folder: Path, rows: Path, tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelF
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers import asking
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
-from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions, user_turn
 from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.generation import load_generator
@@ -184,6 +185,7 @@ ASKED = '"messages": [{"role": "user", "content": "<image>?"}]'
         (f'{{{ASKED}, "images": ["gone.png"]}}', r"jsonl:2.*'gone.png' not found"),
         ('{"messages": [{"role": "user", ', r"jsonl:2.*broken JSON"),
         (f'{{{ASKED}, "images": []}}', r"jsonl:2.*1 <image> placeholders.*0 images"),
+        ('{"messages": [{"role": "user", "content": 7}]}', r"jsonl:2.*7 is not text\. Repair the row\.$"),
         ('{"text": "no conversation"}', r"jsonl:2.*the row has \['text'\]"),
         ('{"prompt": "hi", "image": "questions.jsonl"}', r"jsonl:2.*'questions.jsonl' is not an image"),
         ('{"prompt": "hi", "image": "../outside.png"}', r"jsonl:2.*outside the media roots"),
@@ -193,8 +195,10 @@ def test_a_bad_row_is_named(folder: Path, rows: Path, line: str, message: str) -
     (rows.parent.parent / "outside.png").write_bytes(b"x")
     first = rows.read_text().splitlines()[0]
     rows.write_text(f"{first}\n{line}\n")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         run(folder, rows)
+    assert "on_bad_sample" not in str(caught.value)
+    assert ("data.dataset_param" in str(caught.value)) == ("--config YAML" in str(caught.value))
 
 
 def test_every_bad_row_is_named_at_once(rows: Path) -> None:
@@ -294,6 +298,19 @@ def test_the_command_answers_a_prompt(folder: Path, rows: Path) -> None:
     answer = json.loads(result.output)
     assert len(answer["token_ids"]) <= 3
     assert CliRunner().invoke(command, arguments).output == answer["text"] + "\n"
+
+
+def test_marks_say_where_media_stand(rows: Path) -> None:
+    pictures = [MediaItem("image", str(rows.parent / name)) for name in ("1-0.png", "2-0.png")]
+    marked = ask("<image>and<image>?", pictures).sample
+    assert [part["type"] for part in marked.messages[0]["content"]] == ["image", "text", "image", "text"]
+    assert marked.media == pictures
+    mixed, media = user_turn("<video> <image>", [pictures[0], MediaItem("video", "clip")], "here")
+    assert [part["type"] for part in mixed["content"]] == ["video", "text", "image"]
+    assert [item.kind for item in media] == ["video", "image"]
+    for text, given in (("<image>?", []), ("<image>?", pictures), ("<video>", pictures[:1])):
+        with pytest.raises(DataError, match=r"--prompt:1  the text holds [01] × <"):
+            ask(text, given)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLo
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.fsdp.sampling.answers.questions import user_turn
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
@@ -104,11 +105,10 @@ class Conversation:
             tell: Is given the answer piece by piece.
 
         Raises:
-            DataError: A medium cannot be read, or the model takes none of its kind.
+            DataError: A medium cannot be read, the model takes none of its kind, or the text marks more or fewer.
         """
-        parts = [*({"type": item.kind} for item in self.waiting), *([{"type": "text", "text": text}] if text else [])]
-        turn = {"role": "user", "content": parts if self.waiting else text}
-        media = [*self.media, *self.waiting]
+        turn, waiting = user_turn(text, self.waiting, "chat")
+        media = [*self.media, *waiting]
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self.turns, turn]
         answer = self.model.answer(messages, media, self.sampling, tell)

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.folder import results_folder
 from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
@@ -51,7 +52,7 @@ def run(
         model: A Hugging Face folder or a run.
         data: Rows as `read_questions` takes them, each with the model's answer; or a folder of speech with transcripts,
             as `read_transcripts` takes it.
-        out: Where the two files go; by default `eval/` inside a run, `eval/` in the working directory otherwise.
+        out: Where the two files go; by default as `results_folder` says.
         batch_size: Questions answered at a time.
         max_new_tokens: Most tokens of an answer.
         media_dir: Where relative media paths start; by default the folder of `data`.
@@ -69,7 +70,7 @@ def run(
     view = rows_view(source, config)
     questions = _questions(data, media_dir, view)
     media_dir = media_dir or data.parent
-    out = out or (source.run or Path.cwd()) / "eval"
+    out = out or results_folder(source.run, source.folder)
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
-from mindspeed_mm.fsdp.sampling.answers.questions import DEFAULT_TASK, text_field, with_way_to_columns
+from mindspeed_mm.fsdp.sampling.answers.questions import DEFAULT_TASK, as_asked, text_field
 from mindspeed_mm.fsdp.train.row_losses import (
     LossModel,
     RowLeftOut,
@@ -38,6 +38,7 @@ from mindspeed_mm.tasks.answer.answering import AnswerProgress
 from mindspeed_mm.tasks.answer.generation import load_model
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.folder import results_folder
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 
@@ -143,7 +144,7 @@ def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluati
 
     Args:
         request: What is measured.
-        out: Where the two files go; by default `eval/` inside a run, `eval/` in the working directory otherwise.
+        out: Where the two files go; by default as `results_folder` says.
 
     Raises:
         MMError: The folder is not a language model, rows are bad, or `out` cannot be written.
@@ -157,7 +158,7 @@ def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluati
         )
     kind = recognise(request.model)
     run_folder = {"run": request.model, "dcp": request.model.absolute().parent}.get(kind)
-    out = out or (run_folder or Path.cwd()) / "eval"
+    out = out or results_folder(run_folder, request.model)
     check_output_file(out / ROWS, first_line_has("id", "task", "loss", "tokens"), "--out")
     check_output_file(out / RESULTS, _is_loss, "--out")
     make_writable_folder(out)
@@ -235,7 +236,7 @@ def _rows(request: LossEvaluationRequest, arguments: Arguments) -> MMDataset:
             "preference pairs do not have the loss of one answer", key="stage", way_out="Give rows of answers."
         )
     if request.data is not None:
-        with told_as(with_way_to_columns):
+        with told_as(as_asked):
             return build_mm_dataset(_with_rows(param, request.data, request.media_dir), encode_ahead=False)[0]
     if param.basic_parameters.dataset is None:
         raise _nothing_named(request)

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, Med
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span
 from mindspeed_mm.fsdp.data.data_utils.sample import (
+    LEAVE_OUT,
     EncodedPair,
     EncodedSample,
     NothingTrainedError,
@@ -359,8 +360,7 @@ class SampleEncoder:
             raise NothingTrainedError(
                 f"no trainable token in: {turns.text[:2000]!r}",
                 key="labels",
-                way_out="Train some turn of the model (weight, train, mask_history), or leave such rows out with "
-                "on_bad_sample: skip.",
+                way_out=f"Train some turn of the model (weight, train, mask_history){LEAVE_OUT}.",
             )
         if trained >= len(turns.labels) - 1 - of_media and has_prompt and not self._options.train_on_prompt:
             raise DataError(

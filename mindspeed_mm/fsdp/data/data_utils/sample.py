@@ -13,7 +13,9 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
-REPAIR = "Repair the row, or leave such rows out: on_bad_sample: skip."
+LEAVE_OUT = ", or leave such rows out: on_bad_sample: skip"
+"""The way out that training has beside another; commands without training do not tell of it."""
+REPAIR = f"Repair the row{LEAVE_OUT}."
 """The way out where a row itself is broken."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, told_as
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, with_view
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import detects_language, is_whisper, tell_language
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.sampling.answers.questions import as_asked
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
 
@@ -113,7 +114,9 @@ class QuestionEncoder:
         """One question. Raises `DataError`, naming the row."""
         options = EncodeOptions(self._basic.cutoff_len)
         end = self.tokenizer.eos_token_id
-        return SampleEncoder(self._tokens, end, self._template, self._plugin, media, options).encode_question(question)
+        encoder = SampleEncoder(self._tokens, end, self._template, self._plugin, media, options)
+        with told_as(as_asked):
+            return encoder.encode_question(question)
 
     def collate(self, questions: Sequence[EncodedQuestion]) -> dict[str, Any]:
         """What the model takes: rows padded on the left, the media of all of them."""

@@ -10,14 +10,15 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import LEAVE_OUT, MEDIA_KINDS, MediaItem, RowLocation, Sample
 
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
 _LONGEST_PATH = 1000
+_YAML_SECTION = "data.dataset_param"
 """Longer texts of media are base64."""
 
 
@@ -56,10 +57,36 @@ class Question:
 
 
 def ask(prompt: str, media: Sequence[MediaItem] = ()) -> Question:
-    """A question of one turn: the media, then the prompt; a speech recogniser needs none."""
-    parts = [*({"type": item.kind} for item in media), *([{"type": "text", "text": prompt}] if prompt else [])]
-    message = {"role": "user", "content": parts if media else prompt}
-    return Question(0, "prompt", DEFAULT_TASK, Sample(RowLocation("--prompt", 1), [message], [0.0], list(media)), None)
+    """A question of one turn; a speech recogniser needs no prompt.
+
+    Raises:
+        DataError: As `user_turn` says.
+    """
+    place = RowLocation("--prompt", 1)
+    message, in_order = user_turn(prompt, media, str(place))
+    return Question(0, "prompt", DEFAULT_TASK, Sample(place, [message], [0.0], in_order), None)
+
+
+def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[str, Any], list[MediaItem]]:
+    """A user's message and its media in their order: where the text marks them (`<image>`, as rows do), else before it.
+
+    Raises:
+        DataError: The text marks more or fewer media of a kind than are given.
+    """
+    pieces = split_text(text)
+    if isinstance(pieces, str):
+        parts = [*({"type": item.kind} for item in media), *([{"type": "text", "text": text}] if text else [])]
+        return {"role": "user", "content": parts if media else text}, list(media)
+    waiting = {kind: [item for item in media if item.kind == kind] for kind in MEDIA_KINDS}
+    marked = [piece["type"] for piece in pieces if piece["type"] != "text"]
+    for kind, items in waiting.items():
+        if marked.count(kind) != len(items):
+            raise DataError(
+                f"the text holds {marked.count(kind)} × <{kind}>, and {len(items)} of that kind are given",
+                where=where,
+                way_out=f"Give one file for each <{kind}>, or leave the marks out: media then stand before the text.",
+            )
+    return {"role": "user", "content": pieces}, [waiting[kind].pop(0) for kind in marked]
 
 
 def read_questions(
@@ -90,18 +117,19 @@ def read_questions(
         try:
             questions.append(_read_question(reader, index, row_format or RowFormat(), needs_answers, media_dir))
         except DataError as error:
-            problems += map(with_way_to_columns, error.problems)
+            problems += map(as_asked, error.problems)
     if problems:
         headline = f"{path}: {len(problems)} of {len(reader)} rows are bad"
         raise DataError(headline, problems=problems[:SHOWN_PROBLEMS])
     return questions
 
 
-def with_way_to_columns(problem: Problem) -> Problem:
-    """The same problem; where its way out is a key that tells of columns, with the option that names a YAML with it."""
-    if ATTR_KEY not in problem.way_out + problem.key:
-        return problem
-    way_out = f"{problem.way_out} This is a key of a YAML: name one with --config YAML.".strip()
+def as_asked(problem: Problem) -> Problem:
+    """A problem of rows in the words of a command that asks a model: rows are not left out while asking, and keys of a
+    YAML are out of reach until an option names one."""
+    way_out = problem.way_out.replace(LEAVE_OUT, "")
+    if _YAML_SECTION in way_out + problem.key:
+        way_out = f"{way_out} This is a key of a YAML: name one with --config YAML.".strip()
     return replace(problem, way_out=way_out)
 
 

@@ -65,8 +65,9 @@ class Evaluation:
         return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
 
     def lines(self) -> list[str]:
-        """For people: how many answers were not whole, if any, and the score of each task."""
-        told = [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
+        """For people: how many answers were not whole, if any, and the score of each task and of all."""
+        shown = self.scores if len(self.tasks) > 1 else self.tasks
+        told = [f"{self.comparison.title}, {name}: {score}" for name, score in shown.items()]
         if failed := [sample for sample in self.samples if (sample.get("judge") or {}).get("failure")]:
             first = failed[0]
             told.append(

@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.scoring import bootstrap_interval
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.tasks.evaluate.folder import results_folder
 from mindspeed_mm.tasks.evaluate.generated.given_features import read_pair
 from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance, psnr, ssim
 
@@ -51,7 +52,7 @@ class GeneratedRequest:
         clip: Folder of a CLIP model.
         features: File of features of the generated pictures, as `read_features` takes it.
         reference_features: File of those of the real ones.
-        out: Where `generated.json` goes; None: into the working directory's `eval/`.
+        out: Where `generated.json` goes; None: as `results_folder` says.
         batch_size: Pictures that go through CLIP together.
     """
 
@@ -96,7 +97,7 @@ def run(request: GeneratedRequest) -> GeneratedResult:
         ModelFolderError: The folder of CLIP holds another model.
         DataError: A picture cannot be read.
     """
-    out = request.out or Path.cwd() / "eval"
+    out = request.out or results_folder(None, request.folder)
     check_output_file(out / RESULTS, _is_results, "--out")
     own = _pictures(request.folder, "MODEL")
     real = _pictures(request.reference, "--reference") if request.reference is not None else {}

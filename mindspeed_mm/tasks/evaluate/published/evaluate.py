@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.folder import results_folder
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
@@ -74,7 +75,7 @@ class PublishedRequest:
         model: A Hugging Face folder or a run.
         benchmark: A name of `SETS`.
         data: The set's folder, or its file.
-        out: Where results go; None: `eval/NAME` inside a run, or in the working directory.
+        out: Where results go; None: into a folder of the set's name below that of `results_folder`.
         batch_size: Questions answered at a time.
         max_new_tokens: Most tokens of an answer.
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
@@ -109,7 +110,7 @@ def run(request: PublishedRequest) -> PublishedResult:
     others = _read_shares(request.against, request.benchmark) if request.against else None
     if others is not None and others.keys() != {_group(item) for item in items}:
         raise UsageError("was made with other questions", where=str(request.against), key="--against")
-    out = request.out or (source.run or Path.cwd()) / "eval" / request.benchmark
+    out = request.out or results_folder(source.run, source.folder) / request.benchmark
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out))
         began = time.monotonic()
