@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindspeed_mm"
 KINDS = ("pretrain", "inference", "evaluate", "finetune", "posttrain", "train")
 ENTRIES = sorted(path.stem for kind in KINDS for path in PACKAGE.glob(f"{kind}_*.py"))
-NOT_BUILT = ["evaluate_gen", "posttrain_sora_dpo"]
+NOT_BUILT = ["evaluate_gen"]
 FEATURES = PACKAGE / "tools" / "feature_extraction"
 
 

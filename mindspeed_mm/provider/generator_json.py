@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain
 from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.model_sizes import compare
 from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
+from mindspeed_mm.provider.preference_rules import put_media_pairs
 from mindspeed_mm.provider.reading import Reading
 
 _COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
@@ -53,6 +54,7 @@ def put_generator(reading: Reading, root: Node) -> None:
             compare(reading, predictor, WAN_SIZES, config, "predictor", str(config_file))
     _put_noise(reading, root)
     _put_samples(reading, root)
+    put_media_pairs(reading, root)
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
@@ -17,7 +17,7 @@ _RUNNER = "mindspeed_mm.megatron_names"
 _NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
 _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 """How entries begin that need no learning rate and no number of steps."""
-_STANDS_FOR = {"posttrain_qwen2vl_dpo.py": ("--posttrain-method", "dpo")}
+_STANDS_FOR = dict.fromkeys(("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"), ("--posttrain-method", "dpo"))
 """Entry → flags that it is as good as given."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
@@ -94,8 +94,6 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
             where=words[entry],
             way_out="Start it: it trains as that YAML does.",
         )
-    if name == "posttrain_sora_dpo.py":
-        refuse_posttraining(words[entry])
     launcher, own = words[:entry], list(words[entry + 1 :])
     kept: list[str] = []
     for at, word in enumerate(launcher):
@@ -105,15 +103,6 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
     kept += _STANDS_FOR.get(name, ())
     return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
-
-
-def refuse_posttraining(entry: str) -> NoReturn:
-    """Raise `UsageError` for an entry that trains on preferences or rewards."""
-    raise UsageError(
-        "preferences and rewards cannot be trained with flags yet",
-        where=entry,
-        way_out="Write a YAML for the supervised part.",
-    )
 
 
 def _check_known(words: Sequence[str], script: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain
+from mindspeed_mm.provider.draft import derived
+from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.reading import Reading
 
 _DATA = "data.dataset_param"
@@ -14,6 +17,46 @@ _KEYS = {
     "pref_ftx": "posttrain.dpo.pref_ftx",
 }
 """Flag → the key that takes its value."""
+_LOSS_BETA = 2000.0
+"""`dpo.loss_beta` of model.json where it is not given."""
+_DPO_BETA = 0.1
+"""--dpo-beta where it is not given. `timestep_weight: sigma` holds it: 0.2 · β is twice 0.1 · loss_beta."""
+
+
+def put_media_pairs(reading: Reading, root: Node) -> None:
+    """`dpo` of a generator's model.json: how pairs are weighed, and how strong the tie to the reference is."""
+    section = find(root, "dpo")
+    if reading.value("posttrain_method") != "dpo":
+        if section is not None:
+            reading.draft.note(f"{section.node.place}: dpo has no effect: this entry trains without pairs.")
+        return
+    given = {name: find(root, f"dpo.{name}") for name in ("weight_alpha", "weight_beta", "histogram_path")}
+    values = {name: plain(entry.node) for name, entry in given.items() if entry is not None}
+    if not values.get("weight_alpha"):
+        if values.get("histogram_path"):
+            place = place_at(root, "dpo.histogram_path")
+            reading.draft.note(f"{place}: histogram_path has no effect: weight_alpha is 0, so all pairs count alike.")
+        values = {}
+    for name, value in values.items():
+        if value is not None:
+            reading.draft.put(f"posttrain.dpo.{name}", value, place_at(root, f"dpo.{name}"))
+    _put_strength(reading, root)
+
+
+def _put_strength(reading: Reading, root: Node) -> None:
+    """β of a noise level: twice --dpo-beta × loss_beta × the number of the step, 1000 σ."""
+    entry = find(root, "dpo.loss_beta")
+    strength = plain(entry.node) if entry is not None and plain(entry.node) is not None else _LOSS_BETA
+    if isinstance(strength, bool) or not isinstance(strength, int | float):
+        place = place_at(root, "dpo.loss_beta")
+        reading.draft.problem(f"{strength!r} is not a number", place, "Give one, e.g. 2000.")
+        return
+    words = f"dpo.loss_beta {strength:g}"
+    if reading.has("dpo_beta"):
+        strength *= reading.value("dpo_beta") / _DPO_BETA
+        words += f" × --dpo-beta {reading.value('dpo_beta'):g} / {_DPO_BETA}"
+    reading.draft.put("posttrain.dpo.beta", strength, derived(words))
+    reading.draft.put("posttrain.dpo.timestep_weight", "sigma", derived("pairs of posttrain_sora_dpo.py"))
 
 
 def preferences(reading: Reading) -> None:
@@ -25,7 +68,7 @@ def preferences(reading: Reading) -> None:
                 draft.problem(
                     "is for preference pairs, and this entry trains without them",
                     reading.place(name),
-                    "Start posttrain_qwen2vl_dpo.py, or add --posttrain-method dpo.",
+                    "Start posttrain_qwen2vl_dpo.py or posttrain_sora_dpo.py, or add --posttrain-method dpo.",
                 )
         return
     if method != "dpo":
@@ -37,11 +80,15 @@ def preferences(reading: Reading) -> None:
         return
     draft.put("posttrain.method", method, reading.place("posttrain_method"))
     for name, key in _KEYS.items():
-        if reading.has(name):
+        if reading.has(name) and not (name == "dpo_beta" and reading.is_generator):  # see put_media_pairs
             draft.put(key, reading.value(name), reading.place(name))
+    draft.fill(f"{_DATA}.basic_parameters.stage", "rm", "preference pairs of --posttrain-method dpo")
     if not reading.is_generator:
-        draft.fill(f"{_DATA}.basic_parameters.stage", "rm", "preference pairs of --posttrain-method dpo")
         draft.fill(f"{_DATA}.attr.ranking", True, "preference pairs of --posttrain-method dpo")
+    elif reading.value("pref_ftx"):
+        draft.note(
+            "--pref-ftx weighs the errors of the chosen sides, which are not multiplied by loss_beta and the step."
+        )
     _reference(reading)
 
 

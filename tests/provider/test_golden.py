@@ -30,6 +30,7 @@ LAUNCHES = (
     "one_model.sh",
     "older.sh",
     "pairs.sh",
+    "media_pairs.sh",
 )
 """One of each kind that MindSpeed-MM's scripts are of."""
 
@@ -124,8 +125,8 @@ def test_entries(tmp_path: Path) -> None:
     found = run_flags(["accelerate", "launch", "--config_file", "c.yaml", "train_dreambooth_flux.py", *words], {})
     assert found.arguments.training.save == "x"
     assert of_script(tmp_path, f"accelerate launch train.py {NEEDED} --save y\n").arguments.training.save == "y"
-    with pytest.raises(UsageError, match=r"posttrain_sora_dpo.py  preferences and rewards cannot be trained"):
-        run_flags(["torchrun", "posttrain_sora_dpo.py", *words], {})
+    with pytest.raises(UsageError, match=r"posttrain_flux_dancegrpo.py  reads its flags itself"):
+        run_flags(["torchrun", "posttrain_flux_dancegrpo.py", *words], {})
 
 
 def test_what_a_block_sets_is_not_known(tmp_path: Path) -> None:

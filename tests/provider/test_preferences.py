@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm import posttrain_qwen2vl_dpo
+from mindspeed_mm import posttrain_qwen2vl_dpo, posttrain_sora_dpo
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.provider.launch import flags_of_launch
-from mindspeed_mm.provider.translate import from_flags
+from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.translate import from_flags, translate
 from tests.helpers.runs import lines, train
+from tests.helpers.tiny_media_pairs import make_tiny_media_pairs
 from tests.helpers.tiny_pairs import PAIRS, make_tiny_pairs
 
 COMMON = "--micro-batch-size 2 --train-iters 3 --lr 1e-3"
@@ -82,3 +84,50 @@ def test_flags_of_pairs_that_cannot_act(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as raised:
         from_flags([*COMMON.split(), *words.split()], {})
     assert line in str(raised.value).replace("  ", ": ")
+
+
+MEDIA_FLAGS = f"""{COMMON} --global-batch-size 2 --lr-decay-style constant --seed 7 --num-workers 0 --log-interval 1
+    --save-interval 3 --mm-model model.json --mm-data data.json --load model/transformer --save by_flags"""
+MEDIA_TRAINING = TRAINING | {"lr_decay_style": "constant", "diffusion": {"caption_dropout": 0.0}}
+HISTOGRAM = {"0.0-0.5": 3, "0.5-1.0": 5, "total_num": 8, "max_num": 5, "min_bin": 0, "max_bin": 2, "bin_width": 0.5,
+             "bin_size": 2}  # fmt: skip
+
+
+def write_media_files(folder: Path, alpha: float) -> None:
+    """As the scripts of StepVideo have them; FLUX's rows are pictures."""
+    dpo = {"histogram_path": str(folder / "scores.json"), "weight_alpha": alpha, "weight_beta": None, "loss_beta": 50}
+    model = {"dpo": dpo, "predictor": {"model_id": "flux"}, "task": "t2i"}
+    basic = {"data_path": str(folder / "rows.jsonl"), "data_folder": str(folder), "data_storage_mode": "standard"}
+    sizes = {"max_height": 16, "max_width": 16}
+    data = {"dataset_param": {"dataset_type": "t2i", "basic_parameters": basic, "preprocess_parameters": sizes}}
+    for name, content in {"model": model, "data": data, "scores": HISTOGRAM}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def media_losses(run: Path) -> list[tuple[float, float, float]]:
+    return [(line["loss"], line["rewards/margins"], line["grad_norm"]) for line in lines(run / "metrics.jsonl")]
+
+
+def test_the_entry_of_generators_trains_as_the_yaml_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dpo = {
+        "beta": 100,
+        "timestep_weight": "sigma",
+        "weight_alpha": 0.5,
+        "histogram_path": str(tmp_path / "scores.json"),
+    }
+    yaml = make_tiny_media_pairs(tmp_path, posttrain={"method": "dpo", "dpo": dpo}, training=MEDIA_TRAINING)
+    write_media_files(tmp_path, 0.5)
+    train(yaml, "by_yaml", "data.dataset_param.basic_parameters.stage=rm")
+    monkeypatch.setattr(sys, "argv", ["posttrain_sora_dpo.py", *MEDIA_FLAGS.split(), "--dpo-beta", "0.2"])
+    posttrain_sora_dpo.main()
+    by_flags, by_yaml = media_losses(Path("by_flags")), media_losses(Path("by_yaml"))
+    assert by_flags == by_yaml and len(by_flags) == 3 and by_flags[2][1] != 0
+
+    write_media_files(tmp_path, 0.0)
+    unweighted = translate(parse([*MEDIA_FLAGS.split(), "--posttrain-method", "dpo"], {}))
+    assert unweighted.arguments.posttrain.dpo.histogram_path is None
+    assert "histogram_path has no effect" in "".join(unweighted.notes)
+    assert unweighted.arguments.posttrain.dpo.beta == 50
+    without = translate(parse(MEDIA_FLAGS.split(), {}))
+    assert without.arguments.posttrain.method is None and "trains without pairs" in "".join(without.notes)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 TimestepWeight = Literal["constant", "sigma"]
 _LEAST_PROBABILITY = 1e-3
 _HISTOGRAM = "posttrain.dpo.histogram_path"
+_ABOUT_BINS = ("total_num", "max_num", "min_bin", "max_bin", "bin_width", "bin_size")
+_FIRST_NUMBER = re.compile(r"-?[0-9.]+(?:e[+-]?[0-9]+)?")
+_Bins = tuple[tuple[float, ...], tuple[float, ...]]
+"""Borders and counts."""
 
 
 def velocity_error(v: torch.Tensor, noise: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -67,16 +72,16 @@ class ScoreHistogram:
 
     @classmethod
     def read(cls, path: str | Path) -> ScoreHistogram:
-        """From JSON: an object with `bin_edges` (or `edges`) and `counts` (or `hist`).
+        """From JSON: an object with `bin_edges` (or `edges`) and `counts` (or `hist`); or as MindSpeed-MM's
+        histogram_generator.py writes it, an entry a bin beside `min_bin` and `bin_width`.
 
         Raises:
             DataError: It is missing, or it holds no histogram.
         """
         try:
             content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            edges = tuple(map(float, content.get("bin_edges", content.get("edges"))))
-            counts = tuple(map(float, content.get("counts", content.get("hist"))))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            edges, counts = _bins_by_name(content) if "bin_width" in content else _bins_in_lists(content)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise DataError(
                 f"is no histogram of scores: {error}",
                 where=str(path),
@@ -113,6 +118,20 @@ class ScoreHistogram:
     def default_beta(self) -> float:
         """The share of the fullest bin: weights of common pairs are then 1."""
         return max(self.counts) / sum(self.counts)
+
+
+def _bins_in_lists(content: Any) -> _Bins:
+    edges, counts = content.get("bin_edges", content.get("edges")), content.get("counts", content.get("hist"))
+    return tuple(map(float, edges)), tuple(map(float, counts))
+
+
+def _bins_by_name(content: Any) -> _Bins:
+    """Bin number n begins at n · width, and its entry is named after its two ends."""
+    width, first = float(content["bin_width"]), int(content["min_bin"])
+    bins = {name: count for name, count in content.items() if name not in _ABOUT_BINS}
+    by_start = sorted((float(_FIRST_NUMBER.match(name)[0]), float(count)) for name, count in bins.items())  # type: ignore[index]
+    edges = tuple(width * (first + number) for number in range(len(bins) + 1))
+    return edges, tuple(count for _, count in by_start)
 
 
 def pair_weight(histogram: ScoreHistogram, score_w: float, score_l: float, alpha: float, beta: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.loss import flow_pair_objective
 from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
+from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
 from mindspeed_mm.tasks.extract import extract
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_media_pairs import LORA, PAIRS, make_tiny_media_pairs
@@ -164,3 +166,18 @@ def test_rows_of_other_collections() -> None:
     assert as_pair({"chosen": "a", "rejected": "b"}, "a:1") == {"file": "a", "rejected": "b"}
     with pytest.raises(DataError, match="are not two numbers"):
         take_scores({"score": 1}, "a:1")
+
+
+def test_a_histogram_by_names_of_bins(tmp_path: Path) -> None:
+    """As MindSpeed-MM's histogram_generator.py writes it, whose borders are rounded as Python prints them."""
+    width, counts = 0.1, {-2: 1, -1: 0, 0: 4, 1: 3}
+    content: dict[str, Any] = {f"{low * width}-{low * width + width}": count for low, count in counts.items()}
+    content |= {"total_num": 8, "max_num": 4, "min_bin": -2, "max_bin": 2, "bin_width": width, "bin_size": 4}
+    (tmp_path / "scores.json").write_text(json.dumps(dict(reversed(content.items()))))
+    found = ScoreHistogram.read(tmp_path / "scores.json")
+    assert found.counts == (1, 0, 4, 3) and found.default_beta == 0.5
+    scores = [-0.15, 0.05, 0.15, -0.05]
+    assert [found.probability(score) for score in scores] == [1 / 8, 4 / 8, 3 / 8, 1e-3]
+    (tmp_path / "broken.json").write_text(json.dumps({"bin_width": 0.1, "0.0-0.1": 3}))
+    with pytest.raises(DataError, match="is no histogram of scores"):
+        ScoreHistogram.read(tmp_path / "broken.json")
