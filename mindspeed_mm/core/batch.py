@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
@@ -96,16 +97,22 @@ ENGINE_KEYS = frozenset(
 )
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 
-PAIR_SIDES = ("chosen", "rejected")
-"""The two sides of a preference pair, in the order in which a batch has their rows."""
 
 TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "prompts"})
 """What a loss is taken from; a batch holds one of them."""
 
 
+def first_of(inputs: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """The value of the first of these keys that there is; None where there is none of them."""
+    for key in keys:
+        if key in inputs:
+            return inputs[key]
+    return None
+
+
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
     """Raise `DataError` when a batch holds a key that nobody documents, or nothing that training could start from."""
-    unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if key not in BATCH_KEYS)
+    unknown = sorted(batch.keys() - BATCH_KEYS.keys() - extra_keys)
     if unknown:
         raise DataError(
             f"the batch has undocumented keys: {unknown}",

@@ -6,20 +6,22 @@ differs. `register_collator` adds one from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from mindspeed_mm.core.batch import IGNORED_LABEL, PAIR_SIDES, Batch, check_batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
+from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
@@ -61,7 +63,7 @@ def register_collator(
 
 
 def build_collator(
-    processor: Any, plugin: MediaPlugin, collate_param: Any, *, positions: PositionRule | None = None
+    processor: Any, plugin: MediaPlugin, collate_param: CollateParam, *, positions: PositionRule | None = None
 ) -> Collator:
     """The collator that the configuration names, or the generic one.
 
@@ -74,26 +76,24 @@ def build_collator(
     Raises:
         ConfigError: The collator cannot pack.
     """
-    name = collate_param.model_name or _collator_of(processor)
+    name = collate_param.model_name
+    if name is None and is_whisper(processor):
+        name = "whisper"
     if name is None:
         return GenericCollator(processor, plugin, collate_param, positions)
-    made = DATA_COLLATOR.get(name)
-    if positions is not None and name not in _PACKING:
+    collator_class = DATA_COLLATOR.get(name)
+    if positions is None:
+        collator = collator_class(processor, plugin, collate_param)
+    elif name in _PACKING:
+        collator = collator_class(processor, plugin, collate_param, positions)
+    else:
         raise ConfigError(
             f"the collator '{name}' does not put samples into one row",
             key=PACKING_KEY,
             way_out="Set it to false; or leave collate_param.model_name out, which takes the processor's; or give "
             "the collator a fourth argument and register it with packs=True.",
         )
-    collator = (
-        made(processor, plugin, collate_param, positions) if positions else made(processor, plugin, collate_param)
-    )
     return CheckedCollator(collator, _EXTRA_KEYS.get(name, frozenset()))
-
-
-def _collator_of(processor: Any) -> str | None:
-    """The name of the collator that a processor's model needs, where it is not the generic one."""
-    return "whisper" if is_whisper(processor) else None
 
 
 class CheckedCollator:
@@ -130,7 +130,7 @@ class GenericCollator:
     """
 
     def __init__(
-        self, processor: Any, plugin: MediaPlugin, collate_param: Any, positions: PositionRule | None = None
+        self, processor: Any, plugin: MediaPlugin, collate_param: CollateParam, positions: PositionRule | None = None
     ) -> None:
         self._plugin = plugin
         self._multiple = padding_multiple(collate_param)
@@ -139,7 +139,7 @@ class GenericCollator:
 
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
-        media = self._plugin.collate([item for sample in samples for item in sample.get("media") or ()])
+        media = self._plugin.collate(_media_of(samples))
         of_processor = frozenset(media)  # what a processor calls its tensors, the model's `forward` names too
         media |= _further_arrays(samples)
         documents = self._documents(samples)
@@ -161,7 +161,8 @@ class GenericCollator:
         is_weighted = any("loss_weights" in sample for sample in samples)
         documents = []
         for sample in samples:
-            ids, labels = np.asarray(sample["input_ids"], dtype=np.int64), np.asarray(sample["labels"], dtype=np.int64)
+            ids = np.asarray(sample["input_ids"], dtype=np.int64)
+            labels = np.asarray(sample["labels"], dtype=np.int64)
             document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED_LABEL)}
             if is_weighted:
                 document["loss_weights"] = _weights_of(sample)
@@ -174,9 +175,11 @@ def shifted(tokens_L: np.ndarray, fill: float) -> np.ndarray:
     return np.append(tokens_L[1:], np.array([fill], dtype=tokens_L.dtype))
 
 
-def padding_multiple(collate_param: Any) -> int:
+def padding_multiple(collate_param: CollateParam) -> int:
     """The number of tokens that rows are padded to a multiple of: as configured, else what this device gains by."""
-    return collate_param.pad_to_multiple_of or (1 if get_device_type() == "cpu" else PADDING_ON_ACCELERATORS)
+    if collate_param.pad_to_multiple_of:
+        return collate_param.pad_to_multiple_of
+    return 1 if get_device_type() == "cpu" else PADDING_ON_ACCELERATORS
 
 
 def padded_rows(
@@ -204,7 +207,10 @@ def padded_rows(
 def left_padded_rows(rows: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float]) -> dict[str, torch.Tensor]:
     """(B, L) tensors and `attention_mask`, padded on the left: every answer starts at the same place. Arguments as of
     `padded_rows`."""
-    turned = [{name: values[::-1] for name, values in row.items()} for row in rows]
+    # Turned round, padded on the right and turned back.
+    turned = []
+    for row in rows:
+        turned.append({name: values[::-1] for name, values in row.items()})
     return {name: values.flip(-1) for name, values in padded_rows(turned, fills, 1).items()}
 
 
@@ -215,8 +221,10 @@ class WhisperCollator(GenericCollator):
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Token n of the decoder gives token n + 1: `labels`, too, stand where they are predicted."""
         batch = super().__call__(samples)
-        renamed = {"decoder_input_ids": batch.pop("input_ids"), "decoder_attention_mask": batch.pop("attention_mask")}
-        return batch | renamed | {"labels": batch["shift_labels"]}
+        batch["decoder_input_ids"] = batch.pop("input_ids")
+        batch["decoder_attention_mask"] = batch.pop("attention_mask")
+        batch["labels"] = batch["shift_labels"]
+        return batch
 
 
 @register_collator("pairwise")
@@ -226,13 +234,14 @@ class PairwiseCollator:
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
     `GenericCollator`."""
 
-    def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: Any) -> None:
+    def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: CollateParam) -> None:
         self._collate = GenericCollator(processor, plugin, collate_param)
         self._plugin = plugin
 
     def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
         """Rows n and B + n answer the same prompt."""
-        chosen, rejected = ([_side_of(sample, side) for sample in samples] for side in PAIR_SIDES)
+        chosen = [sample["chosen"] for sample in samples]
+        rejected = [sample["rejected"] for sample in samples]
         copies = 2 if all(map(_share_media, chosen, rejected)) else 1
         batch = with_media_once(self._collate, self._plugin, [*chosen, *rejected], copies) | {"pairs": len(samples)}
         batch.pop("sample_ids", None)
@@ -249,7 +258,7 @@ def with_media_once(collate: Collator, plugin: MediaPlugin, samples: Sequence[An
         copies: Number of blocks; 1: nothing is shared.
     """
     first = samples[: len(samples) // copies]
-    media = [item for sample in first for item in sample.get("media") or ()]
+    media = _media_of(first)
     if copies == 1 or not media:
         return collate(samples)
     others: list[Any] = [{**sample, "media": []} for sample in samples[len(first) :]]
@@ -257,20 +266,24 @@ def with_media_once(collate: Collator, plugin: MediaPlugin, samples: Sequence[An
     return batch | {"shared_media": sorted(plugin.collate(media).keys() & batch.keys()), "media_copies": copies}
 
 
-def _side_of(pair: EncodedPair, side: Any) -> EncodedSample:
-    return pair[side]  # type: ignore[literal-required, no-any-return]
+def _media_of(samples: Iterable[EncodedSample]) -> list[MediaFeatures]:
+    """The items of all samples, in order; a plugin's samples may have none."""
+    media: list[MediaFeatures] = []
+    for sample in samples:
+        media += sample.get("media") or ()
+    return media
 
 
 def _share_media(chosen: EncodedSample, rejected: EncodedSample) -> bool:
     """Whether two rows show the very same media, none left out of either."""
     first, second = chosen.get("media") or [], rejected.get("media") or []
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def _names(samples: Sequence[Any]) -> Batch:
     """`sample_ids`, unless a plugin's samples have no names: the loader gives them its own then."""
-    has_names = all("sample_id" in sample for sample in samples)
-    return {"sample_ids": [sample["sample_id"] for sample in samples]} if has_names else {}
+    names = [sample["sample_id"] for sample in samples if "sample_id" in sample]
+    return {"sample_ids": names} if len(names) == len(samples) else {}
 
 
 def _weights_of(sample: EncodedSample) -> np.ndarray:

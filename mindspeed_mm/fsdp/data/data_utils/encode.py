@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     TooLongError,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
@@ -136,10 +137,9 @@ class SampleEncoder:
             chosen = self._encode_conversation(sample, features)
             if sample.rejected is None:
                 return chosen
-            shared = sample.rejected.media == sample.media
-            rejected = self._encode_conversation(
-                sample.rejected, features if shared else self._features(sample.rejected)
-            )
+            if sample.rejected.media != sample.media:
+                features = self._features(sample.rejected)
+            rejected = self._encode_conversation(sample.rejected, features)
             return {"sample_id": str(sample.place), "chosen": chosen, "rejected": rejected}
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
@@ -174,9 +174,11 @@ class SampleEncoder:
         try:
             if sample.text is not None:
                 return SampleSize(len(self._document(sample)[0]), 0)
-            sides = [sample] if sample.rejected is None else [sample, sample.rejected]
-            sizes = [self._measure_conversation(side) for side in sides]
-            return SampleSize(sum(size.tokens for size in sizes), sum(size.patches for size in sizes))
+            size = self._measure_conversation(sample)
+            if sample.rejected is None:
+                return size
+            other = self._measure_conversation(sample.rejected)
+            return SampleSize(size.tokens + other.tokens, size.patches + other.patches)
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
@@ -192,7 +194,9 @@ class SampleEncoder:
                 weights = np.ones(len(ids), dtype=np.float32)
                 return SampleOutline(sample.text, ids, ids, weights, [], SampleSize(len(ids), 0), full, 0)
             chosen = self._outline_conversation(sample)
-            return chosen if sample.rejected is None else (chosen, self._outline_conversation(sample.rejected))
+            if sample.rejected is None:
+                return chosen
+            return chosen, self._outline_conversation(sample.rejected)
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
@@ -215,7 +219,7 @@ class SampleEncoder:
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
         pictures = sum(item.kind == "image" for item in sample.media)
-        most = getattr(self._plugin, "pictures_seen_alone", None)
+        most = setting_of(self._plugin, int, "pictures_seen_alone")
         if most is not None and pictures > most:
             raise DataError(
                 f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise than one",
@@ -235,8 +239,8 @@ class SampleEncoder:
         return sizes
 
     def _expansions_of_sizes(self, sample: Sample, sizes: Sequence[ItemSize]) -> list[Expansion]:
-        pairs = zip(sample.media, sizes, strict=True)
-        return [self._places.expansion_for(item.kind, size) for item, size in pairs]
+        kinds = (item.kind for item in sample.media)
+        return list(map(self._places.expansion_for, kinds, sizes))
 
     # --- conversations -----------------------------------------------------------------------------------------------
 
@@ -283,8 +287,9 @@ class SampleEncoder:
     def _fitting(self, sample: Sample, expansions: Sequence[Expansion]) -> tuple[int, int]:
         """How many messages are kept, and the length of all of them."""
         length = self._length(sample, len(sample.messages), expansions)
-        fits = length <= self._options.cutoff_len
-        return len(sample.messages) if fits else self._shrunk_end(sample, expansions, length), length
+        if length <= self._options.cutoff_len:
+            return len(sample.messages), length
+        return self._shrunk_end(sample, expansions, length), length
 
     def _shrunk_end(self, sample: Sample, expansions: Sequence[Expansion], length: int) -> int:
         """Messages of the longest beginning that fits: whole turns with all their media, ended by the model. Answers
@@ -303,8 +308,10 @@ class SampleEncoder:
             return [*[0.0] * (end - 1), *weights[-1:]]
         if self._options.train_on_prompt:
             return weights
-        roles = [message["role"] for message in sample.messages[:end]]
-        return [weight if role == "assistant" else None for weight, role in zip(weights, roles, strict=True)]
+        of_model: list[float | None] = []
+        for message, weight in zip(sample.messages[:end], weights, strict=True):
+            of_model.append(weight if message["role"] == "assistant" else None)
+        return of_model
 
     def _length(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> int:
         """Tokens of the first `end` messages."""
@@ -316,12 +323,12 @@ class SampleEncoder:
     def _turns(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> Turns:
         """The first `end` messages as tokens."""
         weights, messages = self._weights(sample, end), self._messages(sample, end)
-        has_words = [self._is_told_apart(message, weight) for message, weight in zip(messages, weights, strict=True)]
-        text, spans = self._rendering.render_with_spans(messages, has_words, self._tokens.protect(sample.tools))
+        is_told_apart = list(map(self._is_told_apart, messages, weights))
+        text, spans = self._rendering.render_with_spans(messages, is_told_apart, self._tokens.protect(sample.tools))
         placed, encoding = self._tokenised(sample, end, text, expansions)
         counts = np.full(len(encoding.ids), float(self._options.train_on_prompt), dtype=np.float32)
         # A weight of 0 is written too: with train_on_prompt everything counts that no weight takes out.
-        for span, weight in zip(spans, compress(weights, has_words), strict=True):
+        for span, weight in zip(spans, compress(weights, is_told_apart), strict=True):
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -353,16 +360,18 @@ class SampleEncoder:
     def _check_mask(self, turns: Turns, sample: Sample, end: int) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
         trained = int((turns.labels[1:] != IGNORED_LABEL).sum())
-        has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
-        untrained = turns.labels == IGNORED_LABEL
-        of_media = sum(int(untrained[first:last].sum()) for first, last in turns.media_spans)
         if not trained:
             raise NothingTrainedError(
                 f"no trainable token in: {turns.text[:2000]!r}",
                 key="labels",
                 way_out=f"Train some turn of the model (weight, train, mask_history){LEAVE_OUT}.",
             )
-        if trained >= len(turns.labels) - 1 - of_media and has_prompt and not self._options.train_on_prompt:
+        if self._options.train_on_prompt:
+            return
+        has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
+        untrained = turns.labels == IGNORED_LABEL
+        of_media = sum(int(untrained[first:last].sum()) for first, last in turns.media_spans)
+        if has_prompt and trained >= len(turns.labels) - 1 - of_media:
             raise DataError(
                 f"every token would be trained although there is a prompt in: {turns.text[:2000]!r}",
                 key="labels",
@@ -406,8 +415,11 @@ def _count_media(sample: Sample, end: int) -> int:
     """Items of the first `end` messages."""
     if not sample.media or end == len(sample.messages):
         return len(sample.media)
-    contents = [message["content"] for message in sample.messages[:end]]
-    return sum(part["type"] != "text" for content in contents if not isinstance(content, str) for part in content)
+    count = 0
+    for message in sample.messages[:end]:
+        if not isinstance(message["content"], str):
+            count += sum(part["type"] != "text" for part in message["content"])
+    return count
 
 
 def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:
@@ -434,12 +446,11 @@ def _with_media(
 def at_place(error: DataError, where: str) -> DataError:
     """The same error with the row named, where it does not name one."""
     problems = [Problem(p.what, p.where or where, p.key, p.way_out) for p in error.problems]
-    only = problems[0]
-    placed = (
-        type(error)(error.headline, problems=problems)
-        if error.headline
-        else type(error)(only.what, where=only.where, key=only.key, way_out=only.way_out)
-    )
+    if error.headline:
+        placed = type(error)(error.headline, problems=problems)
+    else:
+        only = problems[0]
+        placed = type(error)(only.what, where=only.where, key=only.key, way_out=only.way_out)
     if isinstance(error, TooLongError) and isinstance(placed, TooLongError):
         placed.tokens = error.tokens
     return placed

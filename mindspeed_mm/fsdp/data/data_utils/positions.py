@@ -7,14 +7,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.models.loading.part import trained_config
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 KEY = "data.dataset_param.basic_parameters.packing"
 
@@ -39,7 +44,7 @@ _NOT_NEEDED = ("kwargs", "downsample_mode")
 class PositionRule(Protocol):
     """How a model counts the tokens of one sample."""
 
-    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """(1, L) int64 positions; (4, L) of a model with mRoPE: text, time, height, width. int32 are the bits of fp32
         numbers: positions that are not whole numbers, which would be rounded to bf16 on their way into the model.
 
@@ -52,7 +57,7 @@ class PositionRule(Protocol):
 class TextPositions:
     """0, 1, 2 …"""
 
-    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """See `PositionRule`."""
         return torch.arange(len(input_ids))[None]
 
@@ -68,12 +73,13 @@ class RopeIndexPositions:
         ConfigError: The rule asks for something that a batch does not hold.
     """
 
-    def __init__(self, owner: type, config: Any) -> None:
+    def __init__(self, owner: type, config: PreTrainedConfig) -> None:
         self._stand_in = _stand_in(owner, config)
         parameters = inspect.signature(owner.get_rope_index).parameters  # type: ignore[attr-defined]
         self._names = [name for name in list(parameters)[1:] if name not in _NOT_NEEDED]
-        known = {"input_ids", "attention_mask", "mm_token_type_ids", "audio_seqlens", *_OTHER_NAMES, *MEDIA_OF}
-        unknown = [name for name in self._names if name not in known and name not in _WHOLE_BATCH]
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids", "audio_seqlens")
+        known = {*of_text, *_OTHER_NAMES, *MEDIA_OF, *_WHOLE_BATCH}
+        unknown = [name for name in self._names if name not in known]
         if unknown:
             raise ConfigError(
                 f"positions of {owner.__name__} depend on {', '.join(unknown)}, which a packed row does not keep apart",
@@ -81,17 +87,20 @@ class RopeIndexPositions:
                 way_out="Set it to false.",
             )
 
-    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
         """See `PositionRule`."""
         ids_1L = torch.as_tensor(input_ids)[None]
-        given = {name: self._argument(name, ids_1L, inputs) for name in self._names}
-        arguments = {name: value for name, value in given.items() if value is not None}
+        arguments = {}
+        for name in self._names:
+            value = self._argument(name, ids_1L, inputs)
+            if value is not None:
+                arguments[name] = value
         three_R1L, _ = self._stand_in.get_rope_index(**arguments)
         rows = as_whole_numbers(three_R1L[:, 0])
         text = torch.arange(ids_1L.shape[1])[None]
         return torch.cat(in_one_form([text, rows])) if len(rows) == 3 else rows
 
-    def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Mapping[str, Any]) -> Any:
+    def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Batch) -> object:
         if name == "input_ids":
             return ids_1L
         if name == "attention_mask":
@@ -99,13 +108,13 @@ class RopeIndexPositions:
         if name == "mm_token_type_ids":
             return torch.as_tensor(inputs.get(name, torch.zeros_like(ids_1L[0])))[None]
         if name == "audio_seqlens":
-            mask = next((inputs[key] for key in _MASKS_OF_SOUND if key in inputs), None)
+            mask = first_of(inputs, _MASKS_OF_SOUND)
             return None if mask is None else torch.as_tensor(mask).sum(-1)
-        found = next((inputs[key] for key in _OTHER_NAMES.get(name, (name,)) if key in inputs), None)
+        found = first_of(inputs, _OTHER_NAMES.get(name, (name,)))
         return torch.as_tensor(found) if isinstance(found, (np.ndarray, list)) else found
 
 
-def inputs_of_samples(samples: Sequence[Any], media: Mapping[str, Any]) -> list[dict[str, Any]]:
+def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch) -> list[Batch]:
     """What positions of each sample may depend on, cut out of what was joined for the batch.
 
     Args:
@@ -115,7 +124,8 @@ def inputs_of_samples(samples: Sequence[Any], media: Mapping[str, Any]) -> list[
     Raises:
         DataError: A tensor has another number of rows than there are media.
     """
-    found: list[dict[str, Any]] = [{key: media[key] for key in _WHOLE_BATCH if key in media} for _ in samples]
+    of_all = {key: media[key] for key in _WHOLE_BATCH if key in media}
+    found: list[Batch] = [dict(of_all) for _ in samples]
     for key in MEDIA_OF.keys() & media.keys():
         owned = [sample.get(key) for sample in samples]
         if any(own is not None for own in owned):
@@ -128,10 +138,13 @@ def inputs_of_samples(samples: Sequence[Any], media: Mapping[str, Any]) -> list[
     return found
 
 
-def _media_of_samples(samples: Sequence[Any], key: str, rows: int) -> list[int]:
+def _media_of_samples(samples: Sequence[Mapping[str, Any]], key: str, rows: int) -> list[int]:
     """How many rows of a tensor each sample has. Videos may bring their sound, which then counts too."""
     for kinds in ({MEDIA_OF[key]}, {"video", "audio"}):
-        counts = [sum(item.kind in kinds for item in sample.get("media") or ()) for sample in samples]
+        counts = []
+        for sample in samples:
+            items = sample.get("media") or ()
+            counts.append(sum(item.kind in kinds for item in items))
         if sum(counts) == rows:
             return counts
     raise DataError(
@@ -155,7 +168,7 @@ def in_one_form(positions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each if each.dtype == torch.int32 else each.float().view(torch.int32) for each in positions]
 
 
-def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bool = False) -> PositionRule:
+def build_positions(folder: str | Path, processor: object, *, trust_remote_code: bool = False) -> PositionRule:
     """The rule of the model in a folder.
 
     Args:
@@ -164,7 +177,7 @@ def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bo
         trust_remote_code: As `data.dataset_param.preprocess_parameters.trust_remote_code`.
 
     Raises:
-        ConfigError: Nobody can say how the model counts, or samples of the model cannot share a row.
+        ConfigError: It is not known how the model counts, or samples of the model cannot share a row.
     """
     if not (Path(folder) / "config.json").is_file():
         if tokenizer_of(processor) is processor:
@@ -186,7 +199,7 @@ def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bo
             key=KEY,
             way_out="Set it to false, or use a model that transformers knows or whose own code is trusted.",
         ) from error
-    if getattr(config, "is_encoder_decoder", False):
+    if setting_of(config, bool, "is_encoder_decoder"):
         raise ConfigError(
             f"an encoder-decoder ({config.model_type}) spends nearly all its work on the encoder, which takes every "
             "sample by itself: a shared row would save nothing",
@@ -198,20 +211,22 @@ def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bo
     return TextPositions() if owner is None else RopeIndexPositions(owner, config)
 
 
-def find_rope_index(config: Any) -> type | None:
+def find_rope_index(config: PreTrainedConfig) -> type | None:
     """The class that counts positions of a model: the one that `architectures` names, or the one of its body."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    named = [setting_of(transformers, type, name) for name in config.architectures or ()]
     body = MODEL_MAPPING.get(type(config), None)
-    classes = [found for found in (*named, body) if isinstance(found, type)]
-    return next((found for found in classes if hasattr(found, "get_rope_index")), None)
+    for found in (*named, body):
+        if isinstance(found, type) and hasattr(found, "get_rope_index"):
+            return found
+    return None
 
 
-def _stand_in(owner: Any, config: Any) -> Any:
+def _stand_in(owner: type, config: PreTrainedConfig) -> Any:
     """An instance that was never initialised: its methods are the class's, and it has no modules."""
-    stand_in = owner.__new__(owner)
-    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+    stand_in: Any = object.__new__(owner)
+    merge = setting_of(setting_of(config, object, "vision_config"), int, "spatial_merge_size")
     vars(stand_in).update(config=config, spatial_merge_size=merge)
     return stand_in

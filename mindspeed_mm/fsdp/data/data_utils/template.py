@@ -17,13 +17,17 @@ import jinja2
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
 from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _BASIC = "data.dataset_param.basic_parameters"
 _THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 MAX_RENDERED_CHARACTERS = 16 * 2**20
+Tools = list[dict[str, Any]]
+"""Descriptions of the tools that a conversation may call."""
 
 TEMPLATES = Registry(f"{_BASIC}.template")
 
@@ -89,13 +93,15 @@ class ChatTemplate:
     @cached_property
     def turn_end(self) -> str | None:
         """The token by which the model tells that its turn is over; None: there is none."""
-        return (self._finder.turn_end or self._eos_token) if self._ends_turns else None
+        if not self._ends_turns:
+            return None
+        return self._finder.turn_end or self._eos_token
 
     def render(
         self,
         messages: Sequence[Message],
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as text, media as the template's placeholder tokens; a last turn of the model's has an end,
@@ -109,7 +115,7 @@ class ChatTemplate:
         return text if add_generation_prompt else self._ended(messages, text)
 
     def render_with_spans(
-        self, messages: Sequence[Message], wanted: Sequence[bool], tools: list[dict[str, Any]] | None = None
+        self, messages: Sequence[Message], wanted: Sequence[bool], tools: Tools | None = None
     ) -> tuple[str, list[Span]]:
         """The text and the span of each wanted turn: from the end of the prompt that opens it to its end mark, or where
         the template writes none, to the token that stands for it: the mark of the next turn, or what is added to the
@@ -162,16 +168,11 @@ class ChatTemplate:
         """Templates of multimodal models read lists of typed parts, those of text models read strings."""
         if self._drops_thoughts:
             messages = [without_thoughts(message) for message in messages]
-        if not self._takes_parts:
-            return list(messages)
-        return [
-            {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
-            if isinstance(m["content"], str)
-            else m
-            for m in messages
-        ]
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
+        return list(messages)
 
-    def _check_tools(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
+    def _check_tools(self, messages: Sequence[Message], tools: Tools | None) -> None:
         """Raise where tools would be left out without a word."""
         calls = any("tool_calls" in message for message in messages)
         if (tools and "tools" not in self.source) or (calls and "tool_calls" not in self.source):
@@ -182,6 +183,14 @@ class ChatTemplate:
             )
 
 
+def _in_parts(message: Message) -> Message:
+    """The message with a list of parts as its content."""
+    content = message["content"]
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
+
 def without_thoughts(message: Message) -> Message:
     """The model's turn without what it thought."""
     if message["role"] != "assistant":
@@ -189,15 +198,17 @@ def without_thoughts(message: Message) -> Message:
     message = {key: value for key, value in message.items() if key != "reasoning_content"}
     if isinstance(message["content"], str):
         message["content"] = _THOUGHT.sub("", message["content"])
-    else:
-        message["content"] = [
-            {**part, "text": _THOUGHT.sub("", part["text"])} if part["type"] == "text" else part
-            for part in message["content"]
-        ]
+        return message
+    parts = []
+    for part in message["content"]:
+        if part["type"] == "text":
+            part = {**part, "text": _THOUGHT.sub("", part["text"])}
+        parts.append(part)
+    message["content"] = parts
     return message
 
 
-def build_template(processor: Any, basic: Any) -> ChatTemplate:
+def build_template(processor: Any, basic: BasicParameters) -> ChatTemplate:
     """The template asked for: the file `chat_template`, else the name `template`, else the model's own.
 
     Args:
@@ -237,16 +248,22 @@ def _read_template(path: Path) -> str:
 
 def own_template(processor: Any) -> str | None:
     """The chat template that a processor, or the tokenizer inside it, brings; None: it brings none."""
-    source = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
-    return source.get("default") if isinstance(source, dict) else source
+    for holder in (processor, tokenizer_of(processor)):
+        named = setting_of(holder, dict, "chat_template")
+        source = named.get("default") if named else setting_of(holder, str, "chat_template")
+        if source:
+            return source
+    return None
 
 
 def _no_template(processor: Any, name: str | None) -> ModelFolderError:
     known = ", ".join(sorted(name for name, source in FORMATS.items() if source))
+    what = "the model's folder has no chat template"
+    if name:
+        what += f", and '{name}' is a format that only such a template knows"
     return ModelFolderError(
-        "the model's folder has no chat template"
-        + (f", and '{name}' is a format that only such a template knows" if name else ""),
-        where=str(getattr(tokenizer_of(processor), "name_or_path", "")),
+        what,
+        where=setting_of(tokenizer_of(processor), str, "name_or_path") or "",
         key=f"{_BASIC}.template",
         way_out=f"Copy chat_template.jinja of the original model, give a jinja file in {_BASIC}.chat_template, or name "
         f"the format of its family: {known}.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Literal
 
 from mindspeed_mm.core.errors import DataError
@@ -77,7 +78,10 @@ class BufferedOrder(Order):
     def is_exact(self) -> bool:  # type: ignore[override]
         """Whether `steps_for` counts; otherwise it goes by the beginning of the first epoch."""
         size = self._sampler.size
-        return size is not None and size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)
+        if size is None:
+            return False
+        most = EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS
+        return size <= most
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done.
@@ -124,14 +128,19 @@ class BufferedOrder(Order):
             return float(max(1, steps))
         # The rest of the epoch takes the part of a step that it would fill as the steps before it were filled.
         rest = self._filled(self._sampler, position, "stop").load
-        return steps + rest / (load / steps if steps else self._count)
+        load_of_a_step = load / steps if steps else self._count
+        return steps + rest / load_of_a_step
 
     def _load_of(self, planned: Planned) -> float:
         """Micro-batches that the samples of a step fill at least."""
-        rows = [pick.row for batch in planned.step for pick in batch.picks]
-        sizes = [size for size in self.sizes.of(rows) if not isinstance(size, DataError)]
-        tokens = sum(self.shape.padded(size.tokens) for size in sizes)
-        return self.shape.load(len(sizes), tokens, sum(size.patches for size in sizes))
+        samples = tokens = patches = 0
+        for batch in planned.step:
+            for size in self.sizes.of([pick.row for pick in batch.picks]):
+                if not isinstance(size, DataError):
+                    samples += 1
+                    tokens += self.shape.padded(size.tokens)
+                    patches += size.patches
+        return self.shape.load(samples, tokens, patches)
 
     # --- the buffer --------------------------------------------------------------------------------------------------
 
@@ -185,12 +194,14 @@ class BufferedOrder(Order):
         wanted = [number for number, batch in enumerate(made) if batch[0] < due]
         wanted.sort(key=lambda number: made[number][0])
         chosen = nearest_in_cost(costs, wanted[: self._count], self._count)
-        step, taken = [], set[int]()
+        step: list[MicroBatch] = []
+        waits = [True] * len(buffer.picks)
         for number in chosen:
-            step.append(MicroBatch(tuple(buffer.picks[i] for i in made[number]), cost=costs[number]))
-            taken.update(made[number])
-        waiting = tuple(pick for i, pick in enumerate(buffer.picks) if i not in taken)
-        overdue = sum(i not in taken for i in range(buffer.overdue))
+            step.append(MicroBatch(buffer.picks_at(made[number]), cost=costs[number]))
+            for i in made[number]:
+                waits[i] = False
+        waiting = tuple(compress(buffer.picks, waits))
+        overdue = sum(waits[: buffer.overdue])
         after = DataPosition(buffer.epoch, buffer.index, waiting, tuple(buffer.carried), overdue)
         return Planned(step, after, tuple(buffer.left_out))
 
@@ -204,14 +215,15 @@ class BufferedOrder(Order):
         for start in range(0, len(made), self._count):
             parts = divided(made[start : start + self._count], self._count)
             # A rank for which nothing is left gets the oldest sample as a blank row.
-            step = [MicroBatch(tuple(buffer.picks[i] for i in part or [0]), int(not part)) for part in parts]
+            step = [MicroBatch(buffer.picks_at(part or [0]), int(not part)) for part in parts]
             yield Planned(step, DataPosition(1, 0), left_out)
             left_out = ()
 
     def _too_large(self, size: SampleSize) -> TooLongError:
+        most_patches = "any number" if self.shape.patches is None else str(self.shape.patches)
         return TooLongError(
             f"the sample has {size.tokens} tokens and {size.patches} patches, and a micro-batch may hold "
-            f"{self.shape.tokens} and {'any' if self.shape.patches is None else self.shape.patches}",
+            f"{self.shape.tokens} and {most_patches}",
             key="data.dataloader_param.max_tokens_per_batch",
             way_out="Raise it, or max_patches_per_batch; or make the samples smaller.",
         )
@@ -246,6 +258,10 @@ class _Buffer:
     def load(self) -> float:
         """Micro-batches that it fills at least."""
         return self._shape.load(len(self.picks), self._tokens, self._patches)
+
+    def picks_at(self, places: Sequence[int]) -> tuple[Pick, ...]:
+        """The samples at these places."""
+        return tuple(self.picks[i] for i in places)
 
     def add(self, picks: Sequence[Pick], sizes: Sequence[SampleSize | DataError], enough: float = math.inf) -> int:
         """Take in samples until there is enough; how many were looked at."""

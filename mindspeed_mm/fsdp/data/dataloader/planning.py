@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,9 @@ channels. α of the cost Σ tokens + α·Σ tokens² is its reciprocal."""
 PATCH_TOKENS = 0.1
 """What a patch (or an audio frame) costs an encoder, in tokens of the language model: the ratio of their parameters
 (0.4 to 0.7 B of an encoder beside 4 to 8 B)."""
+
+
+Indices = TypeVar("Indices", list[int], np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ class BatchShape:
         """What a micro-batch takes, in tokens of an endless number of short samples."""
         encoder = PATCH_TOKENS * sum(size.patches for size in sizes)
         if self.kind == "packed":
-            return encoder + sum(size.tokens * (1 + size.tokens / ATTENTION_TOKENS) for size in sizes)
+            return encoder + sum(_cost_of_rows(1, size.tokens) for size in sizes)
         longest = self.padded(max(size.tokens for size in sizes))
-        return encoder + len(sizes) * longest * (1 + longest / ATTENTION_TOKENS)
+        return encoder + _cost_of_rows(len(sizes), longest)
 
     def micro_batches(self, sizes: Sequence[SampleSize], overdue: int = 0) -> list[list[int]]:
         """Divide samples, the oldest first, into micro-batches: indices of each, in order of age.
@@ -92,21 +95,29 @@ class BatchShape:
         for i in sorted(set(range(len(sizes))) - set(first), key=lambda i: (-tokens[i], i)):
             if self._fill(sizes, [*first, i]) <= 1:
                 first.append(i)
-        moved = set(first)
-        others = [[i for i in each if i not in moved] for each in made[1:]]
-        return [first, *filter(None, others)]
+        packs, moved = [first], set(first)
+        for pack in made[1:]:
+            left = [i for i in pack if i not in moved]
+            if left:
+                packs.append(left)
+        return packs
 
     def _fill(self, sizes: Sequence[SampleSize], pack: Sequence[int]) -> float:
         """How full a pack is; above 1 it holds too much."""
-        return self.load(len(pack), sum(sizes[i].tokens for i in pack), sum(sizes[i].patches for i in pack))
+        tokens = patches = 0
+        for i in pack:
+            tokens += sizes[i].tokens
+            patches += sizes[i].patches
+        return self.load(len(pack), tokens, patches)
 
     def _grouped(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
         """Neighbours by length. What does not fill a group remains at the end that the oldest is not at."""
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
         if overdue:
             # The longest of them come first and the shortest of the others follow their shortest: neighbours in length.
-            of_others = [i for i in reversed(order) if i >= overdue]
-            return self._cut(sizes, [*(i for i in order if i < overdue), *of_others])
+            oldest = [i for i in order if i < overdue]
+            others = [i for i in reversed(order) if i >= overdue]
+            return self._cut(sizes, oldest + others)
         groups = self._cut(sizes, order)
         # Cut from the longest on, the last group is the one that is not full; from the shortest on, the other end is.
         if len(groups) > 1 and 0 in groups[-1]:
@@ -130,6 +141,11 @@ class BatchShape:
         return is_within and (self.patches is None or patches <= self.patches)
 
 
+def _cost_of_rows(rows: int, tokens: int) -> float:
+    """Of rows of so many tokens each."""
+    return rows * tokens * (1 + tokens / ATTENTION_TOKENS)
+
+
 def nearest_in_cost(costs: Sequence[float], wanted: Sequence[int], count: int) -> list[int]:
     """So many micro-batches, `wanted` (at most so many) among them, whose costs lie within the narrowest span; the
     costliest first."""
@@ -138,14 +154,15 @@ def nearest_in_cost(costs: Sequence[float], wanted: Sequence[int], count: int) -
     places = sorted(order.index(number) for number in wanted)
     first, last = places[0], places[-1]
     if last - first >= count:  # they alone span more than a window: whatever lies between them makes it no wider
-        between = [place for place in range(first, last) if place not in places]
-        return [order[place] for place in sorted(places + between[: count - len(places)])]
+        between = sorted(set(range(first, last)).difference(places))
+        places = sorted(places + between[: count - len(places)])
+        return [order[place] for place in places]
     starts = range(max(0, last - count + 1), min(first, len(order) - count) + 1)
     best = min(starts, key=lambda start: (costs[order[start]] - costs[order[start + count - 1]], start))
     return order[best : best + count]
 
 
-def divided(parts: Sequence[Any], count: int) -> list[Any]:
+def divided(parts: Sequence[Indices], count: int) -> list[Indices]:
     """So many micro-batches (lists or arrays), by halving the longest; empty ones where there are too few samples."""
     parts = list(parts)
     while len(parts) < count:

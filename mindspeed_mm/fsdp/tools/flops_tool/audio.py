@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.fsdp.tools.flops_tool import units
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _MASKS = ("feature_attention_mask", "input_features_mask")
 
@@ -35,23 +35,33 @@ class SoundLengths:
     @classmethod
     def of(cls, encoder: nn.Module) -> SoundLengths | None:
         """Read an encoder; None when it has no convolutions over a spectrum."""
-        config: Any = getattr(encoder, "config", None)
-        convolutions = [(n, m) for n, m in encoder.named_modules() if isinstance(m, (nn.Conv1d, nn.Conv2d))]
-        if not convolutions or not hasattr(config, "num_mel_bins"):
+        config = setting_of(encoder, object, "config")
+        left = setting_of(config, int, "num_mel_bins")
+        if left is None:
             return None
-        left, bins = config.num_mel_bins, []
-        for _, conv in convolutions:
-            if isinstance(conv, nn.Conv2d):
-                padding = 0 if isinstance(conv.padding, str) else int(conv.padding[0])
-                left = (left + 2 * padding - conv.kernel_size[0]) // conv.stride[0] + 1
-            bins.append(left if isinstance(conv, nn.Conv2d) else 1)
+        names, strides, bins, pool = [], [], [], 1
+        for name, module in encoder.named_modules():
+            if isinstance(module, nn.AvgPool1d):
+                pool = 2
+            if not isinstance(module, (nn.Conv1d, nn.Conv2d)):
+                continue
+            names.append(name)
+            strides.append(module.stride[-1])
+            if isinstance(module, nn.Conv2d):  # the spectrum is a picture, whose rows it makes fewer
+                padding = 0 if isinstance(module.padding, str) else int(module.padding[0])
+                left = (left + 2 * padding - module.kernel_size[0]) // module.stride[0] + 1
+                bins.append(left)
+            else:
+                bins.append(1)
+        if not names:
+            return None
         return cls(
-            strides=tuple(conv.stride[-1] for _, conv in convolutions),
-            names=tuple(name for name, _ in convolutions),
+            strides=tuple(strides),
+            names=tuple(names),
             bins=tuple(bins),
-            chunk=2 * getattr(config, "n_window", 0),
-            window=getattr(config, "n_window_infer", 0) or 0,
-            pool=2 if any(isinstance(module, nn.AvgPool1d) for module in encoder.modules()) else 1,
+            chunk=2 * (setting_of(config, int, "n_window") or 0),
+            window=setting_of(config, int, "n_window_infer") or 0,
+            pool=pool,
         )
 
     def positions_of(self, name: str) -> float:
@@ -68,7 +78,7 @@ class SoundLengths:
         if "input_features" not in batch:
             return {}
         features = batch["input_features"]
-        mask = next((batch[name] for name in _MASKS if name in batch), None)
+        mask = first_of(batch, _MASKS)
         if mask is None or not self.chunk:
             sounds = features.shape[0] if features.dim() > 2 else 1
             frames = [features.shape[-1]] * sounds

@@ -5,8 +5,8 @@ Only what lengths are read from is there, without values, so that the same code 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,14 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA, SOUND_TOKENS, Lengths
+from mindspeed_mm.fsdp.tools.flops_tool.vision import side_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 FRAMES_PER_S = 100
 """Frames of a spectrum per second: one every 10 ms, as in Whisper and its descendants."""
-
-
 _FRAMES_OF_A_CLIP_PER_S = 24.0
 
 
@@ -44,23 +45,20 @@ def imagined_batch(model: nn.Module, sample: SampleShape, samples: int) -> Batch
     """A batch of equal samples for a model.
 
     Raises:
-        ConfigError: The sample is none that the model takes.
+        ConfigError: The model does not take such a sample.
     """
     adapter = facts_of(model).adapter
     if adapter is not None:
         return _denoised(adapter, sample, samples)
-    config: Any = model.config
     if sample.tokens < 1:
         raise ConfigError("a language model needs the length of a sample", key="--seq", way_out="Give it, in tokens.")
-    if getattr(config, "is_encoder_decoder", False):
-        ids = torch.zeros(samples, sample.tokens, dtype=torch.long)
-        batch: Batch = {"decoder_input_ids": ids, "input_ids": ids}
-        if hasattr(config, "max_source_positions"):
-            frames = 2 * config.max_source_positions
-            batch["input_features"] = torch.empty(samples, config.num_mel_bins, frames, device="meta")
-    else:
-        batch = {"input_ids": torch.zeros(samples, sample.tokens, dtype=torch.long)}
-        batch |= _seen(model, sample, samples) | _heard(model, sample, samples)
+    ids = torch.zeros(samples, sample.tokens, dtype=torch.long)
+    if not setting_of(model.config, bool, "is_encoder_decoder"):
+        return {"input_ids": ids} | _seen(model, sample, samples) | _heard(model, sample, samples)
+    batch: Batch = {"decoder_input_ids": ids, "input_ids": ids}
+    positions, bins = (setting_of(model.config, int, name) for name in ("max_source_positions", "num_mel_bins"))
+    if positions is not None and bins is not None:  # the encoder hears, a spectrum of twice as many frames
+        batch["input_features"] = torch.empty(samples, bins, 2 * positions, device="meta")
     return batch
 
 
@@ -79,11 +77,13 @@ def with_labels(batch: Batch, lengths: Lengths, sample: SampleShape, samples: in
             key="--seq",
             way_out=f"Give at least {of_media // samples}, or smaller media.",
         )
-    labels = samples * sample.labels if sample.labels is not None else samples * sample.tokens - of_media
+    labels = samples * sample.tokens - of_media
+    if sample.labels is not None:
+        labels = samples * sample.labels
     return batch | {"_rows": torch.empty(labels, device="meta")}
 
 
-def _denoised(adapter: Any, sample: SampleShape, samples: int) -> Batch:
+def _denoised(adapter: DiffusionAdapter, sample: SampleShape, samples: int) -> Batch:
     if not sample.height:
         raise ConfigError("a generator needs the size of a sample", key="--image-size", way_out="Give HEIGHTxWIDTH.")
     size = MediaSize(sample.frames, sample.height, sample.width)
@@ -93,10 +93,8 @@ def _denoised(adapter: Any, sample: SampleShape, samples: int) -> Batch:
         "latents": torch.empty(samples, *adapter.geometry.latent_shape(size), device="meta"),
         "prompt_embeds": torch.empty(samples, sample.tokens or adapter.text_tokens, 1, device="meta"),
     }
-    batch |= {
-        key: torch.empty(samples, *shape, device="meta")
-        for key, shape in adapter.further_shapes(size.frames, _FRAMES_OF_A_CLIP_PER_S).items()
-    }
+    for key, shape in adapter.further_shapes(size.frames, _FRAMES_OF_A_CLIP_PER_S).items():
+        batch[key] = torch.empty(samples, *shape, device="meta")
     if adapter.transformer_config.get("image_dim") is not None:
         vision = adapter.component_config("image_encoder")
         patches = (vision.get("image_size", 224) // vision.get("patch_size", 14)) ** 2 + 1
@@ -104,28 +102,31 @@ def _denoised(adapter: Any, sample: SampleShape, samples: int) -> Batch:
     return batch
 
 
-def _seen(model: Any, sample: SampleShape, samples: int) -> Batch:
+def _seen(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
     count = samples * sample.images
     if not count:
         return {}
-    vision = getattr(model.config, "vision_config", None)
+    vision = setting_of(model.config, object, "vision_config")
     if vision is None:
         raise ConfigError("the model sees no images", key="--images", way_out="Leave it out.")
-    patch = _first(vision.patch_size)
-    merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "merge_kernel_size", None)
-    if merge is not None:
-        height, width = (_squares(side, patch * _first(merge)) * _first(merge) for side in _sides(sample))
-        times = -(-sample.frames // (getattr(vision, "temporal_patch_size", 1) or 1))
+    patch, merge = side_of(vision, "patch_size"), side_of(vision, "spatial_merge_size", "merge_kernel_size")
+    if patch is not None and merge is not None:
+        height, width = (_squares(side, patch * merge) * merge for side in _sides(sample))
+        times = -(-sample.frames // (side_of(vision, "temporal_patch_size") or 1))  # rounded up
         name = "image_grid_thw" if sample.frames == 1 else "video_grid_thw"
         return {name: torch.tensor([[times, height, width]] * count)}
-    if getattr(vision, "model_type", "") == "pixtral":
+    if setting_of(vision, str, "model_type") == "pixtral":
         height, width = _sides(sample)
         sizes = torch.tensor([[height, width]] * count)
         return {"pixel_values": torch.empty(count, 3, height, width, device="meta"), "image_sizes": sizes}
-    side = getattr(vision, "image_size", None)
-    if side is None:
+    sides = setting_of(vision, Sequence, "image_size")
+    side = setting_of(vision, int, "image_size")
+    if sides is not None:
+        height, width = sides
+    elif side is not None:
+        height = width = side
+    else:
         raise ConfigError("it is not known how this model represents an image", key="--images", way_out="Leave it out.")
-    height, width = side if isinstance(side, (list, tuple)) else (side, side)
     if sample.height and (sample.height, sample.width) != (height, width):
         raise ConfigError(
             f"the model takes images of {height}x{width}",
@@ -135,14 +136,14 @@ def _seen(model: Any, sample: SampleShape, samples: int) -> Batch:
     return {"pixel_values": torch.empty(count * sample.frames, 3, height, width, device="meta")}
 
 
-def _heard(model: Any, sample: SampleShape, samples: int) -> Batch:
+def _heard(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
     if not sample.sound_s:
         return {}
-    audio = getattr(model.config, "audio_config", None)
-    if audio is None or not hasattr(audio, "num_mel_bins"):
+    bins = setting_of(setting_of(model.config, object, "audio_config"), int, "num_mel_bins")
+    if bins is None:
         raise ConfigError("the model takes no audio", key="--audio", way_out="Leave it out.")
     frames = round(sample.sound_s * FRAMES_PER_S)
-    features = torch.empty(samples, audio.num_mel_bins, frames, device="meta")
+    features = torch.empty(samples, bins, frames, device="meta")
     return {"input_features": features, "feature_attention_mask": torch.ones(samples, frames, dtype=torch.long)}
 
 
@@ -155,7 +156,3 @@ def _sides(sample: SampleShape) -> tuple[int, int]:
 def _squares(pixels: int, side: int) -> int:
     """Merged squares along a side, as processors round."""
     return max(1, round(pixels / side))
-
-
-def _first(size: Any) -> int:
-    return int(size[0] if isinstance(size, (list, tuple)) else size)

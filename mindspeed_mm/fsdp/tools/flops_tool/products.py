@@ -8,9 +8,9 @@ cost 2 · weights / experts · (experts a token).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKEN
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import Sequences, blocks_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, WorkUnit
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 CHUNK = 64
 """Tokens of a chunk of linear attention, in transformers and in flash-linear-attention."""
@@ -25,6 +26,8 @@ _ADAPTER = re.compile(r"\.(base_layer|lora_(A|B)\.[^.]+)(?=\.|$)|(?<=_proj)\.lin
 _ROLE = re.compile(
     r"(?:to_|add_|in_proj_|c_)?(w?qkvz?|kv|q|k|v|query|key|value|wq|wk|wv)(?:_(a|b))?(?:_|$)", re.IGNORECASE
 )
+_ROLES = {"query": "q", "key": "k", "value": "v", "wq": "q", "wk": "k", "wv": "v", "qkvz": "qkv", "wqkv": "qkv"}
+"""Words in names of layers → which of q, k and v they make; other words of `_ROLE` say it themselves."""
 _OUT = ("o_proj", "out_proj", "proj", "to_out", "projection_layer", "dense", "wo", "out")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 _NO_PRODUCTS = (nn.Embedding, nn.MultiheadAttention)
@@ -67,10 +70,17 @@ class Reader:
         self.uncounted: list[str] = []
         self.attentions: set[str] = set()
         """Names of modules that are attention."""
-        self._adapted = {(owner(n), m.parameter_name) for n, m in self._modules.items() if _adapts_experts(m)}
+        self._adapted: set[tuple[str, str]] = set()
         """(experts, parameter) that have an adapter."""
-        self._depths = len(getattr(self._modules.get(FURTHER_TOKENS), "layers", ()))
-        self._skipped = tuple(f"{n}." for n, m in self._modules.items() if isinstance(m, nn.MultiheadAttention))
+        skipped: list[str] = []
+        for name, module in self._modules.items():
+            if parameter := _adapted_parameter(module):
+                self._adapted.add((owner(name), parameter))
+            if isinstance(module, nn.MultiheadAttention):
+                skipped.append(f"{name}.")
+        self._skipped = tuple(skipped)
+        further_layers = setting_of(self._modules.get(FURTHER_TOKENS), nn.ModuleList, "layers")
+        self._depths = 0 if further_layers is None else len(further_layers)
 
     def read(self) -> Iterator[Product]:
         """Products in the order of the modules; attention stands behind its layers' own."""
@@ -83,67 +93,77 @@ class Reader:
             if not self._sequence(name):
                 self._note_unknown(name, module)
                 continue
-            waiting += [(f"{name}.", product) for product in self._mixing(name, module)]
+            for product in self._mixing(name, module):
+                waiting.append((f"{name}.", product))
             yield from self._of_weights(name, module)
         while waiting:
             yield waiting.pop()[1]
 
     # --- layers with weights ------------------------------------------------------------------------------------------
 
-    def _of_weights(self, name: str, module: Any) -> Iterator[Product]:
+    def _of_weights(self, name: str, module: nn.Module) -> Iterator[Product]:
         own = dict(module.named_parameters(recurse=False))
-        if _adapts_experts(self._modules.get(_around(name))):
-            yield from self._adapter_of_experts(name, module)
-            return
-        if isinstance(module, nn.Linear) or (hasattr(module, "in_features") and "weight" in own):
-            yield self._linear(name, module.in_features * module.out_features, own["weight"].requires_grad)
+        sizes = linear_sizes(module)
+        if _adapted_parameter(self._modules.get(_around(name))):
+            yield from self._adapter_of_experts(name, sizes, own)
+        elif sizes is not None and "weight" in own:
+            yield self._linear(name, sizes.inputs * sizes.outputs, own["weight"].requires_grad)
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             yield self._convolution(name, module)
-        elif stacks := {n: p for n, p in own.items() if p.dim() == 3 and _is_expert_weight(n, module)}:
+        elif stacks := _stacked_experts(module, own):
             for each, weight in stacks.items():
                 trained = weight.requires_grad or (owner(name), each) in self._adapted
-                yield Product(
-                    f"{owner(name)}.{each}", "experts", WorkUnit(self._sequence(name)),
-                    2.0 * weight.numel() / weight.shape[0] * self._experts_a_token(name, module), trained,
-                )  # fmt: skip
-        else:
-            for each, weight in own.items():
-                if "Norm" in type(module).__name__:
-                    continue
-                if weight.dim() == 2 and each.endswith("weight"):
-                    yield self._linear(name, weight.numel(), weight.requires_grad)
-                elif weight.dim() > 1 and not _HARMLESS.search(each):
-                    self.uncounted.append(f"{name}.{each}")
+                of_one_expert = 2.0 * weight.numel() / weight.shape[0]
+                flops = of_one_expert * self._experts_a_token(name, module)
+                yield Product(f"{owner(name)}.{each}", "experts", WorkUnit(self._sequence(name)), flops, trained)
+        elif "Norm" not in type(module).__name__:
+            yield from self._of_other_weights(name, own)
 
-    def _adapter_of_experts(self, name: str, module: Any) -> Iterator[Product]:
+    def _of_other_weights(self, name: str, own: Mapping[str, nn.Parameter]) -> Iterator[Product]:
+        """Matrices of a module that is no layer of torch, such as a router; what is not known is noted."""
+        for each, weight in own.items():
+            if weight.dim() == 2 and each.endswith("weight"):
+                yield self._linear(name, weight.numel(), weight.requires_grad)
+            elif weight.dim() > 1 and not _HARMLESS.search(each):
+                self.uncounted.append(f"{name}.{each}")
+
+    def _adapter_of_experts(
+        self, name: str, sizes: LinearSizes | None, own: Mapping[str, nn.Parameter]
+    ) -> Iterator[Product]:
         """B · A is added to the experts' weights once a pass, however many tokens there are."""
-        if ".lora_B." in name:
-            rank_of_all = module.in_features
-            inputs = self._modules[name.replace(".lora_B.", ".lora_A.")].in_features  # type: ignore[union-attr]
-            flops = 2.0 * rank_of_all * inputs * module.out_features
-            yield Product(owner(name), "adapter", WorkUnit(units.PASSES), flops, module.weight.requires_grad, "B")
+        if ".lora_B." not in name or sizes is None:
+            return
+        inner = linear_sizes(self._modules[name.replace(".lora_B.", ".lora_A.")])
+        assert inner is not None  # PEFT makes both in the same way
+        flops = 2.0 * sizes.inputs * inner.inputs * sizes.outputs
+        yield Product(owner(name), "adapter", WorkUnit(units.PASSES), flops, own["weight"].requires_grad, "B")
 
     def _note_unknown(self, name: str, module: nn.Module) -> None:
         """Remember a part of the model that nobody here knows, once, by the beginning of its name."""
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             part = ".".join(name.split(".")[:2])
-            self.uncounted += [] if part in self.uncounted else [part]
+            if part not in self.uncounted:
+                self.uncounted.append(part)
 
     def _linear(self, name: str, weights: int, trained: bool) -> Product:
-        adapter = re.search(r"\.lora_(A|B)\.", f"{name}.")
-        kind = "linear" if adapter is None else "adapter"
         rows = WorkUnit(self._sequence(name))
-        share = self._share_of_tokens(name)
-        return Product(owner(name), kind, rows, 2.0 * weights * share, trained, adapter[1] if adapter else "")
+        flops = 2.0 * weights * self._share_of_tokens(name)
+        adapter = re.search(r"\.lora_(A|B)\.", f"{name}.")
+        if adapter is None:
+            return Product(owner(name), "linear", rows, flops, trained)
+        return Product(owner(name), "adapter", rows, flops, trained, adapter[1])
 
-    def _convolution(self, name: str, conv: Any) -> Product:
+    def _convolution(self, name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Product:
         places = 1.0
-        side, sound = self._sequences.side_of(name), self._sequences.sound
-        if sound is not None and name.removeprefix(f"{side}.") in sound.names:
-            places = sound.positions_of(name.removeprefix(f"{side}."))
-        flops, sequence = 2.0 * conv.weight.numel() * places, self._sequence(name)
-        rows = WorkUnit(units.CUTS if sequence == units.PATCHES else sequence)
-        return Product(name, "convolution", rows, flops, conv.weight.requires_grad)
+        sound = self._sequences.sound
+        own_name = name.removeprefix(f"{self._sequences.side_of(name)}.")
+        if sound is not None and own_name in sound.names:
+            places = sound.positions_of(own_name)
+        sequence = self._sequence(name)
+        if sequence == units.PATCHES:
+            sequence = units.CUTS
+        flops = 2.0 * conv.weight.numel() * places
+        return Product(name, "convolution", WorkUnit(sequence), flops, conv.weight.requires_grad)
 
     def _sequence(self, name: str) -> str:
         return self._sequences.of(owner(name))
@@ -163,97 +183,120 @@ class Reader:
         return 1.0
 
     def _experts_a_token(self, name: str, experts: nn.Module) -> int:
-        parent: Any = self._modules[name.rpartition(".")[0]]
-        router = next((getattr(parent, each) for each in ("gate", "router") if hasattr(parent, each)), None)
-        config = self._config(name)
+        parent = self._modules[name.rpartition(".")[0]]
+        router = setting_of(parent, nn.Module, "gate", "router")
         for place in (experts, parent, router):
-            if isinstance(number := getattr(place, "top_k", None), int):
+            number = setting_of(place, int, "top_k")
+            if number is not None:
                 return number
-        return next((getattr(config, each) for each in _TOP_K if isinstance(getattr(config, each, None), int)), 1)
+        number = setting_of(self._config(name), int, *_TOP_K)
+        return 1 if number is None else number
 
-    def _config(self, name: str) -> Any:
+    def _config(self, name: str) -> object | None:
         """The configuration that a module was built from: its own or that of a module around it."""
         while name:
-            if (config := getattr(self._modules.get(name), "config", None)) is not None:
+            config = setting_of(self._modules.get(name), object, "config")
+            if config is not None:
                 return config
             name = name.rpartition(".")[0]
-        whole: Any = getattr(self._model, "config", None)
+        whole = setting_of(self._model, object, "config")
         return whole.get_text_config() if hasattr(whole, "get_text_config") else whole
 
     # --- mixing over a sequence ---------------------------------------------------------------------------------------
 
-    def _mixing(self, name: str, module: Any) -> Iterator[Product]:
+    def _mixing(self, name: str, module: nn.Module) -> Iterator[Product]:
         children = {child: each for child, each in module.named_children() if owner(child) == child}
-        roles = {child: role for child in children if (role := role_of(child)) and _last_linear(children[child])}
-        letters = set("".join(roles.values()))
-        if (sizes := delta_sizes(module, children)) is not None:
+        roles: dict[str, str] = {}
+        for child, layer in children.items():
+            role = role_of(child)
+            if role and _last_linear(layer) is not None:
+                roles[child] = role
+        made_letters = set("".join(roles.values()))
+        sizes = delta_sizes(module, children)
+        if sizes is not None:
             self.attentions.add(name)
             yield from self._delta_rule(name, sizes, tuple(f"{name}.{each}" for each in roles))
-        elif {"q", "k", "v"} <= letters:
+        elif {"q", "k", "v"} <= made_letters:
             self.attentions.add(name)
             yield from self._attention(name, module, children, roles)
         elif hasattr(module, "ssm_state_size"):
             self.uncounted.append(f"{name} (its scan)")
 
-    def _attention(self, name: str, module: Any, children: dict[str, Any], roles: dict[str, str]) -> Iterator[Product]:
-        out = next((_last_linear(children[each]) for each in _OUT if each in children), None)
-        makers = [n for n, role in roles.items() if "q" in role and not n.startswith("add_")]
-        value_width = out.in_features if out is not None else _width(_last_linear(children[makers[-1]]))
-        # diffusers says what a layer takes beside the values.
-        value_width = next(iter(getattr(out, "_tp_packed_row_blocks", ())), value_width)
-        width = value_width
-        if (head := getattr(module, "qk_head_dim", None)) or hasattr(module, "v_head_dim"):
-            width = value_width // module.v_head_dim * (head or module.head_dim)
+    def _attention(
+        self, name: str, module: nn.Module, children: Mapping[str, nn.Module], roles: Mapping[str, str]
+    ) -> Iterator[Product]:
         added = [n for n in roles if n.startswith("add_")]
+        main = [n for n in roles if n not in added]
+        makers = [n for n in main if "q" in roles[n]]
+        value_width = _value_width(children, makers)
+        width = value_width
+        value_head = setting_of(module, int, "v_head_dim")
+        if value_head is not None:  # latent attention: heads of queries and keys are wider than those of values
+            query_head = setting_of(module, int, "qk_head_dim", "head_dim")
+            assert query_head is not None
+            width = value_width // value_head * query_head
         if not added or any("q" in roles[n] for n in added):
-            yield self._pairs(name, module, roles, tuple(roles), width, value_width)
+            yield self._pairs(name, module, roles, list(roles), width, value_width)
         else:  # keys of a second sequence: attention of its own, to which the same queries go
-            main = tuple(n for n in roles if n not in added)
             yield self._pairs(name, module, roles, main, width, value_width)
-            yield self._pairs(name, module, roles, (*makers, *added), width, value_width)
+            yield self._pairs(name, module, roles, [*makers, *added], width, value_width)
 
     def _pairs(
-        self, name: str, module: Any, roles: dict[str, str], names: tuple[str, ...], width: int, value_width: int
+        self,
+        name: str,
+        module: nn.Module,
+        roles: Mapping[str, str],
+        makers: Sequence[str],
+        width: int,
+        value_width: int,
     ) -> Product:
-        made = {letter: tuple(f"{name}.{n}" for n in names if letter in roles[n]) for letter in "qkv"}
-        rows = "+".join(sorted({self._sequences.of(n) for n in made["q"]}, reverse=True))
-        keys = "+".join(sorted({self._sequences.of(n) for n in made["k"]}, reverse=True))
-        is_windowed = rows == units.PATCHES and self._is_windowed(name)
-        unit = (
-            WorkUnit(units.WINDOWS, units.WINDOWS)
-            if is_windowed
-            else WorkUnit(rows, keys, *self._mask(name, module, rows, keys))
-        )
-        flops = 2.0 * (width + value_width)
-        return Product(
-            name,
-            "attention",
-            unit,
-            flops,
-            attends=(made["q"], made["k"], made["v"]),
-            value_share=2 * value_width / flops,
-        )
+        """Attention between what some of an attention's layers make.
 
-    def _mask(self, name: str, module: Any, rows: str, keys: str) -> tuple[Mask, int]:
-        if rows not in units.CAUSAL or keys != rows or getattr(module, "is_causal", True) is False:
-            return "none", 0
+        Args:
+            name: Of the attention.
+            module: The attention.
+            roles: Layer → which of q, k and v it makes.
+            makers: The layers.
+            width: Of the queries of all heads.
+            value_width: Of the values of all heads.
+        """
+        queries, keys, values = (tuple(f"{name}.{n}" for n in makers if letter in roles[n]) for letter in "qkv")
+        unit = self._unit_of_pairs(name, module, self._joined(queries), self._joined(keys))
+        flops = 2.0 * (width + value_width)
+        share = 2 * value_width / flops
+        return Product(name, "attention", unit, flops, attends=(queries, keys, values), value_share=share)
+
+    def _joined(self, layers: Iterable[str]) -> str:
+        """The sequences that layers go over, one behind the other."""
+        return "+".join(sorted({self._sequences.of(layer) for layer in layers}, reverse=True))
+
+    def _unit_of_pairs(self, name: str, module: nn.Module, rows: str, keys: str) -> WorkUnit:
+        if rows == units.PATCHES and self._is_windowed(name):
+            return WorkUnit(units.WINDOWS, units.WINDOWS)
+        if rows not in units.CAUSAL or keys != rows or setting_of(module, bool, "is_causal") is False:
+            return WorkUnit(rows, keys)
+        mask, window = self._causal_mask(name, module)
+        return WorkUnit(rows, keys, mask, window)
+
+    def _causal_mask(self, name: str, module: nn.Module) -> tuple[Mask, int]:
         config = self._config(name)
-        layer = getattr(module, "layer_idx", None)
-        kinds = getattr(config, "layer_types", None)
-        if kinds and isinstance(layer, int):
-            kind = kinds[layer]
-            if "chunked" in kind:
-                return "chunked", int(config.attention_chunk_size)
-            return ("sliding", int(config.sliding_window)) if "sliding" in kind else ("causal", 0)
-        window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-        if isinstance(window, int) and getattr(config, "use_sliding_window", True):
+        layer = setting_of(module, int, "layer_idx")
+        kinds = setting_of(config, Sequence, "layer_types")
+        if kinds and layer is not None:
+            if "chunked" in kinds[layer]:
+                return "chunked", setting_of(config, int, "attention_chunk_size") or 0
+            if "sliding" in kinds[layer]:
+                return "sliding", setting_of(config, int, "sliding_window") or 0
+            return "causal", 0
+        window = setting_of(module, int, "sliding_window") or setting_of(config, int, "sliding_window")
+        if window is not None and setting_of(config, bool, "use_sliding_window") is not False:
             return "sliding", window
         return "causal", 0
 
     def _is_windowed(self, name: str) -> bool:
         """Whether a layer of a vision tower sees one window at a time."""
-        config = getattr(self._modules.get(self._sequences.side_of(name)), "config", None)
-        whole = getattr(config, "fullatt_block_indexes", None)
+        config = setting_of(self._modules.get(self._sequences.side_of(name)), object, "config")
+        whole = setting_of(config, Sequence, "fullatt_block_indexes")
         return whole is not None and next(blocks_of(name), -1) not in whole
 
     def _delta_rule(self, name: str, sizes: DeltaSizes, makers: tuple[str, ...]) -> Iterator[Product]:
@@ -278,9 +321,20 @@ def role_of(child: str) -> str:
     if found is None:
         return ""
     word = found[1].lower()
-    return {"query": "q", "key": "k", "value": "v", "wq": "q", "wk": "k", "wv": "v", "qkvz": "qkv", "wqkv": "qkv"}.get(
-        word, word
-    )
+    return _ROLES.get(word, word)
+
+
+class LinearSizes(NamedTuple):
+    """Of a layer that is a matrix."""
+
+    inputs: int
+    outputs: int
+
+
+def linear_sizes(module: nn.Module) -> LinearSizes | None:
+    """The sizes of a linear layer, of PEFT's or a quantised one too; None for other modules."""
+    inputs, outputs = setting_of(module, int, "in_features"), setting_of(module, int, "out_features")
+    return LinearSizes(inputs, outputs) if inputs is not None and outputs is not None else None
 
 
 class DeltaSizes(NamedTuple):
@@ -291,33 +345,35 @@ class DeltaSizes(NamedTuple):
     value: int
 
 
-def delta_sizes(module: Any, children: dict[str, Any]) -> DeltaSizes | None:
+def delta_sizes(module: nn.Module, children: Iterable[str]) -> DeltaSizes | None:
     """The sizes of a gated delta net or of Kimi Delta Attention; None for other layers."""
     if not any("conv" in child for child in children):
         return None
-    if all(hasattr(module, each) for each in ("num_v_heads", "head_k_dim", "head_v_dim")):
-        return DeltaSizes(module.num_v_heads, module.head_k_dim, module.head_v_dim)
-    if all(hasattr(module, each) for each in ("num_heads", "head_dim", "qkv_dim")):
-        return DeltaSizes(module.num_heads, module.head_dim, module.head_dim)
+    heads = setting_of(module, int, "num_v_heads")
+    key, value = setting_of(module, int, "head_k_dim"), setting_of(module, int, "head_v_dim")
+    if heads is not None and key is not None and value is not None:
+        return DeltaSizes(heads, key, value)
+    heads, width = setting_of(module, int, "num_heads"), setting_of(module, int, "head_dim")
+    if heads is not None and width is not None and hasattr(module, "qkv_dim"):
+        return DeltaSizes(heads, width, width)
     return None
 
 
-def _is_expert_weight(name: str, module: nn.Module) -> bool:
-    return (
-        "bias" not in name
-        and not isinstance(module, nn.LayerNorm)
-        and name.endswith(("proj", "weight", "w1", "w2", "w3"))
-    )
+def _stacked_experts(module: nn.Module, own: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Weights of all experts in one tensor each, among a module's own parameters."""
+    if isinstance(module, nn.LayerNorm):
+        return {}
+    stacks: dict[str, nn.Parameter] = {}
+    for name, parameter in own.items():
+        is_weight = "bias" not in name and name.endswith(("proj", "weight", "w1", "w2", "w3"))
+        if parameter.dim() == 3 and is_weight:
+            stacks[name] = parameter
+    return stacks
 
 
-def _width(module: nn.Module) -> int:
-    """Outputs of a linear layer, of PEFT's too; 0 for other modules."""
-    return int(getattr(module, "out_features", 0)) if hasattr(module, "in_features") else 0
-
-
-def _adapts_experts(module: Any) -> bool:
-    """Whether a module is PEFT's level around fused experts."""
-    return hasattr(module, "parameter_name") and hasattr(module, "lora_A")
+def _adapted_parameter(module: nn.Module | None) -> str | None:
+    """The weight that a level of PEFT around fused experts adapts; None for other modules."""
+    return setting_of(module, str, "parameter_name") if hasattr(module, "lora_A") else None
 
 
 def _around(name: str) -> str:
@@ -325,6 +381,30 @@ def _around(name: str) -> str:
     return re.split(r"\.lora_[AB]\.", name)[0] if ".lora_" in name else ""
 
 
-def _last_linear(module: nn.Module) -> Any:
+def _last_linear(module: nn.Module) -> nn.Module | None:
     """The linear layer of a module that may be a list with dropout behind it."""
-    return module if _width(module) else next((each for each in module.modules() if _width(each)), None)
+    for each in module.modules():  # the module itself comes first
+        if linear_sizes(each) is not None:
+            return each
+    return None
+
+
+def _value_width(children: Mapping[str, nn.Module], makers: Sequence[str]) -> int:
+    """The values of all heads together: what an attention's last layer takes, else what its queries are.
+
+    Args:
+        children: The attention's layers.
+        makers: Those that make its queries.
+    """
+    name = next((each for each in _OUT if each in children), "")
+    out = _last_linear(children[name]) if name else None
+    if out is None:
+        last = _last_linear(children[makers[-1]])
+        sizes = linear_sizes(last) if last is not None else None
+        return 0 if sizes is None else sizes.outputs
+    blocks = setting_of(out, list, "_tp_packed_row_blocks")
+    if blocks:  # diffusers says what a layer takes beside the values
+        return int(blocks[0])
+    sizes = linear_sizes(out)
+    assert sizes is not None
+    return sizes.inputs

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +13,14 @@ from torch import nn
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import is_transformers
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.audio import SoundLengths
-from mindspeed_mm.fsdp.tools.flops_tool.vision import vision_lengths
+from mindspeed_mm.fsdp.tools.flops_tool.vision import VisionLengths, vision_lengths
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _AUDIO = re.compile(r"(^|[._])(audio|speech|sound)")
 _BRIDGE = re.compile(
@@ -31,7 +32,9 @@ _MERGED = re.compile(r"merger|downsample")
 _BESIDE = re.compile(
     r"(^|\.)(vq_?model|generation_|vision_(tower|model)\.|visual\.|sam_|talker|token2wav|code2wav|speaker)"
 )
-"""Names of parts that no step of a language model runs, and of towers that nobody here knows."""
+"""Names of parts that no step of a language model runs, and of towers that are not known here."""
+_READS_ENCODER = re.compile(r"(encoder_attn|EncDecAttention|cross_attn)\.(k|v)(_proj)?(\.|$)")
+"""Names of the layers of a decoder that read what the encoder has made."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Sequences:
     """What is known of one model."""
 
     of: Callable[[str], str]
-    """Name of a module → the sequence that its layers go over; empty where nobody knows."""
+    """Name of a module → the sequence that its layers go over; empty where it is not known."""
     lengths: Callable[[Batch], dict[str, list[int]]]
     """Lengths of a batch on the host."""
     sides: tuple[str, ...] = ()
@@ -50,11 +53,11 @@ class Sequences:
 
     def side_of(self, name: str) -> str:
         """The tower that a module is in; empty on the main path."""
-        return next((side for side in self.sides if f"{name}.".startswith(f"{side}.")), "")
+        return next((side for side in self.sides if _is_in(name, side)), "")
 
 
 def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequences | None:
-    """Read a model; None when it is of no kind that is known here.
+    """Read a model; None when its kind is not known here.
 
     Args:
         model: Built.
@@ -65,18 +68,24 @@ def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequ
     if adapter is not None:
         return _of_generator(adapter) if adapter.streams else None
     if not is_transformers(type(model)):
-        return None  # a plugin's own forward: nobody here knows what it calls with what
-    if getattr(model.config, "is_encoder_decoder", False):
-        return _of_encoder_decoder(model, head, head_on_labels=head_on_labels)
-    if getattr(model, "code_loss_factor", 0.0):
-        return _of_talker(head, head_on_labels=head_on_labels)
-    return _of_decoder(model, head, head_on_labels=head_on_labels)
+        return None  # a plugin's own forward: it is not known what it calls its modules with
+    head_sequence = units.LABELS if head_on_labels else units.TEXT
+    if setting_of(model.config, bool, "is_encoder_decoder"):
+        return _of_encoder_decoder(model, head, head_sequence)
+    if setting_of(model, float, "code_loss_factor"):
+        return _of_talker(head, head_sequence)
+    return _of_decoder(model, head, head_sequence)
+
+
+def _is_in(name: str, module: str) -> bool:
+    """Whether a module is another one, or inside it; no module is in one that is not there ("")."""
+    return bool(module) and f"{name}.".startswith(f"{module}.")
 
 
 # --- generators -------------------------------------------------------------------------------------------------------
 
 
-def _of_generator(adapter: Any) -> Sequences:
+def _of_generator(adapter: DiffusionAdapter) -> Sequences:
     rules = [(compile_pattern(p, key="streams"), sequence) for p, sequence in adapter.streams.items()]
 
     def of(name: str) -> str:
@@ -85,15 +94,17 @@ def _of_generator(adapter: Any) -> Sequences:
     def lengths(batch: Batch) -> dict[str, list[int]]:
         samples, *shape = batch["latents"].shape
         rows = samples - batch.get("blank_rows", 0)
-        picture = batch.get("image_embeds")
-        return {
+        sound_positions = batch["audio_latents"].shape[2] if "audio_latents" in batch else 1
+        found = {
             units.PASSES: [1],
             units.SAMPLES: [1] * rows,
             units.LATENTS: [adapter.geometry.tokens(tuple(shape))] * rows,
             units.CAPTION: [batch["prompt_embeds"].shape[1]] * rows,
-            units.PICTURE: [] if picture is None else [picture.shape[1]] * rows,
-            units.SOUND: [batch["audio_latents"].shape[2] if "audio_latents" in batch else 1] * rows,
+            units.SOUND: [sound_positions] * rows,
         }
+        if "image_embeds" in batch:
+            found[units.PICTURE] = [batch["image_embeds"].shape[1]] * rows
+        return found
 
     return Sequences(of, lengths, memory=frozenset(adapter.memory_streams))
 
@@ -101,53 +112,74 @@ def _of_generator(adapter: Any) -> Sequences:
 # --- language models --------------------------------------------------------------------------------------------------
 
 
-def _of_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
-    towers = {tower.module: tower.name for tower in find_towers(model)}
-    sounds = [name for name, kind in towers.items() if kind == "audio"]
-    decoder = _decoder_name(model)
-    sound = SoundLengths.of(model.get_submodule(sounds[0])) if sounds else None
-    see = vision_lengths(model) if len(towers) > len(sounds) else None
+@dataclass(frozen=True)
+class _DecoderParts:
+    """The parts of a model with a decoder, and perhaps towers in front of it, by which its modules are told apart."""
 
-    def of(name: str) -> str:
-        if head and (name == head or name.startswith(f"{head}.")):
-            return units.LABELS if head_on_labels else units.TEXT
-        inside = next((tower for tower in towers if name.startswith(f"{tower}.")), None)
-        if inside in sounds:
-            return units.SOUND_TOKENS if sound and sound.is_behind(name.removeprefix(f"{inside}.")) else units.SOUND
-        if inside is not None and see is None:
-            return ""
-        if inside is not None:
-            return units.MEDIA if _MERGED.search(name.removeprefix(inside)) else units.PATCHES
+    head: str
+    head_sequence: str
+    decoder: str
+    seeing: tuple[str, ...]
+    hearing: tuple[str, ...]
+    vision: VisionLengths | None
+    sound: SoundLengths | None
+
+    def of(self, name: str) -> str:
+        """See `Sequences.of`. The order of the questions counts: a head may be inside the decoder."""
+        if _is_in(name, self.head):
+            return self.head_sequence
+        for tower in (*self.hearing, *self.seeing):
+            if name.startswith(f"{tower}."):
+                return self._of_tower(tower, name.removeprefix(f"{tower}."))
         if _BESIDE.search(name):
             return ""
-        if name.startswith(f"{FURTHER_TOKENS}."):
+        if name.startswith(f"{FURTHER_TOKENS}.") or not self.decoder or _is_in(name, self.decoder):
             return units.TEXT
-        if not decoder or f"{name}.".startswith(f"{decoder}."):
-            return units.TEXT
-        if not towers or not _BRIDGE.search(name):
+        has_towers = bool(self.hearing or self.seeing)
+        if not has_towers or not _BRIDGE.search(name):
             return ""
-        return units.SOUND_TOKENS if _AUDIO.search(name) or len(sounds) == len(towers) else units.MEDIA
+        is_sound = _AUDIO.search(name) or not self.seeing
+        return units.SOUND_TOKENS if is_sound else units.MEDIA
 
-    def lengths(batch: Batch) -> dict[str, list[int]]:
+    def _of_tower(self, tower: str, name: str) -> str:
+        if tower in self.hearing:
+            is_behind = self.sound is not None and self.sound.is_behind(name)
+            return units.SOUND_TOKENS if is_behind else units.SOUND
+        if self.vision is None:
+            return ""
+        return units.MEDIA if _MERGED.search(name) else units.PATCHES
+
+    def lengths(self, batch: Batch) -> dict[str, list[int]]:
+        """See `Sequences.lengths`."""
         found = _text_lengths(batch, "input_ids", "attention_mask")
-        if see is not None:
-            found |= see(batch)
-        if sound is not None:
-            found |= sound(batch)
+        if self.vision is not None:
+            found |= self.vision(batch)
+        if self.sound is not None:
+            found |= self.sound(batch)
         return found
 
-    return Sequences(of, lengths, sides=tuple(towers), sound=sound)
+
+def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
+    towers = {tower.module: tower.name for tower in find_towers(model)}
+    hearing = tuple(name for name, kind in towers.items() if kind == "audio")
+    seeing = tuple(name for name in towers if name not in hearing)
+    sound = SoundLengths.of(model.get_submodule(hearing[0])) if hearing else None
+    vision = vision_lengths(model) if seeing else None
+    parts = _DecoderParts(head, head_sequence, _decoder_name(model), seeing, hearing, vision, sound)
+    return Sequences(parts.of, parts.lengths, sides=tuple(towers), sound=sound)
 
 
-def _of_talker(head: str, *, head_on_labels: bool) -> Sequences:
+def _of_talker(head: str, head_sequence: str) -> Sequences:
     """A talker, and its code predictor, which goes over the codes of one frame at a time. What it hears or reads from
     (a voice, a thinker) is not known here."""
 
     def of(name: str) -> str:
-        if name == head or name.startswith(f"{head}."):
-            return units.LABELS if head_on_labels else units.TEXT
+        if _is_in(name, head):
+            return head_sequence
+        if ".code_predictor.lm_head." in name:
+            return units.FRAMES
         if ".code_predictor." in name:
-            return units.FRAMES if ".code_predictor.lm_head." in name else units.CODES
+            return units.CODES
         return units.TEXT if name.startswith("talker.") else ""
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
@@ -158,39 +190,52 @@ def _of_talker(head: str, *, head_on_labels: bool) -> Sequences:
     return Sequences(of, lengths)
 
 
-def _of_encoder_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
-    encoder = next((name for name, module in model.named_modules() if module is model.get_encoder()), "encoder")
-    sound = SoundLengths.of(model.get_encoder())
-    own = units.SOUND if sound is not None else "source"
+def _of_encoder_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
+    encoder = model.get_encoder()  # type: ignore[operator]  # transformers' models have it
+    encoder_name = _name_of(encoder, model) or "encoder"
+    sound = SoundLengths.of(encoder)
+    source = "source" if sound is None else units.SOUND
 
     def of(name: str) -> str:
-        if head and (name == head or name.startswith(f"{head}.")):
-            return units.LABELS if head_on_labels else units.TEXT
-        reads_encoder = re.search(r"(encoder_attn|EncDecAttention|cross_attn)\.(k|v)(_proj)?(\.|$)", name)
-        return own if name.startswith(f"{encoder}.") or reads_encoder else units.TEXT
+        if _is_in(name, head):
+            return head_sequence
+        if name.startswith(f"{encoder_name}.") or _READS_ENCODER.search(name):
+            return source
+        return units.TEXT
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
         found = _text_lengths(batch, "decoder_input_ids", "decoder_attention_mask")
-        source = sound(batch) if sound is not None else {own: _rows(batch, "input_ids", "attention_mask")}
-        return found | source
+        if sound is not None:
+            return found | sound(batch)
+        return found | {source: _rows(batch, "input_ids", "attention_mask")}
 
-    return Sequences(of, lengths, sides=(encoder,), memory=frozenset({own}), sound=sound)
+    return Sequences(of, lengths, sides=(encoder_name,), memory=frozenset({source}), sound=sound)
 
 
-def _decoder_name(model: Any) -> str:
+def _decoder_name(model: nn.Module) -> str:
     """The module that takes embeddings through the layers: what towers hand their features to."""
-    stated = next((tower.decoder for tower in find_towers(model)), "")
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return stated or next((name for name, module in model.named_modules() if module is decoder), "")
+    towers = find_towers(model)
+    if towers and towers[0].decoder:
+        return towers[0].decoder
+    return _name_of(model.get_decoder(), model) if hasattr(model, "get_decoder") else ""
+
+
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    """The name of a module of a model; empty where it is not one of them."""
+    for name, each in model.named_modules():
+        if each is module:
+            return name
+    return ""
 
 
 def _text_lengths(batch: Batch, ids: str, mask: str) -> dict[str, list[int]]:
     rows = _rows(batch, ids, mask)
-    labels = batch.get("_rows")
-    if labels is not None:
-        trained = len(labels)
+    if "_rows" in batch:  # prepared by the objective
+        trained = len(batch["_rows"])
+    elif "shift_labels" in batch:
+        trained = int((batch["shift_labels"] != IGNORED_LABEL).sum())
     else:
-        trained = int((batch["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in batch else int(sum(rows))
+        trained = int(sum(rows))
     return {units.PASSES: [1], units.TEXT: rows, units.LABELS: [trained], units.SAMPLES: [1] * len(rows)}
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.context.decoders import find_decoder
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
@@ -46,7 +47,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     trained_of,
 )
 
-Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """Model and batch → the sum that is minimised."""
 
 
@@ -140,7 +141,7 @@ def predict_memory(
     model: nn.Module,
     plan: ModelPlan,
     arguments: Arguments,
-    batch: Mapping[str, Any],
+    batch: Batch,
     loss: Loss,
     *,
     device_type: str = "cpu",
@@ -165,7 +166,8 @@ def predict_memory(
     if stages is not None:
         untie(model, stages)
     ranks = range(stages.ranks if stages is not None else 1)
-    simulated = _Step(arguments, model, plan, [held_units(model, plan.parallel, rank) for rank in ranks], device_type)
+    units = [held_units(model, plan.parallel, rank) for rank in ranks]
+    simulated = _Step(arguments, model, plan, units, device_type)
     simulated.spread(plan.parallel)
     try:
         with as_computed_on(device_type):
@@ -212,25 +214,38 @@ class _Step:
         self._ranks = [_SimulatedRank(of_rank) for of_rank in units]
         self._simulation = Simulation(self._ranks[0].ledger)
         self._compute, self._reduce = plan.precision.compute, plan.precision.reduce
-        every = [unit for rank in self._ranks for unit in rank.units]
-        held = {parameter.name: (parameter, unit.shards) for unit in every for parameter in unit.parameters}
+        held: dict[str, HeldParameter] = {}
+        sharded: set[str] = set()
+        for rank in self._ranks:
+            for unit in rank.units:
+                held |= {parameter.name: parameter for parameter in unit.parameters}
+                if unit.shards:
+                    sharded |= {parameter.name for parameter in unit.parameters}
 
         def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
-            own, shards = held.get(name, (None, 0))
-            dtype = self._computed(parameter.dtype) if shards else parameter.dtype
-            return (own.computed if own is not None and parameter.shape else parameter.shape), dtype
+            dtype = self._computed(parameter.dtype) if name in sharded else parameter.dtype
+            has_dims = bool(parameter.shape)
+            return (held[name].computed if name in held and has_dims else parameter.shape), dtype
 
-        # What passes between stages has the type of the parameters as they are stored.
+        # What passes between stages has the type of the parameters as they are stored: asked before they are faked.
         self._hidden_dtype = hidden_dtype(model, plan.parallel.section)
         self._simulation.fake_parameters(model, as_computed)
-        tensor = plan.parallel.tensor
-        for attention in {name.rpartition(".")[0] for name in tensor.names(Style.COLUMN)} if tensor is not None else ():
-            divide_heads(model.get_submodule(attention), plan.parallel.sizes.tp)
-        self._parts = {name: _part(held[name][0], p) for name, p in model.named_parameters() if name in held}
+        self._divide_heads()
+        self._parts = {name: _part(held[name], p) for name, p in model.named_parameters() if name in held}
+        """Parameter → share of it that this rank computes with."""
         for rank in self._ranks:
             with self._simulation.writing(rank.ledger):
-                sharded = [self._sharded(unit) for unit in rank.units if unit.shards]
-                rank.gathering = Gathering(self._simulation, sharded)
+                units_of_rank = [self._sharded(unit) for unit in rank.units if unit.shards]
+                rank.gathering = Gathering(self._simulation, units_of_rank)
+
+    def _divide_heads(self) -> None:
+        """Let attention expect as many heads as a rank of tensor parallelism has."""
+        tensor = self._plan.parallel.tensor
+        if tensor is None:
+            return
+        attentions = {name.rpartition(".")[0] for name in tensor.names(Style.COLUMN)}
+        for attention in attentions:
+            divide_heads(self._model.get_submodule(attention), self._plan.parallel.sizes.tp)
 
     def spread(self, plan: ParallelPlan) -> None:
         """Simulated are whole sequences: a rank has a share of that."""
@@ -245,13 +260,16 @@ class _Step:
             self.approximations.append("buffers of partial sums that ranks add up")
         if plan.stages is not None:
             self.approximations.append("micro-batches that differ in size; counted is the rank that holds most")
-        towers = tuple(map(pattern_of, plan.towers.towers)) if plan.towers is not None else ()
-        of_towers = 1 / (plan.towers.sizes.parts * plan.towers.sizes.copies) if plan.towers is not None else 1.0
+        towers: tuple[str, ...] = ()
+        share_of_towers = 1.0
+        if plan.towers is not None:
+            towers = tuple(map(pattern_of, plan.towers.towers))
+            share_of_towers = 1 / (plan.towers.sizes.parts * plan.towers.sizes.copies)
         is_divided = self._divided(plan)
 
         def share_of(module: str) -> float:
-            if towers and module.startswith(towers):
-                return of_towers
+            if module.startswith(towers):
+                return share_of_towers
             return 1 / sizes.cp if is_divided(module) else 1.0
 
         self._simulation.share_of = share_of
@@ -263,14 +281,16 @@ class _Step:
         if context is None or context.spreads_samples:
             return lambda module: True
         names = {module: pattern_of(name) for name, module in self._model.named_modules()}
-        decoder, embedding = names[find_decoder(self._model)], names[self._model.get_input_embeddings()]  # type: ignore[operator]
+        decoder = names[find_decoder(self._model)]
+        embedding = names[self._model.get_input_embeddings()]  # type: ignore[operator]
         before = decoder.rpartition(".")[0]
         spread = tuple({pattern_of(block) for block in self._plan.blocks if is_inside(block, context.towers)})
 
         def is_divided(module: str) -> bool:
             if module.startswith(decoder):
                 return module != embedding
-            return not before or not module.startswith(before) or (bool(spread) and module.startswith(spread))
+            leads_to_decoder = bool(before) and module.startswith(before)
+            return not leads_to_decoder or module.startswith(spread)
 
         return is_divided
 
@@ -281,23 +301,26 @@ class _Step:
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
         plan = self._plan.parallel.sharding.section
         parameters = dict(self._model.named_parameters())
-        master = next((p.dtype for p in unit.parameters if p.is_trained), torch.float32)
+        trained = [p for p in unit.parameters if p.is_trained]
+        master = trained[0].dtype if trained else torch.float32
         compute = self._compute or master
-        reshards = plan.reshard_after_forward is not False and len(unit.names) == 1 and unit.names[0] != ""
+        # The root, and modules that are gathered together, stay gathered between forward and backward pass.
+        stays_gathered = len(unit.names) > 1 or unit.names[0] == ""
+        offloads = plan.cpu_offload or self._arguments.features.enable_gradient_offload
         return ShardedUnit(
             names=unit.names,
             parameters=tuple(parameters[p.name] for p in unit.parameters),
             whole_bytes=sum(p.padded_numel * self._computed(p.dtype).itemsize for p in unit.parameters),
-            trained_numel=sum(p.padded_numel for p in unit.parameters if p.is_trained),
+            trained_numel=sum(p.padded_numel for p in trained),
             shards=unit.shards,
             compute=compute,
             reduce=self._reduce or compute,
             master=master,
-            frees_after_forward=reshards,
-            on_host=(plan.cpu_offload or self._arguments.features.enable_gradient_offload) and not self._is_host,
+            frees_after_forward=plan.reshard_after_forward is not False and not stays_gathered,
+            on_host=offloads and not self._is_host,
         )
 
-    def run(self, batch: Mapping[str, Any], loss: Loss, media: Sequence[str]) -> None:
+    def run(self, batch: Batch, loss: Loss, media: Sequence[str]) -> None:
         """A whole step, from the first forward pass to the gradients."""
         SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(
             self._model, self._plan.features.offloaded
@@ -326,13 +349,13 @@ class _Step:
                         )
                         self._run_stages(rank, stage_rank, batch, loss)
 
-    def _run_plainly(self, rank: _SimulatedRank, batch: Mapping[str, Any], loss: Loss) -> None:
+    def _run_plainly(self, rank: _SimulatedRank, batch: Batch, loss: Loss) -> None:
         """All micro-batches that differ in memory: the first of several, and the last."""
         gathering = rank.gathering
         assert gathering is not None
-        accumulation = self._arguments.training.gradient_accumulation_steps
-        for index in range(min(accumulation, 2)):
-            gathering.reduces = index == min(accumulation, 2) - 1
+        count = min(self._arguments.training.gradient_accumulation_steps, 2)
+        for index in range(count):
+            gathering.reduces = index == count - 1
             own = self._batch(batch)
             with self._simulation.phase("forward"):
                 value = loss(self._model, own)
@@ -342,9 +365,7 @@ class _Step:
             gathering.finish()
             del own, value
 
-    def _run_stages(
-        self, rank: _SimulatedRank, stages: SimulatedPipeline, batch: Mapping[str, Any], loss: Loss
-    ) -> None:
+    def _run_stages(self, rank: _SimulatedRank, stages: SimulatedPipeline, batch: Batch, loss: Loss) -> None:
         """All micro-batches that are under way together, with gradients summed over ranks at the end."""
         gathering, settings = rank.gathering, self._plan.parallel.section.pp_plan
         assert gathering is not None
@@ -360,23 +381,23 @@ class _Step:
         with self._simulation.phase("backward", TEMPORARY):
             gathering.finish()
 
-    def _batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _batch(self, batch: Batch) -> Batch:
         is_cast = self._plan.parallel.sharding.is_sharded and self._plan.precision.casts_inputs
         dtype = self._compute if is_cast else None
         return self._simulation.fake_batch(batch, dtype)
 
-    def approximate(self, batch: Mapping[str, Any]) -> None:
+    def approximate(self, batch: Batch) -> None:
         """Instead of `run`: what linear layers keep, and all gradients."""
         self.approximations.append(NOTE)
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
         for rank in self._ranks:
             rank.ledger, rank.kept = MemoryLedger(), kept
+            rank.ledger.begin("forward")
+            for module, size in kept.items():
+                rank.ledger.take(Label(ACTIVATIONS, module), size)
+            rank.ledger.begin("backward")
             gradients = sum(parameter.bytes for parameter in trained_of(rank.units))
-            for phase, sizes in (("forward", kept), ("backward", {"": gradients})):
-                rank.ledger.begin(phase)
-                category = ACTIVATIONS if phase == "forward" else GRADIENTS
-                for module, size in sizes.items():
-                    rank.ledger.take(Label(category, module), size)
+            rank.ledger.take(Label(GRADIENTS, ""), gradients)
 
     def prediction(self, number: int, device_type: str) -> MemoryPrediction:
         """What came of it on one rank."""
@@ -424,14 +445,11 @@ class _Gradient:
 def _part(held: HeldParameter, simulated: nn.Parameter) -> float:
     """Share of a simulated parameter that this rank computes with: experts are simulated whole."""
     whole = simulated.numel()
-    own = 1
-    for size in held.shape:
-        own *= size
-    return own / whole if whole else 1.0
+    return math.prod(held.shape) / whole if whole else 1.0
 
 
-def _bytes_of(batch: Mapping[str, Any]) -> int:
-    tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
+def _bytes_of(batch: Batch) -> int:
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, BATCH, RECOMPUTED, TEMPORARY, Label, MemoryLedger
 
 _REAL_NUMEL = 1 << 20
 """What is larger is never computed for real."""
 _DEVICE = torch.ops.prim.device.default
+
+Values = tuple[Any, ...]
+"""Arguments of an operator: tensors, numbers, types, and lists of them."""
 
 
 class Simulation(TorchDispatchMode):
@@ -43,40 +48,42 @@ class Simulation(TorchDispatchMode):
         self.share_of: Callable[[str], float] = lambda module: 1.0
         """Pattern of a module → share of what it takes in the simulation that a rank takes."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._entries: dict[int, tuple[weakref.ref[Any], int | None]] = {}
+        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
+        """Address of a storage → the storage, and its entry in the books; None for what is not booked."""
 
     def __enter__(self) -> Simulation:
         super().__enter__()
         torch.Tensor.as_subclass = _as_subclass  # type: ignore[method-assign]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         del torch.Tensor.as_subclass  # the one that it inherits
         super().__exit__(*error)
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, function: OpOverload, types: object, args: Values = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         """Run one operator and book the memory of its results."""
         if function is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         outputs = self._run(function, args, kwargs or {})
-        for output in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
+        for output in _leaves(outputs):
             if isinstance(output, torch.Tensor):
                 self._book(output)
         return outputs
 
     # --- what is fake and what is real ------------------------------------------------------------------------------
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+    def _run(self, function: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
+        tensors = [leaf for leaf in _leaves(*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if not _may_be_large(function, args, kwargs, tensors):
+            if not _may_be_large(args, tensors):
                 return function(*args, **kwargs)
         elif function in _LOOKS_AT_NUMBERS:
             return _LOOKS_AT_NUMBERS[function](args)
         if function in _REWRITTEN:
-            function, args, kwargs = *_REWRITTEN[function](function, (*args, *kwargs.values())), {}
+            function, args = _REWRITTEN[function](function, (*args, *kwargs.values()))
+            kwargs = {}
         with self._fake:
             outputs = function(*args, **kwargs)
         return _with_plausible_numbers(function, args, outputs)
@@ -124,7 +131,7 @@ class Simulation(TorchDispatchMode):
         with self._fake:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
-    def fake_batch(self, batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    def fake_batch(self, batch: Batch, dtype: torch.dtype | None) -> Batch:
         """The batch as a model gets it: numbers of tokens and sizes as they are, floats without memory; booked.
 
         Args:
@@ -132,12 +139,15 @@ class Simulation(TorchDispatchMode):
             dtype: What floating-point inputs are cast to; None: they stay.
         """
 
-        def stand_in(value: Any) -> Any:
+        def stand_in(value: object) -> object:
             if not isinstance(value, torch.Tensor):
                 return value
-            is_float = value.is_floating_point()
-            small = not is_float and value.numel() <= _REAL_NUMEL
-            made = value.clone() if small else self._empty(value.shape, (dtype if is_float else None) or value.dtype)
+            if value.is_floating_point():
+                made = self._empty(value.shape, dtype or value.dtype)
+            elif value.numel() > _REAL_NUMEL:
+                made = self._empty(value.shape, value.dtype)
+            else:
+                made = value.clone()
             self._book(made, Label(BATCH))
             return made
 
@@ -151,7 +161,8 @@ class Simulation(TorchDispatchMode):
 
     def entry_of(self, tensor: torch.Tensor) -> int | None:
         """The ledger's entry of a tensor's memory."""
-        return self._entries.get(tensor.untyped_storage()._cdata, (None, None))[1]
+        _, entry = self._entries.get(tensor.untyped_storage()._cdata, (None, None))
+        return entry
 
     def _book(self, tensor: torch.Tensor, label: Label | None = None) -> None:
         storage = tensor.untyped_storage()
@@ -165,9 +176,10 @@ class Simulation(TorchDispatchMode):
     def _remember(self, storage: torch.UntypedStorage, entry: int | None) -> None:
         key, ledger = storage._cdata, self.ledger
 
-        def freed(_: Any) -> None:
-            if self._entries.pop(key)[1] is not None:
-                ledger.give_back(entry)  # type: ignore[arg-type]
+        def freed(_: object) -> None:
+            del self._entries[key]
+            if entry is not None:
+                ledger.give_back(entry)
 
         self._entries[key] = (weakref.ref(storage, freed), entry)
 
@@ -205,7 +217,7 @@ class _Enter:
     def __init__(self, simulation: Simulation, pattern: str) -> None:
         self._simulation, self._pattern = simulation, pattern
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         self._simulation.modules.append(self._pattern)
 
 
@@ -213,7 +225,7 @@ class _Leave:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         if self._simulation.modules:
             self._simulation.modules.pop()
 
@@ -221,22 +233,22 @@ class _Leave:
 # --- numbers that a model looks at ----------------------------------------------------------------------------------
 
 
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments of an operator: lists are nested at most once."""
-    found: list[Any] = []
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, (list, tuple)):
-            found.extend(arg)
+def _leaves(*values: object) -> list[object]:
+    """What an operator takes or makes, one by one: lists are nested at most once."""
+    found: list[object] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found.extend(value)
         else:
-            found.append(arg)
+            found.append(value)
     return found
 
 
-def _may_be_large(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> bool:
+def _may_be_large(args: Values, tensors: list[torch.Tensor]) -> bool:
     """Whether an operator on real tensors makes something large."""
     if any(tensor.numel() > _REAL_NUMEL for tensor in tensors):
         return True
-    if not tensors:
+    if not tensors:  # it makes something new, of the shape that is its first list
         sizes = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
         return all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _REAL_NUMEL
     if len(tensors) > 1:
@@ -247,7 +259,7 @@ def _may_be_large(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return False
 
 
-def _with_plausible_numbers(function: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+def _with_plausible_numbers(function: OpOverload, args: Values, outputs: object) -> object:
     """Whole numbers and answers that were computed from fake numbers, made up."""
     if isinstance(outputs, torch.Tensor):
         return _made_up(function, args, outputs)
@@ -256,7 +268,8 @@ def _with_plausible_numbers(function: Any, args: tuple[Any, ...], outputs: Any) 
     return outputs
 
 
-def _is_number(output: Any) -> bool:
+def _is_number(output: object) -> TypeGuard[torch.Tensor]:
+    """Whether an output is whole numbers or answers that have no values, and are few enough to be made up."""
     return (
         isinstance(output, FakeTensor)
         and not output.is_floating_point()
@@ -265,7 +278,7 @@ def _is_number(output: Any) -> bool:
     )
 
 
-def _made_up(function: Any, args: tuple[Any, ...], output: Any) -> Any:
+def _made_up(function: OpOverload, args: Values, output: object) -> object:
     if not _is_number(output) or function in _VIEWS_AND_COPIES:
         return output
     if output.dtype == torch.bool:
@@ -285,17 +298,20 @@ def _even_choice(shape: torch.Size, dim: int, output: torch.Tensor) -> torch.Ten
     return rows.reshape(*moved, count).movedim(-1, dim).contiguous()
 
 
-def _numbered_index(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _numbered_index(function: OpOverload, args: Values) -> tuple[OpOverload, Values]:
     """Masks among indices become numbers: how many they are is known only of real ones."""
     tensor, indices, *rest = args
-    numbers: list[Any] = []
+    numbers: list[torch.Tensor | None] = []
     for index in indices:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-        numbers += index.nonzero().unbind(1) if is_mask else [index]
+        is_real = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
+        if is_real and index.dtype == torch.bool:
+            numbers += index.nonzero().unbind(1)
+        else:
+            numbers.append(index)
     return function, (tensor, numbers, *rest)
 
 
-def _first_ones(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _first_ones(function: OpOverload, args: Values) -> tuple[OpOverload, Values]:
     """`masked_select` keeps as many as its real mask says; which, makes no difference."""
     tensor, mask = args
     if isinstance(mask, FakeTensor):
@@ -304,7 +320,7 @@ def _first_ones(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
     return torch.ops.aten.new_empty.default, (tensor, [count])
 
 
-def _grouped_shape(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _grouped_shape(function: OpOverload, args: Values) -> tuple[OpOverload, Values]:
     """`grouped_mm` in every type: torch's own rule for fake tensors knows bf16 alone."""
     left, right, *rest = args
     if left.dim() == right.dim() == 2:
@@ -314,7 +330,7 @@ def _grouped_shape(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any
     return torch.ops.aten.new_empty.default, (left, shape)
 
 
-_REWRITTEN: dict[Any, Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]] = {
+_REWRITTEN: dict[OpOverload, Callable[[OpOverload, Values], tuple[OpOverload, Values]]] = {
     torch.ops.aten.index.Tensor: _numbered_index,
     torch.ops.aten.index_put.default: _numbered_index,
     torch.ops.aten.index_put_.default: _numbered_index,
@@ -322,10 +338,19 @@ _REWRITTEN: dict[Any, Callable[[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...
     torch.ops.aten._grouped_mm.default: _grouped_shape,
 }
 _VIEWS_AND_COPIES = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in ("view", "_unsafe_view", "t", "detach", "unsqueeze", "expand", "permute", "alias", "clone")
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.clone.default,
+    }
 )
-_LOOKS_AT_NUMBERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+_LOOKS_AT_NUMBERS: dict[OpOverload, Callable[[Values], object]] = {
     torch.ops.aten._local_scalar_dense.default: lambda args: 1.0 if args[0].is_floating_point() else 1,
     torch.ops.aten.nonzero.default: lambda args: torch.ones(args[0].shape, dtype=torch.bool).nonzero(),
     torch.ops.aten.equal.default: lambda args: True,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.config_path import with_value
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -138,7 +138,7 @@ def memory_report(arguments: Arguments, world_size: int, device_type: str, batch
 
 
 def _rows(batch: Batch) -> int:
-    first = next((batch[key] for key in ("input_ids", "latents") if key in batch), None)
+    first = first_of(batch, ("input_ids", "latents"))
     return len(first) if first is not None else 1
 
 

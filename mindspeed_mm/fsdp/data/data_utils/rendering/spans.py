@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from mindspeed_mm.core.errors import DataError
 
 Message = dict[str, Any]
+Context = dict[str, Any]
+"""What a template is handed besides messages: tools, settings."""
 Span = tuple[int, int]
 """Start and end in characters of the rendered text."""
 Render = Callable[..., str]
@@ -70,17 +72,18 @@ class TurnFinder:
         Raises:
             DataError: The template mixes turns so that spans cannot be told.
         """
-        at_end = self._at_end(messages[-1], text) if list(wanted) == [len(messages) - 1] else None
-        if at_end is not None:
-            return [at_end]
+        if list(wanted) == [len(messages) - 1]:
+            at_end = self._at_end(messages[-1], text)
+            if at_end is not None:
+                return [at_end]
         marked = self.borders(messages, text, **context)
         spans = []
         for i in wanted:
             if messages[i]["role"] != "assistant":
                 spans.append(self._of_prompt(messages, i, text, marked.get(i), context))
                 continue
-            found = self._by_marks(messages, i, text, marked[i], context) if i in marked else None
-            spans.append(found or self._by_rendering(messages, i, text, context))
+            span = self._by_marks(messages, i, text, marked[i], context) if i in marked else None
+            spans.append(span or self._by_rendering(messages, i, text, context))
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise mixed_turns(text)
@@ -94,19 +97,23 @@ class TurnFinder:
             return {}
         if len(messages) > MOST_MESSAGES or _MARK.sub("", marked) != text:
             return {}
-        found = list(_MARK.finditer(marked))
-        marks = [(mark.start() - k, ord(mark.group()) - _FIRST_MARK) for k, mark in enumerate(found)]
+        places, owners = [], []
+        for k, mark in enumerate(_MARK.finditer(marked)):
+            places.append(mark.start() - k)  # in the text without marks: k of them stand in front
+            owners.append(ord(mark.group()) - _FIRST_MARK)
         borders: dict[int, Borders] = {}
-        twice = set()
-        for k, (at, i) in enumerate(marks):
-            after = marks[k + 1][0] if k + 1 < len(marks) else len(text)
+        parted = set()
+        in_front, behind = [0, *places[:-1]], [*places[1:], len(text)]
+        for k, (before, at, after, i) in enumerate(zip(in_front, places, behind, owners, strict=False)):
             if i not in borders:
-                borders[i] = Borders(marks[k - 1][0] if k else 0, at, at, after)
-            elif marks[k - 1][1] == i:
+                borders[i] = Borders(before, at, at, after)
+            elif owners[k - 1] == i:
                 borders[i] = borders[i]._replace(last=at, after=after)
             else:
-                twice.add(i)  # the words of another message stand in between
-        return {i: where for i, where in borders.items() if i not in twice}
+                parted.add(i)  # the words of another message stand in between
+        for i in parted:
+            del borders[i]
+        return borders
 
     @cached_property
     def turn_end(self) -> str | None:
@@ -140,7 +147,8 @@ class TurnFinder:
             return None
         if not text.endswith(opening + head, 0, first):
             return None
-        return first - len(head), self._without_blanks_after_mark(text, first - len(head), len(text))
+        start = first - len(head)
+        return start, self._without_blanks_after_mark(text, start, len(text))
 
     @cached_property
     def _lone(self) -> tuple[str, str] | None:
@@ -149,14 +157,13 @@ class TurnFinder:
 
     # --- by marks ----------------------------------------------------------------------------------------------------
 
-    def _by_marks(
-        self, messages: list[Message], i: int, text: str, where: Borders, context: dict[str, Any]
-    ) -> Span | None:
+    def _by_marks(self, messages: list[Message], i: int, text: str, where: Borders, context: Context) -> Span | None:
         """Only the template's own words stand between those of two messages, so they may be compared with what it
         writes around the turn alone."""
         is_last = i == len(messages) - 1
-        needs_alone = not (is_last and self._openings)
-        alone = self._alone(messages[i], context) if needs_alone else None
+        alone = None
+        if not (is_last and self._openings):
+            alone = self._alone(messages[i], context)
         start = self._start(text, where, alone)
         end = len(text) if is_last else self._end(text, where, alone)
         if start is None or end is None or not start < end:
@@ -182,7 +189,7 @@ class TurnFinder:
         mark = self.mark_at(text, where.last)
         return where.last + len(mark) if mark else None
 
-    def _alone(self, message: Message, context: dict[str, Any]) -> tuple[str, str] | None:
+    def _alone(self, message: Message, context: Context) -> tuple[str, str] | None:
         """What the template writes in front of the turn's words and behind them when it only answers a question."""
         asked = self._for_template([_ASKED])
         try:
@@ -190,17 +197,14 @@ class TurnFinder:
             prompt = self._render(asked, add_generation_prompt=True, **context)
         except DataError:
             return None
-        marks = [found.start() for found in _MARK.finditer(text)]
-        if not marks:
+        if not _MARK.search(text):
             return None
-        head = text[len(prompt) : marks[0]] if text.startswith(prompt) else ""
-        return head, text[marks[-1] + 1 :]
+        before, *_, tail = _MARK.split(text)
+        return (before.removeprefix(prompt) if before.startswith(prompt) else ""), tail
 
     # --- turns of the prompt -----------------------------------------------------------------------------------------
 
-    def _of_prompt(
-        self, messages: list[Message], i: int, text: str, where: Borders | None, context: dict[str, Any]
-    ) -> Span:
+    def _of_prompt(self, messages: list[Message], i: int, text: str, where: Borders | None, context: Context) -> Span:
         """No prompt opens these. Marks stand around words alone, so those with media are told by exchange."""
         if where is None or _has_media(messages[i]):
             start, end = self._by_exchange(messages, i, text, context)
@@ -209,30 +213,32 @@ class TurnFinder:
 
     # --- by rendering other conversations ----------------------------------------------------------------------------
 
-    def _by_rendering(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> Span:
+    def _by_rendering(self, messages: list[Message], i: int, text: str, context: Context) -> Span:
         start = self._start_by_prefix(messages, i, text, context)
         end = self._end_by_prefix(messages, i, text, context)
         if start is None or end is None:
-            by_exchange = self._by_exchange(messages, i, text, context)
-            start = by_exchange[0] if start is None else start
-            end = by_exchange[1] if end is None else end
+            other_start, other_end = self._by_exchange(messages, i, text, context)
+            if start is None:
+                start = other_start
+            if end is None:
+                end = other_end
         if not start < end:
             raise mixed_turns(text)
         return start, self._without_blanks_after_mark(text, start, end)
 
-    def _start_by_prefix(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> int | None:
+    def _start_by_prefix(self, messages: list[Message], i: int, text: str, context: Context) -> int | None:
         if i == 0:
             return None
         prompt = self._render(messages[:i], add_generation_prompt=True, **context)
         return len(prompt) if text.startswith(prompt) else None
 
-    def _end_by_prefix(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> int | None:
+    def _end_by_prefix(self, messages: list[Message], i: int, text: str, context: Context) -> int | None:
         if i == len(messages) - 1:
             return len(text)
         so_far = self._render(messages[: i + 1], **context)
         return len(so_far) if text.startswith(so_far) else None
 
-    def _by_exchange(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> Span:
+    def _by_exchange(self, messages: list[Message], i: int, text: str, context: Context) -> Span:
         """For templates that change a turn's words, and write it differently once others follow: exchange its words,
         and what stays the same is not the turn's."""
         [stand_in] = self._for_template([{**messages[i], "content": _STAND_IN}])
@@ -244,7 +250,7 @@ class TurnFinder:
             raise mixed_turns(text)
         return len(before), len(text) - len(after) + len(closing)
 
-    def _closing(self, exchanged: list[Message], after: str, context: dict[str, Any]) -> str | None:
+    def _closing(self, exchanged: list[Message], after: str, context: Context) -> str | None:
         alone = self._render(exchanged, **context).partition(_STAND_IN)[2]
         return alone if after.startswith(alone) else self.mark_at(after, 0)
 
@@ -252,7 +258,10 @@ class TurnFinder:
 
     def mark_at(self, text: str, at: int) -> str | None:
         """The special token that stands at a place."""
-        return next((mark for mark in self._end_marks if text.startswith(mark, at)), None)
+        for mark in self._end_marks:
+            if text.startswith(mark, at):
+                return mark
+        return None
 
     def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
         """The model stops at its end mark: the line break that a template writes after it is not the model's."""
@@ -289,8 +298,10 @@ def _only_words(message: Message) -> str | None:
     content = message["content"]
     if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
         content = content[0]["text"]
-    is_plain = message.keys() <= {"role", "content"} and isinstance(content, str) and "think>" not in content
-    return content if is_plain and content.strip() else None
+    if not isinstance(content, str) or not content.strip():
+        return None
+    is_plain = message.keys() <= {"role", "content"} and "think>" not in content
+    return content if is_plain else None
 
 
 def _has_media(message: Message) -> bool:
@@ -308,10 +319,7 @@ def _with_marks(message: Message, mark: str) -> Message:
     if isinstance(content, str):
         marked["content"] = _between(content, mark)
     elif isinstance(content, list):
-        marked["content"] = [
-            {**part, "text": _between(part["text"], mark)} if isinstance(part.get("text"), str) else part
-            for part in content
-        ]
+        marked["content"] = [_marked_part(part, mark) for part in content]
     if isinstance(message.get("reasoning_content"), str):
         marked["reasoning_content"] = _between(message["reasoning_content"], mark)
     if message.get("tool_calls"):
@@ -319,18 +327,27 @@ def _with_marks(message: Message, mark: str) -> Message:
     return marked
 
 
-def _marked_call(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    function = call["function"]
-    arguments = _marked_leaves(function.get("arguments"), mark)
-    return {**call, "function": {**function, "name": _between(function["name"], mark), "arguments": arguments}}
+def _marked_part(part: Message, mark: str) -> Message:
+    if isinstance(part.get("text"), str):
+        return {**part, "text": _between(part["text"], mark)}
+    return part
 
 
-def _marked_leaves(value: Any, mark: str) -> Any:
+def _marked_call(call: Message, mark: str) -> Message:
+    function = dict(call["function"])
+    function["name"] = _between(function["name"], mark)
+    function["arguments"] = _marked_leaves(function.get("arguments"), mark)
+    return {**call, "function": function}
+
+
+def _marked_leaves(value: object, mark: str) -> object:
     if isinstance(value, str):
         return _between(value, mark)
     if isinstance(value, dict):
         return {key: _marked_leaves(item, mark) for key, item in value.items()}
-    return [_marked_leaves(item, mark) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_marked_leaves(item, mark) for item in value]
+    return value
 
 
 def _between(text: str, mark: str) -> str:
@@ -339,6 +356,9 @@ def _between(text: str, mark: str) -> str:
         return text
     if "think>" in text and _THOUGHT_BORDER.search(text):
         pieces = _THOUGHT_BORDER.split(text)
-        return "".join(piece if k % 4 else _between(piece, mark) for k, piece in enumerate(pieces))
-    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
-    return f"{text[:first]}{mark}{text[first:last]}{mark}{text[last:]}"
+        # The expression has three groups: every fourth piece is what stands between borders.
+        pieces[::4] = [_between(words, mark) for words in pieces[::4]]
+        return "".join(pieces)
+    bare = text.strip()
+    first = len(text) - len(text.lstrip())
+    return f"{text[:first]}{mark}{bare}{mark}{text[first + len(bare) :]}"

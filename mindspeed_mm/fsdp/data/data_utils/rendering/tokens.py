@@ -15,6 +15,7 @@ import numpy as np
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _OPEN, _CLOSE = "\ue002", "\ue003"
 """Private-use characters around what is to be text."""
@@ -49,7 +50,7 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: Any, *, of_processor: bool, split_special: bool = False) -> None:
-        if not getattr(tokenizer, "is_fast", False):
+        if not setting_of(tokenizer, bool, "is_fast"):
             raise ModelFolderError(
                 "the tokenizer gives no character positions",
                 where=str(tokenizer.name_or_path),
@@ -59,7 +60,8 @@ class Tokens:
         self._begins = _beginnings(tokenizer) if of_processor else ()
         self._of_processor = of_processor
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        special.sort(key=len, reverse=True)  # where one begins with another, the longer one is meant
+        either = "|".join(map(re.escape, special)) or "(?!)"
         self._special = re.compile(either) if split_special else None
         self._protected = re.compile(f"{_OPEN}({either}){_CLOSE}|[{_OPEN}{_CLOSE}]")
         if split_special:
@@ -86,7 +88,9 @@ class Tokens:
             return self._special.sub(rf"{_OPEN}\g<0>{_CLOSE}", bare)
         if isinstance(value, dict):
             return {key: item if key in ("role", "type") else self.protect(item) for key, item in value.items()}
-        return [self.protect(item) for item in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self.protect(item) for item in value]
+        return value
 
     def shown(self, text: str) -> str:
         """The text without the marks of `protect`."""
@@ -114,23 +118,30 @@ class Tokens:
             pieces.add(encoding.ids, encoding.offsets)
         elif piece:
             breaks = len(self._backend.encode("\n", add_special_tokens=False).ids)
+            skip, shift = breaks, at - 1
             encoding = self._backend.encode("\n" + piece, add_special_tokens=False)
             ends_at_break = encoding.offsets[breaks - 1][1] <= 1 <= len(encoding.ids)
-            skip, shift = (breaks, at - 1) if ends_at_break else (0, at)
-            if not ends_at_break:
+            if not ends_at_break:  # the line break became one token with what follows it
+                skip, shift = 0, at
                 encoding = self._backend.encode(piece, add_special_tokens=False)
-            pieces.add(encoding.ids[skip:], [(a + shift, b + shift) for a, b in encoding.offsets[skip:]])
+            offsets = [(start + shift, stop + shift) for start, stop in encoding.offsets[skip:]]
+            pieces.add(encoding.ids[skip:], offsets)
 
     def _spelled(self, token: str) -> list[int]:
         """A special token's text, as the model spells it without knowing the token."""
         backend = self._backend
-        text = backend.normalizer.normalize_str("\n" + token) if backend.normalizer else "\n" + token
+        text = "\n" + token
+        if backend.normalizer:
+            text = backend.normalizer.normalize_str(text)
         splits = [text]
         if backend.pre_tokenizer:
             splits = [split for split, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-        ids = [part.id for split in splits for part in backend.model.tokenize(split)]
+        ids: list[int] = []
+        for split in splits:
+            ids += [part.id for part in backend.model.tokenize(split)]
         breaks = backend.encode("\n", add_special_tokens=False).ids
-        ids = ids[len(breaks) :] if ids[: len(breaks)] == breaks else ids
+        if ids[: len(breaks)] == breaks:
+            ids = ids[len(breaks) :]
         if backend.token_to_id(token) in ids:
             raise DataError(f"'{token}' cannot be spelled out: the tokenizer makes the token from plain text", key=_KEY)
         return ids
@@ -182,14 +193,19 @@ def token_span(encoding: Encoding, span: Span) -> Span:
 
 
 def _first(encoding: Encoding, start: int, end: int) -> int:
-    found = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
-    return len(encoding.ids) if found is None else found
+    for character in range(start, end):
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    return len(encoding.ids)
 
 
 def _last(encoding: Encoding, start: int, end: int) -> int:
-    found = next((t for c in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(c)) is not None), None)
-    if found is None:
-        return -1
-    while found + 1 < len(encoding.ids) and encoding.token_to_chars(found + 1) == encoding.token_to_chars(found):
-        found += 1  # a character of several tokens: all of them have its position
-    return found
+    for character in range(end - 1, start - 1, -1):
+        token = encoding.char_to_token(character)
+        if token is None:
+            continue
+        while token + 1 < len(encoding.ids) and encoding.token_to_chars(token + 1) == encoding.token_to_chars(token):
+            token += 1  # a character of several tokens: all of them have its position
+        return token
+    return -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,8 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.fsdp.params.value_types import Section
 
 
 class Part(NamedTuple):
@@ -29,11 +30,14 @@ def find_part(parts: Sequence[Part], name: str) -> int:
     Raises:
         KeyError: There is none, or there are several.
     """
-    named = [number for number, part in enumerate(parts) if part.name == name]
-    named = named or [number for number, part in enumerate(parts) if part.name.endswith(f"/{name}")]
+    names = [part.name for part in parts]
+    if name in names:
+        named = [name] * names.count(name)
+    else:
+        named = [each for each in names if each.endswith(f"/{name}")]
     if len(named) != 1:
         raise KeyError(name)
-    return named[0]
+    return names.index(named[0])
 
 
 class RowTable:
@@ -57,17 +61,22 @@ class RowTable:
         for source in sources:
             readers = [open_reader(file, cache_dir, names[file]) for file in source.files]
             _check_columns(readers, source.row_format)
-            self._append(source, readers, min((n for n in (most, source.most) if n is not None), default=None))
+            limits = [limit for limit in (most, source.most) if limit is not None]
+            self._append(source, readers, min(limits, default=None))
 
     def _append(self, source: RowSource, readers: list[RowReader], most: int | None) -> None:
-        first = len(self)
-        ends = [first + size for size in itertools.accumulate(len(reader) for reader in readers)]
-        last = ends[-1] if most is None else min(ends[-1], first + most)
-        used = [reader for reader, start in zip(readers, [first, *ends[:-1]], strict=True) if start < last]
-        self._readers += used
-        self._formats += [source.row_format] * len(used)
-        self._ends += [min(end, last) for end in ends[: len(used)]]
-        self.parts.append(Part(source.name, first, last))
+        """Add the rows of an entry, and no more of them than `most`."""
+        first = end = len(self)
+        for reader in readers:
+            if most is not None and end - first >= most:
+                break
+            end += len(reader)
+            if most is not None:
+                end = min(end, first + most)
+            self._readers.append(reader)
+            self._formats.append(source.row_format)
+            self._ends.append(end)
+        self.parts.append(Part(source.name, first, end))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -108,10 +117,11 @@ class RowTable:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         which = bisect.bisect_right(self._ends, index)
-        return which, index - (self._ends[which - 1] if which else 0)
+        start = self._ends[which - 1] if which else 0
+        return which, index - start
 
 
-def open_rows(basic: Any, attr: Any) -> RowTable:
+def open_rows(basic: BasicParameters, attr: Section) -> RowTable:
     """The rows that `basic_parameters` names, laid out as `attr` says unless an entry says otherwise.
 
     Raises:
@@ -131,11 +141,11 @@ def display_names(files: Sequence[Path]) -> dict[Path, str]:
         shared: dict[str, set[tuple[str, ...]]] = {}
         for file, name in names.items():
             shared.setdefault(name, set()).add(paths[file])
-        clashing = [file for file, name in names.items() if len(shared[name]) > 1]
-        if not clashing:
+        if all(len(paths_of_name) == 1 for paths_of_name in shared.values()):
             return names
-        for file in clashing:
-            lengths[file] += 1
+        for file, name in names.items():
+            if len(shared[name]) > 1:
+                lengths[file] += 1
 
 
 def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
@@ -160,5 +170,5 @@ def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
 
 
 def _differing(table: ParquetReader | CsvReader, other: ParquetReader | CsvReader) -> str:
-    columns = {name: kind for name, kind in table.columns.items() if other.columns.get(name) != kind}
-    return ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "nothing else"
+    named = [f"{name} ({kind})" for name, kind in table.columns.items() if other.columns.get(name) != kind]
+    return ", ".join(named) or "nothing else"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class RowFormat:
     def from_attr(cls, attr: Section) -> RowFormat:
         """From the `attr` section of the configuration."""
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in attr.items() if name in names and value is not None})
+        return cls(**_given(attr, names))
 
     @classmethod
     def from_dataset_info(cls, name: str, entry: Mapping[str, Any]) -> RowFormat:
@@ -69,17 +69,24 @@ class RowFormat:
         formatting = entry.get("formatting", "alpaca")
         _check_known([formatting], FORMATS, where, "formatting")
         columns, tags = entry.get("columns"), entry.get("tags") or {}
-        _check_known(columns or (), _COLUMNS, where, "columns")
+        found: dict[str, Any] = {}
+        if columns is not None:
+            _check_known(columns, _COLUMNS, where, "columns")
+            found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
         _check_known(tags, _TAGS, where, "tags")
-        found = dict.fromkeys(_OPTIONAL_COLUMNS, "") if columns is not None else {}
-        found |= {column: value for column, value in {**(columns or {}), **tags}.items() if value is not None}
+        found |= _given(tags, _TAGS)
         return cls(**found, formatting=formatting, ranking=bool(entry.get("ranking", False)))
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
         """Columns without which no row converts, as far as they are named."""
-        named = (self.prompt, self.response) if self.formatting == "alpaca" else (self.messages,)
-        return tuple(column for column in ((self.chosen, self.rejected) if self.ranking else named) if column)
+        if self.ranking:
+            columns = [self.chosen, self.rejected]
+        elif self.formatting == "alpaca":
+            columns = [self.prompt, self.response]
+        else:
+            columns = [self.messages]
+        return tuple(column for column in columns if column)
 
 
 _TAGS = tuple(f.name for f in fields(RowFormat) if f.name.endswith("_tag"))
@@ -87,7 +94,12 @@ _COLUMNS = tuple(f.name for f in fields(RowFormat) if f.name not in ("formatting
 _OPTIONAL_COLUMNS = ("system", "tools", "images", "videos", "audios", "query", "history")
 
 
-def _check_known(names: Iterable[Any], known: Sequence[str], where: str, key: str) -> None:
+def _given(section: Mapping[str, Any] | Section, names: Collection[str]) -> dict[str, Any]:
+    """Those of these entries that are there and not null."""
+    return {name: value for name, value in section.items() if name in names and value is not None}
+
+
+def _check_known(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -109,8 +121,12 @@ class RowSource:
     """The section that describes it, where one does."""
 
 
+Named = str | Sequence[str | DataEntry] | None
+"""What `dataset` may be."""
+
+
 def find_sources(
-    dataset: Any, dataset_dir: str | Path, row_format: RowFormat, is_whole: Callable[[Path], bool] | None = None
+    dataset: Named, dataset_dir: str | Path, row_format: RowFormat, is_whole: Callable[[Path], bool] | None = None
 ) -> list[RowSource]:
     """The sources that `dataset` names: one entry, or several (list or commas).
 
@@ -133,19 +149,25 @@ def find_sources(
     info = _read_info(Path(dataset_dir) / INFO_FILE)
     search = _Search(Path(dataset_dir), info, row_format, is_whole)
     sources = [_find(entry, search) for entry in entries]
-    names = [source.name for source in sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"'{twice}' is named twice", key=_KEY, way_out="Give entries a `name` each.")
+    seen: set[str] = set()
+    for source in sources:
+        if source.name in seen:
+            raise ConfigError(f"'{source.name}' is named twice", key=_KEY, way_out="Give entries a `name` each.")
+        seen.add(source.name)
     return sources
 
 
-def _entries(dataset: Any) -> list[Any]:
+def _entries(dataset: Named) -> list[str | DataEntry]:
     """One for each source; commas part entries unless a file is called so."""
     if isinstance(dataset, str):
         dataset = [dataset] if Path(dataset).exists() else dataset.split(",")
-    entries = [entry.strip() if isinstance(entry, str) else entry for entry in dataset or ()]
-    return [entry for entry in entries if entry]
+    entries: list[str | DataEntry] = []
+    for entry in dataset or ():
+        if isinstance(entry, str):
+            entry = entry.strip()
+        if entry:
+            entries.append(entry)
+    return entries
 
 
 @dataclass(frozen=True)
@@ -158,7 +180,7 @@ class _Search:
     is_whole: Callable[[Path], bool] | None
 
 
-def _find(entry: Any, search: _Search) -> RowSource:
+def _find(entry: str | DataEntry, search: _Search) -> RowSource:
     if not isinstance(entry, str):
         found = _find(entry.path, search)
         if search.is_whole is None:
@@ -177,10 +199,18 @@ def _find(entry: Any, search: _Search) -> RowSource:
             files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
             if files:
                 return RowSource(entry, files, search.row_format)
-    beside = [p.name for p in dataset_dir.iterdir()] if dataset_dir.is_dir() else []
-    near = nearest(Path(entry).name, [*beside, *info])
-    hint = f"Did you mean '{near[0]}'?" if near else f"Relative names start here or at dataset_dir, '{dataset_dir}'."
-    raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=hint)
+    raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=_nearest_source(entry, search))
+
+
+def _nearest_source(entry: str, search: _Search) -> str:
+    """The way out where an entry does not exist."""
+    names = list(search.info)
+    if search.dataset_dir.is_dir():
+        names = [*(path.name for path in search.dataset_dir.iterdir()), *names]
+    near = nearest(Path(entry).name, names)
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    return f"Relative names start here or at dataset_dir, '{search.dataset_dir}'."
 
 
 def _check_no_media_keys(entry: DataEntry) -> None:
@@ -201,16 +231,19 @@ def _glob_starts(entry: str, dataset_dir: Path) -> list[tuple[Path, str]]:
     return [(Path(), entry), (dataset_dir, entry)]
 
 
-def _described(name: str, entry: Any, dataset_dir: Path) -> RowSource:
+def _described(name: str, entry: object, dataset_dir: Path) -> RowSource:
     """The source that an entry of `dataset_info.json` describes."""
     where = f"{INFO_FILE}: {name}"
     if not isinstance(entry, dict):
         raise DataError(f"is {entry!r}, not an object", where=where)
     if not isinstance(entry.get("file_name"), str):
-        remote = next((key for key in _HUB_KEYS if key in entry), None)
-        what = f"{remote} is not followed: only local files are read" if remote else "has no file_name"
+        what, key = "has no file_name", "file_name"
+        for remote in _HUB_KEYS:
+            if remote in entry:
+                what, key = f"{remote} is not followed: only local files are read", remote
+                break
         way_out = "Download the data set beside dataset_info.json and give its file_name."
-        raise ConfigError(what, where=where, key=remote or "file_name", way_out=way_out)
+        raise ConfigError(what, where=where, key=key, way_out=way_out)
     folder = entry.get("subset") or entry.get("folder")
     path = dataset_dir / entry["file_name"] / (folder or "")
     if not path.exists():
@@ -233,10 +266,13 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
     """
     if path.is_file():
         return (path,)
-    files = tuple(sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.name != INFO_FILE and p.is_file()))
+    files = tuple(sorted(file for file in path.rglob("*") if _holds_rows(file)))
     if not files:
         raise DataError(f"the folder holds no {', '.join(SUFFIXES)} file", where=str(path), key=_KEY)
-    splits = {shard[1]: file.parent for file in files if (shard := _SHARD.fullmatch(file.name))}
+    splits: dict[str, Path] = {}
+    for file in files:
+        if shard := _SHARD.fullmatch(file.name):
+            splits[shard[1]] = file.parent
     if split is None and len(splits) > 1:
         first = sorted(splits)[0]
         raise DataError(
@@ -250,6 +286,10 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
     if not files:
         raise DataError(f"no split '{split}', only {', '.join(sorted(splits))}", where=str(path), key=_KEY)
     return files
+
+
+def _holds_rows(path: Path) -> bool:
+    return path.suffix in SUFFIXES and path.name != INFO_FILE and path.is_file()
 
 
 def _read_info(path: Path) -> dict[str, Any]:
