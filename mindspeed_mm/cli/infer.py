@@ -43,7 +43,7 @@ LANGUAGE_ONLY = (
 )
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
-    "num_samples", "last_image", "mask", "control", "task", "strength", "vae_tiling", "vae_slicing",
+    "num_samples", "last_image", "mask", "control", "references", "task", "strength", "vae_tiling", "vae_slicing",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -72,7 +72,13 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     multiple=True,
     help="Question to ask, or prompt to generate from; may be repeated for a generator.",
 )
-@click.option("--image", "images", type=PATH, multiple=True, help="Image file; may be repeated for a language model.")
+@click.option(
+    "--image",
+    "images",
+    type=PATH,
+    multiple=True,
+    help="Image file; may be repeated for a language model, and where several are edited.",
+)
 @click.option(
     "--video",
     "videos",
@@ -144,6 +150,13 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--last-image", type=PATH, help="Generators: picture that a video ends with.")
 @click.option("--mask", type=PATH, help="Generators: picture or video that is white where something is to be made.")
 @click.option("--control", type=PATH, help="Generators: video that samples follow.")
+@click.option(
+    "--reference",
+    "references",
+    type=PATH,
+    multiple=True,
+    help="Generators: picture of what is to be seen in a video; may be repeated.",
+)
 @click.option("--task", help="Generators: what to do where the folder allows more than one, such as i2v or flf2v.")
 @click.option(
     "--strength",
@@ -232,10 +245,14 @@ def media_of(options: dict[str, Any]) -> dict[str, Path]:
     Raises:
         UsageError: A file is named twice, or without a prompt that it could go with.
     """
-    given = {"image": options["images"], "video": options["videos"]}
+    from mindspeed_mm.fsdp.sampling.prompts import SEVERAL  # torch: the help does without
+
+    given = {"image": options["images"], "video": options["videos"], "reference": options["references"]}
     given |= {name: (options[name],) if options[name] else () for name in ("last_image", "mask", "control")}
-    found = {name: paths for name, paths in given.items() if paths}
-    for name, paths in found.items():
+    files: dict[str, Path] = {}
+    for name, paths in given.items():
+        if not paths:
+            continue
         option = f"--{name.replace('_', '-')}"
         if not options["prompts"]:
             raise UsageError(
@@ -243,9 +260,12 @@ def media_of(options: dict[str, Any]) -> dict[str, Path]:
                 key=option,
                 way_out=f"Name '{name}' in the rows of --prompts.",
             )
-        if len(paths) > 1:
-            raise UsageError(f"a generator takes one {name.replace('_', ' ')}", key=option, way_out="Give one.")
-    return {name: paths[0] for name, paths in found.items()}
+        names = SEVERAL.get(name, (name,))
+        if len(paths) > len(names):
+            most = "one" if len(names) == 1 else len(names)
+            raise UsageError(f"a generator takes {most} {name.replace('_', ' ')}", key=option, way_out="Give fewer.")
+        files |= dict(zip(names, paths, strict=False))
+    return files
 
 
 def read_size(text: str | None) -> dict[str, int]:

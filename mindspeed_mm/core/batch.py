@@ -62,7 +62,12 @@ BATCH_KEYS: dict[str, str] = {
     "pixels": "(B, 3, T, H, W) uint8, media that are encoded while training; T is 1 for images",
     **{
         f"pixels_{role}": f"(B, 3, T, H, W) uint8, the {role.replace('_', ' ')} that a sample is conditioned on"
-        for role in ("first_frame", "last_frame", "source", "mask", "control")
+        for role in ("first_frame", "last_frame", "source", "mask", "control", "reference")
+    },
+    **{
+        f"pixels_{role}_{number}": f"(B, 3, 1, H, W) uint8, further pictures like pixels_{role}"
+        for role in ("source", "reference")
+        for number in (2, 3)
     },
     "pixels_rejected": "(B, 3, T, H, W) uint8, the rejected sides of preference pairs, whose chosen ones are `pixels`",
     "rejected_latents": "the same of `latents`",
@@ -81,6 +86,8 @@ BATCH_KEYS: dict[str, str] = {
     "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",
     "image_embeds": "(B, N, D) features of the image that a video goes on from",
     "source_latents": "(B, C, H, W) normalised latents of the picture that is edited",
+    **{f"source_{number}_latents": "the same of a further picture" for number in (2, 3)},
+    "reference_latents": "(B, C, N, H, W) normalised latents of pictures in front of a video, learned beside `latents`",
     "mask_latents": "(B, C, H, W) mask of the part that is filled, folded into the positions of latents",
     "control_latents": "(B, C, T, H, W) latents of a control video and its folded mask",
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",

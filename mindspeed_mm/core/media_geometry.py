@@ -17,11 +17,16 @@ class MediaSize:
     width: int
     sound: int = 0
     """Positions of the latents of its sound, of models that learn it (`SoundGeometry`)."""
+    pictures: int = 0
+    """How many pictures the model is given beside the one or none that every sample of its task has."""
 
     def __str__(self) -> str:
         size = f"{self.height}×{self.width}"
         size = size if self.frames == 1 else f"{self.frames}×{size}"
-        return f"{size} with {self.sound} positions of sound" if self.sound else size
+        beside = [f"{self.sound} positions of sound"] if self.sound else []
+        if self.pictures:
+            beside.append("a further picture" if self.pictures == 1 else f"{self.pictures} further pictures")
+        return f"{size} with {' and '.join(beside)}" if beside else size
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,15 @@ def vace(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"control_hidden_states": torch.cat([*latents, folded], dim=1)}
 
 
+def vace_references(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Pictures stand in front, the last one first; nothing of them is to be made."""
+    control = vace(pipe, pixels)["control_hidden_states"]
+    pictures = torch.cat([wan_latents(pipe, pixels[f"reference{which}"]) for which in ("_2", "")], dim=2)
+    kept = torch.cat([pictures, torch.zeros_like(pictures)], dim=1)
+    kept = torch.cat([kept, kept.new_zeros(1, control.shape[1] - kept.shape[1], *kept.shape[2:])], dim=1)
+    return {"control_hidden_states": torch.cat([kept, control], dim=2), "in_front": pictures}
+
+
 def nothing(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {}
 
@@ -125,6 +134,13 @@ CASES = {
         is_video=True,
     ),
 }
+CASES["vace_references"] = Case(
+    "vace",
+    {**CASES["vace"].columns, "reference": "picture", "reference_2": "picture"},
+    {**CASES["vace"].options, "--reference": "picture"},
+    vace_references,
+    is_video=True,
+)
 DEFAULT = ("kontext", "flf2v")
 ALL = [pytest.param(name, marks=() if name in DEFAULT else slow) for name in CASES]
 
@@ -213,6 +229,8 @@ def test_the_loss_is_that_of_plain_diffusers(folders: Callable[[str], Path], nam
         exact = {key: value.double() / 127.5 - 1 for key, value in pixels.items()}
         noise, sigma = prepared["_noise"][row : row + 1].double(), prepared["_time"][row].double()
         given = case.by_hand(pipe, exact)
+        if "in_front" in given:
+            noise = torch.cat([prepared["_noise_reference_latents"][row : row + 1].double(), noise], dim=2)
         error = by_hand_error(pipe, transformer, batch["captions"][row], exact["target"], noise, sigma, given)
         theirs += float(error.square().mean())
     assert ours == pytest.approx(theirs, rel=1e-6)
@@ -230,6 +248,8 @@ def by_hand_error(
     """Prediction minus ε − x of one sample."""
     if target.shape[2] > 1:
         latents = wan_latents(pipe, target)
+        if "in_front" in given:
+            latents = torch.cat([given.pop("in_front"), latents], dim=2)
         hidden = (1 - sigma) * latents + sigma * noise
         text, _ = pipe.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=512 if "channels" in given else 24
@@ -295,7 +315,7 @@ def plain(folder: Path, case: Case, files: dict[str, Path], seed: int) -> np.nda
     names = {
         "edit": {"--image": "image"}, "fill": {"--image": "image", "--mask": "mask_image"},
         "flf2v": {"--image": "image", "--last-image": "last_image"}, "v2v": {"--video": "video"},
-        "vace": {"--control": "video", "--mask": "mask"},
+        "vace": {"--control": "video", "--mask": "mask", "--reference": "reference_images"},
     }[case.task]  # fmt: skip
     given: dict[str, Any] = {
         names[option]: found if files[option].suffix == ".gif" else found[0] for option, found in media.items()
@@ -309,6 +329,8 @@ def plain(folder: Path, case: Case, files: dict[str, Path], seed: int) -> np.nda
         size |= {"num_frames": FRAMES}
     if case.task == "v2v":
         given |= {"generator": torch.Generator().manual_seed(seed), "strength": 0.8}
+    elif "reference_images" in given:  # frames more than the sample has: the pipeline draws the noise of all
+        given |= {"generator": torch.Generator().manual_seed(seed), "reference_images": [given["reference_images"]]}
     else:
         given |= {"latents": noise, "generator": torch.Generator().manual_seed(seed)}
     return np.asarray(pipe(prompt="a cat", **given, **size, return_dict=False)[0])
@@ -321,7 +343,12 @@ def frames_of(path: Path) -> list[Image.Image]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else slow) for name in CASES if name != "v2v"]
+    "name",
+    [
+        pytest.param(name, marks=() if name in DEFAULT else slow)
+        for name in CASES
+        if name not in ("v2v", "vace_references")
+    ],
 )
 @torch.no_grad()
 def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str], Path], name: str) -> None:
@@ -331,7 +358,8 @@ def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str
     frames = FRAMES if case.is_video else 1
     draw = np.random.default_rng(3)
     media: dict[str, torch.Tensor] = {}
-    for key in ("target", *(role.name for role in adapter.media_roles)):
+    roles = [role for role in adapter.media_roles if not role.is_optional]
+    for key in ("target", *(role.name for role in roles)):
         count = frames if key in ("target", "control") or (key == "mask" and case.is_video) else 1
         media[key] = torch.from_numpy(draw.integers(0, 255, (1, 3, count, SIDE, SIDE), dtype=np.uint8))
     if "mask" in media:
@@ -341,11 +369,8 @@ def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str
         media["source"] = media["target"]
     latents = torch.randn(1, *adapter.geometry.latent_shape(MediaSize(frames, SIDE, SIDE)))
     sampling = SamplingArguments(num_inference_steps=3, guidance_scale=1.0, height=SIDE, width=SIDE)
-    pictures = {role.name: as_pil(media[role.name][0].transpose(0, 1)) for role in adapter.media_roles}
-    given = {
-        role.name: pictures[role.name] if role.frames == "all" else pictures[role.name][0]
-        for role in adapter.media_roles
-    }
+    pictures = {role.name: as_pil(media[role.name][0].transpose(0, 1)) for role in roles}
+    given = {role.name: pictures[role.name] if role.frames == "all" else pictures[role.name][0] for role in roles}
     arguments = adapter.pipeline_arguments(sampling, ["a cat"], latents) | adapter.pipeline_media(given, sampling)
     if case.task == "fill":  # the pipeline draws from the posterior
         pipe.vae.encode = of_the_mode(pipe.vae.encode)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample
+from mindspeed_mm.fsdp.distributed.pipeline.carried import CarriedOutputs
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.tasks.verify.precision import keeping_double
@@ -30,14 +31,23 @@ SIDE_OF_COARSE = 64
 """For Wan2.2 5B, a token of which is 32 pixels wide."""
 RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
 TENSOR = "parallel.tensor_parallel_size=2"
+STAGES = "parallel.pipeline_parallel_size=2"
 PLANS = {
     "ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES)), "tensor": (2, (TENSOR,)),
+    "pipeline": (2, (STAGES, "training.micro_batch_size=1", "training.gradient_accumulation_steps=2")),
 }  # fmt: skip
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
 SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana") and not name.endswith("_replace"))
 SPLIT = tuple(name for name in FAMILIES if name not in ("lumina2", "z_image", "sana_video"))
 """The tiny Lumina has one head of keys, and the tiny Z-Image an odd number of features."""
-BY_DEFAULT = {"tensor": ("flux2", "sd3"), "ring": ("qwen_image", "wan2_2_5b_ti2v"), "ulysses": ("hunyuan_video",)}
+CHAINS = (*(name for name in FAMILIES if name not in ("wan2_2", "wan2_2_i2v")), "kontext", "fill", "flf2v")
+"""Families whose blocks run one behind the other."""
+BY_DEFAULT = {
+    "pipeline": ("flux2", "cogvideox"),
+    "tensor": ("flux2", "sd3"),
+    "ring": ("qwen_image", "wan2_2_5b_ti2v"),
+    "ulysses": ("hunyuan_video",),
+}
 
 
 def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:
@@ -63,6 +73,7 @@ def steps_of(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
         *[(plan, names) for plan, names in BY_DEFAULT.items() if names],
         *[pytest.param(plan, SPREAD, marks=pytest.mark.slow) for plan in ("ring", "ulysses", "both")],
         pytest.param("tensor", SPLIT, marks=pytest.mark.slow),
+        *[pytest.param("pipeline", CHAINS[at::3], marks=pytest.mark.slow) for at in range(3)],
         *[pytest.param(plan, GIVEN_MEDIA, marks=pytest.mark.slow) for plan in ("ring", "ulysses")],
     ],
 )
@@ -88,6 +99,39 @@ def test_a_mask_that_is_lost_is_seen(tmp_path: Path) -> None:
     measured = run_ranks(2, without_masks, yamls, (RING,), timeout_s=120.0)[0]["lumina2"]
     with pytest.raises(ParityError):
         compare_steps(expected, measured, TOLERANCE)
+
+
+def without_conditions(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
+    """A planted fault: the conditions that travel beside the hidden states are lost."""
+
+    def next_one(self: CarriedOutputs) -> torch.Tensor:
+        self._handed_in += 1
+        return torch.zeros_like(self.received[self._handed_in - 1])
+
+    with mock.patch.object(CarriedOutputs, "_next", next_one):
+        return steps_of(yamls, words)
+
+
+def test_conditions_that_are_lost_between_stages_are_seen(tmp_path: Path) -> None:
+    yamls = yamls_of(("sd3",), tmp_path)
+    expected = steps_of(yamls, ())["sd3"]
+    measured = run_ranks(2, without_conditions, yamls, PLANS["pipeline"][1], timeout_s=120.0)[0]["sd3"]
+    with pytest.raises(ParityError):
+        compare_steps(expected, measured, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("wan2_2", "it is two transformers, each of which has samples of its own"),
+        pytest.param("vace", "its blocks are no chain", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_that_are_no_chain_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    words = ("training.gradient_accumulation_steps=2", "--nproc", 2)
+    said = mm("check", yamls_of((name,), tmp_path)[name], STAGES, *words)
+    assert said.code != 0
+    assert f"cannot be cut into stages: {reason}" in said.err + said.out
 
 
 @pytest.mark.parametrize(

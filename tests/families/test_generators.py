@@ -67,8 +67,11 @@ def make_run(name: str, folder: Path, side: int = 0) -> Path:
         save_media(pixels, folder / path)
         row = {"path": path, "cap": caption}
         for role in find_adapter(folder / "model", task=family.task).media_roles:
+            if role.name.endswith("_3") and index > 1:
+                continue  # two rows with three pictures, and two with two
             row[role.columns[0]] = path.replace(f"{index}.", f"{index}_{role.name}.")
             shown = pixels[::-1] if role.frames == "all" else pixels[:1, ::-1]
+            shown = np.roll(shown, len(row), axis=2)  # further pictures are others
             save_media(shown, folder / row[role.columns[0]])
         rows.append(row)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -208,6 +211,8 @@ def shown_media(adapter: DiffusionAdapter, raw: dict[str, Any], row: int) -> dic
     """What a sample is made from, as the pipeline is given it: role → picture, or pictures."""
     media = {}
     for role in adapter.roles.get(adapter.task, ()):
+        if role.is_optional and role.batch_key not in raw:
+            continue
         pixels = raw.get(role.batch_key, raw["pixels"])[row]
         pictures = as_pil(pixels.transpose(0, 1))
         media[role.name] = pictures if role.frames == "all" else pictures[0]

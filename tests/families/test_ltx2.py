@@ -365,6 +365,17 @@ def test_two_ranks_equal_one_process(task: str, tmp_path: Path) -> None:
         compare_steps(expected, measured, 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task"), [("ltx2", "t2av"), ("ltx2_3", "i2av"), ("ltx2", "t2v")])
+def test_two_stages_equal_one_process(name: str, task: str, tmp_path: Path) -> None:
+    """Pictures and sound travel from stage to stage."""
+    yaml = with_features(make_run(name, tmp_path, task))
+    expected = steps_of(*yaml, 2, ("training.gradient_accumulation_steps=1",))
+    stages = ("parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2")
+    for measured in run_ranks(2, steps_of, *yaml, 1, stages, timeout_s=200.0):
+        compare_steps(expected, measured, 1e-6)
+
+
 def with_features(yaml: Path) -> tuple[str, str]:
     """The YAML, and the folder of its features."""
     said = mm("extract", yaml, "--out", yaml.parent / "features")
@@ -372,9 +383,10 @@ def with_features(yaml: Path) -> tuple[str, str]:
     return str(yaml), str(yaml.parent / "features")
 
 
-def steps_of(yaml: str, features: str, micro_batch_size: int) -> Any:
+def steps_of(yaml: str, features: str, micro_batch_size: int, words: tuple[str, ...] = ()) -> Any:
+    given = [*FP64, FEATURES + features, f"training.micro_batch_size={micro_batch_size}", *words]
     with keeping_double():
-        return train_steps(yaml, [*FP64, FEATURES + features, f"training.micro_batch_size={micro_batch_size}"])
+        return train_steps(yaml, given)
 
 
 def test_a_clip_without_sound_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ _PACKED = 4 * int(FLUX_VAE["latent_channels"])
 
 
 def make_tiny_conditioned(folder: Path, name: str) -> Path:
-    """A folder of the family called `kontext`, `fill`, `flf2v`, `v2v` or `vace`, in `folder`."""
+    """A folder of the family called `kontext`, `fill`, `flf2v`, `v2v`, `vace` or `vace_references`, in `folder`."""
     if name == "kontext":
         return make_tiny_flux(folder, pipeline="FluxKontextPipeline")
     if name == "fill":

@@ -107,7 +107,7 @@ class DenoisingObjective:
         weights = [loss_weight(self._arguments.loss_weighting, time) for time in times]
         blanks = batch.get("blank_rows", 0)
         return batch | {
-            **{noise_key(key): self._noise(draws, key, batch[key].shape[1:]) for key in self._keys},
+            **{noise_key(key): self._noise(draws, key, batch[key].shape[1:]) for key in self._keys(batch)},
             "_time": self._exact(times),
             "_weights": self._exact(weights[: len(weights) - blanks] + [0.0] * blanks),
         }
@@ -145,7 +145,7 @@ class DenoisingObjective:
         """(B,) mean over a sample's latents of the squared error of the prediction, of a prepared batch."""
         exact, time = self._exact_dtype, batch["_time"]
         noisy, targets = {}, {}
-        for key in self._keys:
+        for key in self._keys(batch):
             latents, noise = batch[key].to(exact), batch[noise_key(key)].to(exact)
             at = time.reshape(-1, *[1] * (latents.dim() - 1))
             noisy[key], targets[key] = self._path.mix(latents, noise, at), self._path.target(latents, noise, at)
@@ -153,15 +153,17 @@ class DenoisingObjective:
         if given is not None:
             noisy[LATENTS] = torch.where(given, batch[LATENTS].to(exact), noisy[LATENTS])
         predicted = self._denoise.predict(model, noisy, time, batch)
+        squares = {key: (predicted[key] - targets[key]).square() for key in targets}
+        if self._adapter.latents_are_one:
+            squares = {LATENTS: torch.cat([each.flatten(1) for each in squares.values()], dim=1)}
         errors = torch.zeros_like(batch["_weights"])
-        for key in self._keys:
-            of_key = (predicted[key] - targets[key]).square()
+        for key, of_key in squares.items():
             errors = errors + _mean_of_samples(of_key, given if key == LATENTS else None)
         return errors
 
-    @property
-    def _keys(self) -> tuple[str, ...]:
-        return (LATENTS, *self._adapter.further_latents)
+    def _keys(self, batch: Batch) -> tuple[str, ...]:
+        """Of the latents that these samples have."""
+        return (LATENTS, *(key for key in self._adapter.further_latents if key in batch))
 
     @staticmethod
     def _noise(draws: Sequence[Draw], key: str, shape: Sequence[int]) -> torch.Tensor:

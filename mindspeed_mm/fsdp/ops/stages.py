@@ -12,12 +12,12 @@ class StageExit(BaseException):
     """A stage has done its layers. It is no `Exception`: code around a forward pass that catches those lets it by.
 
     Args:
-        hidden: What its last layer returned.
+        streams: The hidden states that the next layer would be given; of models with several streams all of them.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, *streams: Tensor) -> None:
         super().__init__("the stage ends here")
-        self.hidden = hidden
+        self.streams = streams
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import parse_row
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
+from mindspeed_mm.fsdp.models.diffusion.media_roles import spread_lists
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
-MEDIA_FIELDS = ("image", "last_image", "video", "mask", "control")
+SEVERAL = {field: (field, f"{field}_2", f"{field}_3") for field in ("image", "reference")}
+"""Fields that may name several pictures → the names of each."""
+MEDIA_FIELDS = ("last_image", "video", "mask", "control", *itertools.chain(*SEVERAL.values()))
 """Fields of a row that name files; which of them there must be follows from the task."""
 FIELDS = ("prompt", *MEDIA_FIELDS, "negative_prompt", "seed")
 """Fields of a row of JSON."""
@@ -42,7 +46,7 @@ class Prompt:
     seed: int | None = None
     """Stands for the seed of the settings and the number: rows with the same one share their noise."""
     others: tuple[tuple[str, Path], ...] = ()
-    """Further files: `last_image`, `video`, `mask`, `control`, each with its path."""
+    """Further files: `last_image`, `video`, `mask`, `control`, `image_2`, `reference` …, each with its path."""
 
     @property
     def media(self) -> dict[str, Path]:
@@ -167,6 +171,11 @@ def _read_rows(path: Path, media: MediaLoader, first_number: int) -> list[Prompt
 
 
 def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader) -> Prompt:
+    try:
+        row = spread_lists(row, SEVERAL)
+    except ValueError as error:
+        what = f"{len(row[str(error)])} files, where 3 are the most"
+        raise DataError(what, where=place, key=str(error), way_out="Leave some out.") from None
     for name in row:
         if name not in FIELDS:
             way_out = f"{did_you_mean(name, FIELDS)}A row has {', '.join(FIELDS)}."

@@ -183,7 +183,7 @@ class DiffusionSampler:
         # Schedulers that add noise at every step, and decoders that do, draw it for each sample by itself.
         arguments["generator"] = [_step_noise(order, sampling.seed) for order in batch]
         if roles:
-            media = {role.name: load_media(first, role, size) for role in roles}
+            media = {role.name: load_media(first, role, size) for role in roles if role.prompt in first.media}
             arguments |= self.adapter.pipeline_media(media, sampling)
         if self.adapter.task in self.adapter.draws:
             seeds = [order.noise_seed(sampling.seed) for order in batch]
@@ -289,7 +289,8 @@ def check_request(
 
 
 def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
-    needed, given = [role.prompt for role in adapter.roles.get(adapter.task, ())], prompt.media
+    roles, given = adapter.roles.get(adapter.task, ()), prompt.media
+    needed = [role.prompt for role in roles if not role.is_optional]
     pipeline = adapter.pipelines[adapter.task]
     if lacking := [name for name in needed if name not in given]:
         said = lacking[0].replace("_", " ").replace("image", "picture")
@@ -301,7 +302,7 @@ def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
             f"--{' and --'.join(name.replace('_', '-') for name in needed)}.",
         )
     for name in given:
-        if name not in needed:
+        if name not in {role.prompt for role in roles}:
             said = name.replace("_", " ").replace("image", "picture")
             raise DataError(f"{pipeline} takes no {said}", where=prompt.place, key=name, way_out="Leave it out.")
 
@@ -392,7 +393,8 @@ def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> Any:
     frames = size.frames if role.frames == "all" else 1
     row = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ())
     try:
-        pixels = media_pixels(row, MediaSize(frames, size.height, size.width), MediaLoader(path.parent))
+        of_role = MediaSize(frames, size.height, size.width)
+        pixels = media_pixels(row, of_role, MediaLoader(path.parent), is_whole=role.is_whole)
     except DataError as error:
         problem = error.problems[0]
         raise DataError(problem.what, where=prompt.place, key=role.prompt, way_out=problem.way_out) from error

@@ -260,7 +260,7 @@ class BatchEncoder:
         if adapter.task in adapter.text_reads_media:
             size = adapter.geometry.nearest(MediaSize(1, _BLACK_SIDE, _BLACK_SIDE))
             black = torch.zeros(1, 3, 1, size.height, size.width, dtype=torch.uint8)
-            media = {role.name: black for role in adapter.media_roles}
+            media = {role.name: black for role in adapter.media_roles if not role.is_optional}
         return self.encode_captions([""], media)[""]
 
     def _encode_media(self, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,8 +18,16 @@ from mindspeed_mm.fsdp.data.data_utils import media as media_module
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, cover, media_pixels, probe_media
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
+    MediaHeader,
+    View,
+    cover,
+    inside,
+    media_pixels,
+    probe_media,
+)
+from mindspeed_mm.fsdp.data.datasets.generation.rows import ColumnNames, GenerationRow, parse_row
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_media import brightness, picture_bytes, wav_bytes, write_video
 
@@ -194,3 +202,25 @@ def test_files_are_closed_when_they_are_refused(tmp_path: Path, monkeypatch: pyt
 def test_a_picture_file_is_probed_by_its_header_alone(tmp_path: Path) -> None:
     data = picture_bytes(picture(64, 48), "JPEG")
     assert probe_media(row(data[: len(data) // 2]), MediaLoader(tmp_path)) == MediaHeader(48, 64)
+
+
+def test_pictures_that_are_not_cut_have_white_around_them() -> None:
+    picture = Image.new("RGB", (8, 4), (10, 20, 30))
+    found = inside(picture, 16, 16)
+    assert (found[4:12] == (10, 20, 30)).all()
+    assert (found[:4] == 255).all() and (found[12:] == 255).all()
+    picture.paste("black", (0, 0, 4, 4))
+    assert np.array_equal(inside(picture, 16, 16, View(is_flipped=True)), inside(picture, 16, 16)[:, ::-1])
+
+
+def test_a_column_may_hold_several_pictures() -> None:
+    roles = (SOURCE_PICTURE, *FURTHER_SOURCES)
+    place = RowLocation("rows.jsonl", 3)
+    row = {"path": "a.png", "cap": "x", "source": ["b.png", "c.png"]}
+    found = parse_row(row, place, ColumnNames(), roles=roles)
+    assert found.roles == {"source": "b.png", "source_2": "c.png"}
+    assert parse_row({**row, "source": "b.png"}, place, ColumnNames(), roles=roles).roles == {"source": "b.png"}
+    apart = {**row, "source": "b.png", "source_3": "d.png"}
+    assert parse_row(apart, place, ColumnNames(), roles=roles).roles == {"source": "b.png", "source_3": "d.png"}
+    with pytest.raises(DataError, match=r"rows.jsonl:3 .*source .*4 pictures, and the model takes 3 at most"):
+        parse_row({**row, "source": ["b.png"] * 4}, place, ColumnNames(), roles=roles)

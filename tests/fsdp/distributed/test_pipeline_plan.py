@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLForConditionalGen
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderExit, cut_to_rank, stage_of
-from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units, even_borders, plan_stages
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units, even_borders, layer_names, plan_stages
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints, find_cut_points
 from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
@@ -19,7 +19,8 @@ from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
 
-POINTS = CutPoints("model.layers", ("model.norm", "lm_head"), embedding="model.embed_tokens")
+POINTS = CutPoints({"model.layers": ("hidden_states",)}, ("model.norm", "lm_head"), embedding="model.embed_tokens")
+SIX = tuple(f"model.layers.{number}" for number in range(6))
 
 
 def decoder(layers: int = 6, tie: bool = False) -> Qwen3ForCausalLM:
@@ -52,7 +53,7 @@ def test_stages_of_equal_cost(costs: list[int], front: int, back: int, stages: i
 
 
 def test_placement() -> None:
-    loop, v = (StagePlan(POINTS, tuple(range(1, 6)), 6, 3, is_v=is_v) for is_v in (False, True))
+    loop, v = (StagePlan(POINTS, tuple(range(1, 6)), SIX, 3, is_v=is_v) for is_v in (False, True))
     assert [loop.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [v.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert (loop.stages_of(1), v.stages_of(0)) == ([1, 4], [0, 5])
@@ -98,6 +99,26 @@ def test_a_model_without_cut_points_is_refused() -> None:
         find_cut_points(model)
 
 
+def test_stages_of_several_lists() -> None:
+    model = nn.Module()
+    model.both = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    model.single = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    model.end = nn.Linear(2, 2)
+    points = CutPoints({"both": ("text", "image"), "single": ("image",)}, ("end",))
+    plan = plan_stages(model, points, 2, PpPlan.model_validate({"split_points": ["single.1"]}))
+    assert plan.describe() == "2 stages of both, single: 0-1 + 0 on rank 0, 1-3 on rank 1"
+    assert [plan.owner(name) for name in ("both.1.weight", "single.0.weight", "single.1.weight", "end.bias")] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert (plan.streams_into(1), plan.layers[plan.layers_of(1).start]) == (("image",), "single.1")
+    # What is behind may need all that the layers return: only one stream is handed to a stage without layers.
+    with pytest.raises(ConfigError, match=r"'end' is not a module .* Take both\.0 to single\.3\.$"):
+        plan_stages(model, points, 2, PpPlan.model_validate({"split_points": ["end"]}))
+
+
 def test_a_unit_must_not_hold_the_layers() -> None:
     plan = plan_of(decoder(), 2)
     check_units(["model.layers.0", "model.layers.1.mlp", "lm_head"], plan, "key")
@@ -109,7 +130,7 @@ def test_owners_of_a_vision_language_model(tmp_path: Path) -> None:
     folder = make_tiny_qwen3_vl(tmp_path, num_hidden_layers=4)
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
     points = find_cut_points(model)
-    plan = StagePlan(points, (2,), 4, 2)
+    plan = StagePlan(points, (2,), layer_names(model, points), 2)
     assert points.behind == ("model.language_model.norm", "lm_head")
     assert plan.owner("model.visual.blocks.0.attn.qkv.weight") == 0
     assert plan.owner("model.language_model.embed_tokens.weight") == 0
@@ -151,7 +172,7 @@ def test_placeholders_keep_numbers_and_end_the_stage() -> None:
     cut_to_rank(model, plan, 0, torch.float32)
     stage = stage_of(model, plan, 0, torch.float32)
     kinds = [type(layer).__name__ for layer in stage.get_submodule("model.layers").children()]
-    assert kinds == ["Qwen3DecoderLayer"] * 3 + ["PlaceholderExit"] + ["PlaceholderModule"] * 2
+    assert kinds == ["Qwen3DecoderLayer"] * 3 + ["PlaceholderExit"] + ["PlaceholderLayer"] * 2
     assert isinstance(stage.get_submodule("model.layers.3"), PlaceholderExit)
     assert isinstance(model.get_submodule("model.layers.3"), PlaceholderModule)
     assert not isinstance(model.get_submodule("model.layers.3"), PlaceholderExit)

@@ -45,6 +45,7 @@ class Adapter:
         return {"x": noisy, "time": 1000 * sigma, "text": batch["prompt_embeds"]}
 
     further_latents: tuple[str, ...] = ()
+    latents_are_one = False
 
     def predictions(self, output: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         assert output[0].shape == shapes["latents"]

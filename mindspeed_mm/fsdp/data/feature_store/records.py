@@ -69,7 +69,8 @@ class FeatureRecord:
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""
         size = [self.size.frames, self.size.height, self.size.width]
-        return {**asdict(self), "size": [*size, self.size.sound] if self.size.sound else size}
+        beside = [self.size.sound, self.size.pictures] if self.size.pictures else [self.size.sound]
+        return {**asdict(self), "size": [*size, *beside] if any(beside) else size}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:

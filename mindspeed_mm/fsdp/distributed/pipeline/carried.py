@@ -6,23 +6,39 @@ Tensors are handed on unchanged by the stages between, so that gradients of all 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.distributed.pipeline.cut import ReceivedOutputs, replace_module
+from mindspeed_mm.fsdp.distributed.pipeline.cut import (
+    PlaceholderFront,
+    ReceivedOutputs,
+    all_in_front,
+    arguments_of,
+    entry_of,
+    hidden_among,
+    replace_module,
+)
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
-from mindspeed_mm.fsdp.ops.stages import RouterPassing
+from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
 
 Shape = tuple[int, ...]
 Passed = tuple[Shape, torch.dtype]
 """Shape and type of a tensor that passes from one stage to the next."""
+
+
+class Loss(Protocol):
+    """What a stage asks of an objective."""
+
+    def terms(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Run the model; each term's sum over a micro-batch."""
+        ...
 
 
 class Carried:
@@ -40,9 +56,9 @@ class Carried:
     def attach(self, model: nn.Module) -> None:
         """Register what notes, or hands in, the tensors; on the stage's model, before it is sharded."""
 
-    def count(self, batch: Batch, stage: int) -> int:
-        """How many tensors enter a stage."""
-        return 0
+    def begin(self, received: tuple[Tensor, ...]) -> None:
+        """The next micro-batch, with what came in of it."""
+        self.received = received
 
     def outgoing(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What leaves this stage beside `hidden`."""
@@ -54,43 +70,44 @@ class Carried:
 
 
 class CarriedOutputs(Carried):
-    """Outputs of a module that only the first stage has, for all others: conditions of a generator.
+    """Outputs of modules that only the first stage has, for all others: conditions of a generator.
 
     Args:
-        plan: Names the module.
+        plan: Names the modules.
         stage: Whose it is.
-        tensors: Micro-batch → how many of the module's outputs are tensors; those behind them are None.
     """
 
-    def __init__(self, plan: StagePlan, stage: int, tensors: Callable[[Batch], int]) -> None:
+    def __init__(self, plan: StagePlan, stage: int) -> None:
         super().__init__(plan, stage)
-        self._tensors = tensors
-        self._noted: tuple[Any, ...] = ()
+        self._noted: list[Tensor] = []
+        self._handed_in = 0
 
     def attach(self, model: nn.Module) -> None:
-        """A hook on the module, or a placeholder for it."""
-        name = self._plan.points.carried
-        module = model.get_submodule(name)
-        if self._is_first:
-            module.register_forward_hook(self._note)
-        else:
-            replace_module(model, name, ReceivedOutputs(module, self._handed_in))
+        """Hooks on the modules, or placeholders for them."""
+        held = dict(model.named_modules())
+        for name in self._plan.points.carried:
+            module = held.get(name)
+            if isinstance(module, PlaceholderFront):
+                replace_module(model, name, ReceivedOutputs(module, self._next))
+            elif module is not None:
+                module.register_forward_hook(self._note)
 
-    def count(self, batch: Batch, stage: int) -> int:
-        """The same for all stages."""
-        return self._tensors(batch)
+    def begin(self, received: tuple[Tensor, ...]) -> None:
+        """As above."""
+        super().begin(received)
+        self._noted, self._handed_in = [], 0
 
     def outgoing(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the first stage noted, or what came in."""
-        if not self._is_first:
-            return self.received
-        return tuple(each for each in self._noted if each is not None)
+        return tuple(self._noted) if self._is_first else self.received
 
-    def _note(self, _module: nn.Module, _inputs: Any, outputs: tuple[Any, ...]) -> None:
-        self._noted = outputs
+    def _note(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        self._noted += [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
 
-    def _handed_in(self) -> tuple[Any, ...]:
-        return (*self.received, *[None] * (self._plan.points.carried_outputs - len(self.received)))
+    def _next(self) -> Tensor:
+        """Modules are called in the same order on every stage."""
+        self._handed_in += 1
+        return self.received[self._handed_in - 1]
 
 
 class CarriedDeepstack(Carried):
@@ -117,13 +134,13 @@ class CarriedDeepstack(Carried):
         hook = self._note if self._is_first else self._hand_in
         model.get_submodule(self._decoder).register_forward_pre_hook(hook, with_kwargs=True)
 
-    def count(self, batch: Batch, stage: int) -> int:
+    def count(self, stage: int) -> int:
         """Levels whose layer this stage or a later one has."""
         return max(0, self._levels - self._plan.layers_of(stage).start) if stage else 0
 
     def outgoing(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Levels that are still ahead of the next stage."""
-        ahead = self.count({}, self._stage + 1)
+        ahead = self.count(self._stage + 1)
         if not self._is_first:
             return self.received[len(self.received) - ahead :] if ahead else ()
         if not ahead:
@@ -152,7 +169,7 @@ def _spread(features: Tensor, places: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Boundary:
-    """Shapes and types of what passes from one stage to the next, from the micro-batch alone.
+    """Shapes and types of what passes from one stage to the next, known before a micro-batch runs.
 
     Args:
         model: The whole model.
@@ -164,35 +181,42 @@ class Boundary:
         self._plan, self._dtype = plan, dtype
         self.routers: RouterPassing | None = None
         """What routers say across stages, where a term asks for it."""
-        self._adapter = facts_of(model).adapter
         self._width = 0
         self._decoder, self._levels = "", 0
-        if self._adapter is None:
+        self._front = None
+        if plan.points.embedding:
             embedding = model.get_submodule(plan.points.embedding)
             self._width = int(getattr(embedding, "base_layer", embedding).weight.shape[1])  # type: ignore[union-attr, arg-type]
             self._decoder, self._levels = _deepstack_of(model, plan)
+        else:
+            self._front = FrontOfStages(model, plan, dtype)
 
     def carried(self, stage: int) -> Carried:
         """What a stage hands on."""
-        if (adapter := self._adapter) is not None:
-            return CarriedOutputs(self._plan, stage, lambda batch: len(adapter.stage_shapes(batch)) - 1)
+        if self._front is not None:
+            return CarriedOutputs(self._plan, stage)
         if self._levels:
             return CarriedDeepstack(self._plan, stage, self._decoder, self._levels)
         return Carried(self._plan, stage)
 
-    def tensors(self, batch: Batch, stage: int) -> list[Passed]:
-        """What enters a stage, the hidden states first, what routers say last; nothing enters the first."""
-        if stage == 0:
-            return []
-        beside = [] if self.routers is None else [((self.routers.numbers,), self.routers.dtype)]
-        return [(shape, self._dtype) for shape in self._shapes(batch, stage)] + beside
+    def crossings(self, loss: Loss, batch: Batch) -> list[list[Passed]]:
+        """What enters each stage: the hidden states first, what routers say last; nothing enters the first.
 
-    def _shapes(self, batch: Batch, stage: int) -> list[Shape]:
-        """Of the hidden states and what is carried with them."""
-        if self._adapter is not None:
-            return list(self._adapter.stage_shapes(batch))
+        Args:
+            loss: How the model is called with a micro-batch.
+            batch: The micro-batch, on the device.
+        """
+        shapes = self._front.shapes(loss, batch) if self._front is not None else self._of_decoder(batch)
+        beside: list[Passed] = [] if self.routers is None else [((self.routers.numbers,), self.routers.dtype)]
+        return [[], *([*((shape, self._dtype) for shape in entering), *beside] for entering in shapes)]
+
+    def _of_decoder(self, batch: Batch) -> list[list[Shape]]:
+        """Hidden states, and what is carried with them, for each stage behind the first."""
         hidden = self._hidden_shape(batch)
-        return [hidden] * (1 + self.carried(stage).count(batch, stage))
+        if not self._levels:
+            return [[hidden]] * (self._plan.stages - 1)
+        deepstack = CarriedDeepstack(self._plan, 0, self._decoder, self._levels)
+        return [[hidden] * (1 + deepstack.count(stage)) for stage in range(1, self._plan.stages)]
 
     def _hidden_shape(self, batch: Batch) -> Shape:
         rows, tokens = batch["input_ids"].shape
@@ -200,9 +224,52 @@ class Boundary:
         return (rows, tokens if share is None else len(share.positions), self._width)
 
 
+class FrontOfStages:
+    """What a generator computes in front of its layers, in shape: run once for each micro-batch before it, for what
+    will pass between stages.
+
+    Args:
+        model: Whole.
+        plan: Its stages.
+        dtype: Of hidden states.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, dtype: torch.dtype) -> None:
+        self._model = all_in_front(model, plan, dtype)
+        self._entering: list[list[Shape]] = []
+        self._carried: list[Shape] = []
+        for stage in range(1, plan.stages):
+            entry = entry_of(self._model, plan, stage)
+            entry.register_forward_pre_hook(partial(self._enter, plan.streams_into(stage)), with_kwargs=True)
+        held = dict(self._model.named_modules())
+        for name in plan.points.carried:
+            if name in held:
+                held[name].register_forward_hook(self._carry)
+
+    @torch.no_grad()
+    def shapes(self, loss: Loss, batch: Batch) -> list[list[Shape]]:
+        """Of what enters each stage behind the first."""
+        self._entering, self._carried = [], []
+        device = next(each.device for each in batch.values() if isinstance(each, Tensor))
+        try:
+            loss.terms(self._model.to(device), batch)
+        except StageExit:
+            return [[*entering, *self._carried] for entering in self._entering]
+        raise AssertionError("the skeleton of a model ends in front of its last modules")
+
+    def _enter(
+        self, streams: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        hidden = hidden_among(arguments_of(module), streams, args, kwargs)
+        self._entering.append([tuple(each.shape) for each in hidden])
+
+    def _carry(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        self._carried += [tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+
+
 def _deepstack_of(model: nn.Module, plan: StagePlan) -> tuple[str, int]:
     """(decoder, levels); no levels where the decoder takes none."""
-    decoder = plan.points.layers.rpartition(".")[0]
+    decoder = next(iter(plan.points.layers)).rpartition(".")[0]
     vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
     takes = inspect.signature(model.get_submodule(decoder).forward).parameters

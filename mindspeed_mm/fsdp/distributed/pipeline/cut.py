@@ -7,11 +7,15 @@ place of its first layer's input, and left by an exception from the placeholder 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
@@ -20,51 +24,125 @@ from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.stages import StageExit
 
-_TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TABLES = ("_modules", "_parameters", "_buffers", *_HOOKS)
 _TABLES_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-class PlaceholderExit(PlaceholderModule):
-    """Stands for the first module of the next stage."""
-
-    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Raise `StageExit`."""
-        raise StageExit(hidden if hidden is not None else kwargs["hidden_states"])
-
-
-class PlaceholderEmbedding(PlaceholderModule):
-    """Stands for the token embedding: hidden states of the right shape, of zeros, for the code in front of the layers.
+class PlaceholderLayer(PlaceholderModule):
+    """Stands for a layer of another stage: returns what it is given, as the layer returns it.
 
     Args:
-        embedding: What it stands for.
+        layer: What it stands for.
+        streams: The arguments that the layer returns changed, in the order in which it returns them.
+    """
+
+    def __init__(self, layer: nn.Module, streams: tuple[str, ...]) -> None:
+        super().__init__(layer)
+        self.streams = streams
+        self.arguments = arguments_of(layer)
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The hidden states among the arguments of a call."""
+        return hidden_among(self.arguments, self.streams, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What comes in."""
+        streams = self.given(args, kwargs)
+        return streams if len(self.streams) > 1 else streams[0]
+
+
+class PlaceholderExit(PlaceholderLayer):
+    """Stands for the first module of the next stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `StageExit`."""
+        raise StageExit(*self.given(args, kwargs))
+
+
+class PlaceholderFront(PlaceholderModule):
+    """Stands for a module in front of the layers, on the later stages: returns zeros in the shapes of its outputs, for
+    the code between it and the layers. Shapes are found by a copy of the module without memory.
+
+    Args:
+        module: What it stands for, not sharded.
         dtype: Of hidden states.
     """
 
-    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(embedding)
-        weight = getattr(embedding, "base_layer", embedding).weight
-        self.width, self.dtype = int(weight.shape[1]), dtype  # type: ignore[union-attr, arg-type]
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self._of = (_without_memory(module, dtype),)  # in a tuple: it is no part of the stage
+        self._dtype = dtype
 
-    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """(…, width) zeros for (…) token numbers."""
-        return torch.zeros(*hidden.shape, self.width, dtype=self.dtype, device=hidden.device)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Zeros."""
+        devices = [each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+
+        def onto_meta(tensor: Tensor) -> Tensor:
+            return torch.empty_like(
+                tensor, device="meta", dtype=self._dtype if tensor.is_floating_point() else tensor.dtype
+            )
+
+        given = tree_map_only(Tensor, onto_meta, (args, kwargs))
+        with torch.device("meta"):
+            shaped = self._of[0](*given[0], **given[1])
+        return tree_map_only(Tensor, lambda each: self._filled(each, devices[0]), shaped)
+
+    def _filled(self, shaped: Tensor, device: torch.device) -> Tensor:
+        return torch.zeros(shaped.shape, dtype=shaped.dtype, device=device)
 
 
-class ReceivedOutputs(PlaceholderModule):
+class ReceivedOutputs(PlaceholderFront):
     """Stands for a module whose outputs came along with the hidden states.
 
     Args:
-        module: What it stands for.
-        outputs: Gives them.
+        front: What stands for it until now.
+        received: Gives the tensors that came along, one after the other.
     """
 
-    def __init__(self, module: nn.Module, outputs: Callable[[], Any]) -> None:
-        super().__init__(module)
-        self._outputs = outputs
+    def __init__(self, front: PlaceholderFront, received: Callable[[], Tensor]) -> None:
+        super(PlaceholderFront, self).__init__(front)
+        self._of, self._dtype = front._of, front._dtype
+        self._received = received
 
-    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """What was received."""
-        return self._outputs()
+    def _filled(self, shaped: Tensor, device: torch.device) -> Tensor:
+        return self._received()
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a module's forward, as its class has it."""
+    if isinstance(module, PlaceholderLayer):
+        return module.arguments
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def hidden_among(
+    arguments: Sequence[str], streams: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The hidden states of a call: its arguments of these names; without names its first one.
+
+    Args:
+        arguments: Of the forward that is called.
+        streams: Names of the hidden states; one that is no argument stands for the first.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    found = []
+    for name in streams or ("hidden_states",):
+        place = arguments.index(name) if name in arguments else 0
+        found.append(args[place] if place < len(args) else kwargs[name])
+    return tuple(found)
+
+
+def _without_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy on meta, its floating-point weights in `dtype`, without hooks."""
+    memo: dict[int, Any] = {}
+    for each in module.modules():
+        memo |= {id(vars(each)[table]): OrderedDict() for table in (*_HOOKS, *_TABLES_OF_HOOKS)}
+    for tensor in (*module.parameters(), *module.buffers()):
+        own = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(own, requires_grad=False) if isinstance(tensor, nn.Parameter) else own
+    return copy.deepcopy(module, memo)
 
 
 def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype) -> dict[str, str]:
@@ -87,7 +165,7 @@ def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype
     copies = untie(model, plan)
     for name, module in _parts(model, plan):
         if plan.owner(name) not in own:
-            replace_module(model, name, _placeholder(name, module, plan.points.embedding, dtype))
+            replace_module(model, name, _placeholder(name, module, plan, dtype))
     for name in _path_parameters(model, plan):
         if plan.owner(name) not in own:
             _drop_parameter(model, name)
@@ -130,16 +208,45 @@ def _parts(model: nn.Module, plan: StagePlan) -> list[tuple[str, nn.Module]]:
         for child_name, child in model.get_submodule(name).named_children():
             full = f"{name}.{child_name}" if name else child_name
             is_single = full not in _path(plan) and full not in plan.points.behind
-            is_whole = name == plan.points.layers or isinstance(child, PlaceholderModule)
+            is_whole = name in plan.points.layers or isinstance(child, PlaceholderModule)
             if is_single and (is_whole or next(child.parameters(), None) is not None):
-                found.append((full, child))
+                found += _called(full, child)
     return found + [(name, model.get_submodule(name)) for name in plan.points.behind]
 
 
+def all_in_front(model: nn.Module, plan: StagePlan, dtype: torch.dtype) -> nn.Module:
+    """A whole model without layers, without memory: what is called in front of the layers returns zeros, layers return
+    what they are given, and behind them `StageExit` is raised.
+
+    Args:
+        model: Whole; it stays as it is.
+        plan: Its stages.
+        dtype: Of hidden states.
+    """
+    skeleton = _copied_path(model, plan)
+    for name, module in _parts(skeleton, plan):
+        replace_module(skeleton, name, _placeholder(name, module, plan, dtype))
+    for name in _path_parameters(skeleton, plan):
+        _drop_parameter(skeleton, name)
+    end = plan.points.behind[0]
+    replace_module(skeleton, end, PlaceholderExit(model.get_submodule(end), ()))
+    return skeleton
+
+
+def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What is called of a module: of a list or a table of modules each of them."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [(name, module)]
+    return [one for inner, child in module.named_children() for one in _called(f"{name}.{inner}", child)]
+
+
 def _path(plan: StagePlan) -> list[str]:
-    """Names of the modules around the layers, the root first, the list last."""
-    parts = plan.points.layers.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    """Names of the modules around the layers, the root first, the lists last."""
+    around: dict[str, None] = {}
+    for name in plan.points.layers:
+        parts = name.split(".")
+        around |= dict.fromkeys(".".join(parts[:end]) for end in range(len(parts) + 1))
+    return list(around)
 
 
 def _path_parameters(model: nn.Module, plan: StagePlan) -> list[str]:
@@ -173,39 +280,59 @@ def stage_of(part: nn.Module, plan: StagePlan, stage: int, dtype: torch.dtype) -
         dtype: Of hidden states.
     """
     model = _copied_path(part, plan)
-    points, last = plan.points, plan.stages - 1
+    last = plan.stages - 1
     for name, module in _parts(model, plan):
         if plan.owner(name) != stage:
-            replace_module(model, name, _placeholder(name, module, points.embedding, dtype))
+            replace_module(model, name, _placeholder(name, module, plan, dtype))
     for name in _path_parameters(model, plan):
         if plan.owner(name) != stage:
             _drop_parameter(model, name)
     if stage != last:
-        end = plan.layers_of(stage).stop
-        name = f"{points.layers}.{end}" if end < plan.layers else points.behind[0]
-        replace_module(model, name, PlaceholderExit(model.get_submodule(name)))
+        name = _entry_name(plan, stage + 1)
+        replace_module(model, name, PlaceholderExit(model.get_submodule(name), plan.streams_into(stage + 1)))
     return model
 
 
 def entry_of(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
     """The module of a stage that takes what was received."""
+    return model.get_submodule(_entry_name(plan, stage))
+
+
+def _entry_name(plan: StagePlan, stage: int) -> str:
     layers = plan.layers_of(stage)
-    return model.get_submodule(f"{plan.points.layers}.{layers.start}" if layers else plan.points.behind[0])
+    return plan.layers[layers.start] if layers else plan.points.behind[0]
 
 
-def _placeholder(name: str, module: nn.Module, embedding: str, dtype: torch.dtype) -> nn.Module:
-    if name == embedding:
-        return module if isinstance(module, PlaceholderEmbedding) else PlaceholderEmbedding(module, dtype)
-    return module if isinstance(module, PlaceholderModule) else PlaceholderModule(module)
+def _placeholder(name: str, module: nn.Module, plan: StagePlan, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, PlaceholderModule):
+        return module
+    if name in plan.layers:
+        return PlaceholderLayer(module, plan.points.layers[name.rpartition(".")[0]])
+    is_behind = any(f"{name}.".startswith(f"{behind}.") for behind in plan.points.behind)
+    # Towers of a language model, its only other modules, are not called on later stages: their media are not there.
+    is_called = name == plan.points.embedding or not plan.points.embedding
+    return PlaceholderFront(module, dtype) if is_called and not is_behind else PlaceholderModule(module)
 
 
 def _copied_path(part: nn.Module, plan: StagePlan) -> nn.Module:
-    copies: dict[str, nn.Module] = {name: _shallow(part.get_submodule(name)) for name in _path(plan)}
-    for name, module in copies.items():
-        parent, _, last = name.rpartition(".")
-        if name:
-            copies[parent]._modules[last] = module
+    """The modules around the layers as copies, and so the lists and tables of modules beside them, in which single
+    modules are replaced."""
+    copies: dict[str, nn.Module] = {}
+    for name in _path(plan):
+        _copy_into(copies, name, part.get_submodule(name))
+        for child_name, child in part.get_submodule(name).named_children():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                _copy_into(copies, f"{name}.{child_name}" if name else child_name, child)
     return copies[""]
+
+
+def _copy_into(copies: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    if name in copies:
+        return
+    copies[name] = _shallow(module)
+    parent, _, last = name.rpartition(".")
+    if name:
+        copies[parent]._modules[last] = copies[name]
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -21,15 +21,15 @@ class StagePlan:
 
     Args:
         points: Where the model can be cut.
-        borders: Number of the first layer of each further stage, `layers` for a stage behind all of them.
-        layers: How many there are.
+        borders: Number of the first layer of each further stage, that of layers for a stage behind all of them.
+        layers: Their names, in the order in which they run.
         ranks: Of the pipeline.
         is_v: Stages go from the first rank to the last and back, instead of round and round.
     """
 
     points: CutPoints
     borders: tuple[int, ...]
-    layers: int
+    layers: tuple[str, ...]
     ranks: int
     is_v: bool = False
 
@@ -40,7 +40,7 @@ class StagePlan:
 
     def layers_of(self, stage: int) -> range:
         """Numbers of a stage's layers."""
-        edges = (0, *self.borders, self.layers)
+        edges = (0, *self.borders, len(self.layers))
         return range(edges[stage], edges[stage + 1])
 
     def rank_of(self, stage: int) -> int:
@@ -57,15 +57,30 @@ class StagePlan:
         last = self.stages - 1
         if name in self.points.behind_parameters or any(_is_in(name, module) for module in self.points.behind):
             return last
-        if not name.startswith(f"{self.points.layers}."):
-            return 0
-        layer = int(name.removeprefix(f"{self.points.layers}.").partition(".")[0])
-        return next(stage for stage in range(self.stages) if layer in self.layers_of(stage))
+        for number, layer in enumerate(self.layers):
+            if _is_in(name, layer):
+                return next(stage for stage in range(self.stages) if number in self.layers_of(stage))
+        return 0
+
+    def streams_into(self, stage: int) -> tuple[str, ...]:
+        """The arguments by which hidden states enter a stage, of its first layer; none by name where it has no layers:
+        they are the first argument of what is behind."""
+        layers = self.layers_of(stage)
+        return self.points.layers[self.layers[layers.start].rpartition(".")[0]] if layers else ()
 
     def describe(self) -> str:
         """One line for the log: `2 stages of model.layers: 0-3 on rank 0, 4-7 on rank 1`."""
-        parts = [f"{_words(self.layers_of(stage))} on rank {self.rank_of(stage)}" for stage in range(self.stages)]
-        return f"{self.stages} stages of {self.points.layers}: {', '.join(parts)}"
+        parts = [f"{self._words(stage)} on rank {self.rank_of(stage)}" for stage in range(self.stages)]
+        return f"{self.stages} stages of {self.points.list_names}: {', '.join(parts)}"
+
+    def _words(self, stage: int) -> str:
+        """Numbers of a stage's layers in their lists: `0-3`, of several lists `0-18 + 0-9`."""
+        numbers: dict[str, list[str]] = {}
+        for layer in self.layers_of(stage):
+            of_list, _, number = self.layers[layer].rpartition(".")
+            numbers.setdefault(of_list, []).append(number)
+        runs = [each[0] if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in numbers.values()]
+        return " + ".join(runs) or "none"
 
 
 def stages_per_rank(pp_plan: PpPlan) -> int:
@@ -86,16 +101,22 @@ def plan_stages(model: nn.Module, points: CutPoints, ranks: int, pp_plan: PpPlan
         ConfigError: There are more stages than layers, split points match nothing or are out of order, or a stage would
             have no parameters.
     """
-    layers = len(model.get_submodule(points.layers))  # type: ignore[arg-type]
+    layers = layer_names(model, points)
     stages = ranks * stages_per_rank(pp_plan)
     if pp_plan.split_points:
         borders = _given_borders(pp_plan.split_points, points, layers, stages)
     else:
-        _check_enough(layers, stages, ranks, points)
+        _check_enough(len(layers), stages, ranks, points)
         borders = even_borders(*_costs(model, points), stages)
     plan = StagePlan(points, borders, layers, ranks, is_v=pp_plan.schedule == "zbv")
     _check_filled(model, plan)
     return plan
+
+
+def layer_names(model: nn.Module, points: CutPoints) -> tuple[str, ...]:
+    """Names of all layers of a whole model, in the order in which they run."""
+    lists = {name: model.get_submodule(name) for name in points.layers}
+    return tuple(f"{name}.{number}" for name, layers in lists.items() for number, _ in layers.named_children())
 
 
 def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> tuple[int, ...]:
@@ -132,24 +153,26 @@ def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> t
 
 def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
     """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
-    around = [name for name in names if f"{plan.points.layers}.".startswith(f"{name}.") or not name]
+    lists = [f"{name}." for name in plan.points.layers]
+    around = [name for name in names if not name or any(each.startswith(f"{name}.") for each in lists)]
     if around:
         raise ConfigError(
             f"'{around[0]}' holds the layers that stages are cut of",
             key=key,
-            way_out=f"Name what is inside: '{plan.points.layers}.{{*}}'.",
+            way_out=f"Name what is inside: '{lists[0]}{{*}}'.",
         )
 
 
 def _costs(model: nn.Module, points: CutPoints) -> tuple[list[int], int, int]:
     """Parameters of each layer, in front of and behind them: what a token is multiplied by. Looking an embedding up
     costs nothing."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule(points.layers).children()]
+    names = layer_names(model, points)
+    layers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names]
     back = sum(p.numel() for name in points.behind for p in model.get_submodule(name).parameters())
     front = sum(
         p.numel()
         for name, p in model.named_parameters()
-        if not any(_is_in(name, part) for part in (points.layers, *points.behind, points.embedding))
+        if not any(_is_in(name, part) for part in (*points.layers, *points.behind, points.embedding))
     )
     return layers, front, back
 
@@ -164,26 +187,31 @@ def _check_enough(layers: int, stages: int, ranks: int, points: CutPoints) -> No
     ways += ["parallel.pp_plan.schedule to 1f1b"] if per_rank > 1 and ranks <= layers else []
     chunks = f" × {per_rank} chunks on each" if per_rank > 1 else ""
     raise ConfigError(
-        f"{ranks} ranks{chunks} are more stages than the {layers} layers of {points.layers}",
+        f"{ranks} ranks{chunks} are more stages than the {layers} layers of {points.list_names}",
         key=KEY if per_rank == 1 else f"{KEY} · parallel.pp_plan.virtual_stages",
         way_out=f"Set {', or '.join(ways)}." if ways else f"Set {KEY} to 1.",
     )
 
 
-def _given_borders(split_points: Sequence[str], points: CutPoints, layers: int, stages: int) -> tuple[int, ...]:
+def _given_borders(
+    split_points: Sequence[str], points: CutPoints, layers: Sequence[str], stages: int
+) -> tuple[int, ...]:
     if len(split_points) != stages - 1:
         raise ConfigError(
             f"{len(split_points)} split points make {len(split_points) + 1} stages, and the plan has {stages}",
             key=SPLIT_KEY,
             way_out=f"Name the first module of each further stage: {stages - 1} names, or leave it empty.",
         )
-    places = {f"{points.layers}.{number}": number for number in range(layers)} | {points.behind[0]: layers}
+    places = {name: number for number, name in enumerate(layers)}
+    last = f"Take {layers[0]} to {layers[-1]}"
+    if all(len(streams) == 1 for streams in points.layers.values()):  # what is behind may read all that layers return
+        places[points.behind[0]] = len(layers)
+        last += f", or {points.behind[0]} for a last stage without layers"
     if unknown := [name for name in split_points if name not in places]:
         raise ConfigError(
             f"'{unknown[0]}' is not a module that a stage can begin with",
             key=SPLIT_KEY,
-            way_out=f"Take {points.layers}.0 to {points.layers}.{layers - 1}, or {points.behind[0]} for a last stage "
-            "without layers.",
+            way_out=f"{last}.",
         )
     borders = tuple(places[name] for name in split_points)
     if any(first >= second for first, second in pairwise(borders)):
@@ -205,9 +233,3 @@ def _check_filled(model: nn.Module, plan: StagePlan) -> None:
 
 def _is_in(name: str, module: str) -> bool:
     return bool(module) and (name == module or name.startswith(f"{module}."))
-
-
-def _words(numbers: range) -> str:
-    if not numbers:
-        return "none"
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

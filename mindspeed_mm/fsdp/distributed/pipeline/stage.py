@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried
-from mindspeed_mm.fsdp.distributed.pipeline.cut import entry_of, stage_of
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried, Loss, Passed
+from mindspeed_mm.fsdp.distributed.pipeline.cut import arguments_of, entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 from mindspeed_mm.fsdp.ops.stages import StageExit
-
-
-class Loss(Protocol):
-    """What a stage asks of an objective."""
-
-    def terms(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Run the model; each term's sum over a micro-batch."""
-        ...
 
 
 @dataclass
@@ -35,6 +27,8 @@ class StepWork:
     objective: Loss
     batches: Sequence[Batch]
     denominators: Mapping[str, float]
+    crossings: Sequence[list[list[Passed]]] = ()
+    """Of each micro-batch, what enters each stage (`Boundary.crossings`)."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Normalised terms so far; filled where the last stage is."""
 
@@ -67,9 +61,12 @@ class StageModule(nn.Module):
         self._media = () if self.is_first else tuple(media)
         self._carried: Carried = boundary.carried(stage)
         self._carried.attach(self.model)
-        self._entering: Tensor | None = None
+        self._streams = () if self.is_first else plan.streams_into(stage)
+        self._entering: tuple[Tensor, ...] = ()
         if not self.is_first:
-            entry_of(self.model, plan, stage).register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            entry = entry_of(self.model, plan, stage)
+            self._arguments = arguments_of(entry)
+            entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         self.work: StepWork | None = None
 
     def cast_inputs(self, dtype: torch.dtype | None) -> None:
@@ -89,27 +86,33 @@ class StageModule(nn.Module):
         batch = {key: value for key, value in batch.items() if key not in self._media}
         if routers := self._boundary.routers:
             *received, routers.received = received or (None,)  # type: ignore[assignment]
-        if received:
-            self._entering, self._carried.received = received[0], tuple(received[1:])
+        hidden = max(1, len(self._streams)) if received else 0
+        self._entering = tuple(received[:hidden])
+        self._carried.begin(tuple(received[hidden:]))
         try:
             terms = self.work.objective.terms(self.model, batch)
         except StageExit as end:
-            return self._leaving(end.hidden, batch)
+            return self._leaving(end.streams, self.work.crossings[int(mb)][self.index + 1])
         finally:
-            self._entering = None
+            self._entering = ()
         return self._loss(terms)
 
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        assert self._entering is not None
-        return ((self._entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self._entering})
+        given, by_name = list(args), dict(kwargs)
+        for name, hidden in zip(self._streams or ("hidden_states",), self._entering, strict=True):
+            place = self._arguments.index(name) if name in self._arguments else 0
+            if place < len(given):
+                given[place] = hidden
+            else:
+                by_name[name] = hidden
+        return tuple(given), by_name
 
-    def _leaving(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        hidden = hidden.to(self._dtype)
-        outputs = [hidden, *(each.to(self._dtype) for each in self._carried.outgoing(hidden))]
+    def _leaving(self, streams: tuple[Tensor, ...], expected: list[Passed]) -> tuple[Tensor, ...]:
+        carried = self._carried.outgoing(streams[0])
+        outputs = [each.to(self._dtype).contiguous() for each in (*streams, *carried)]
         if routers := self._boundary.routers:
-            outputs.append(routers.leaving(hidden))
+            outputs.append(routers.leaving(streams[0]))
         found = [(tuple(each.shape), each.dtype) for each in outputs]
-        expected = self._boundary.tensors(batch, self.index + 1)
         if found != expected:
             raise MMError(
                 f"stage {self.index} hands on {found}, and the next one waits for {expected}",

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -47,6 +48,11 @@ class CogVideoXAdapter(DiffusionAdapter):
             }
         },
         attention={"*.attn1": (TEXT, IMAGE)},
+    )
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("hidden_states", "encoder_hidden_states")},
+        behind=("norm_final", "norm_out", "proj_out"),
+        carried=("time_embedding", "ofs_embedding"),
     )
     lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
     streams = {

@@ -81,6 +81,8 @@ class DiffusionAdapter(ABC):
     """Patterns of layers that tensor parallelism keeps whole: what follows them takes the heads of all ranks."""
     cut_points: ClassVar[CutPoints | None] = None
     """Where the transformer is cut into stages; None: it cannot be."""
+    uncut_because: ClassVar[str] = ""
+    """Why it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module patterns that LoRA adapts when the YAML names none."""
     streams: ClassVar[Mapping[str, str]] = {}
@@ -95,6 +97,8 @@ class DiffusionAdapter(ABC):
     """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
     reads_fps: ClassVar[bool] = False
     """Whether `inputs` reads how fast a clip is: `fps` of the batch."""
+    latents_are_one: ClassVar[bool] = False
+    """Whether the loss of `latents` and `further_latents` is one mean over all of them, not a sum of means."""
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
 
@@ -257,8 +261,9 @@ class DiffusionAdapter(ABC):
 
     @property
     def further_latents(self) -> tuple[str, ...]:
-        """Batch keys of latents that are learned beside `latents`, with noise of their own at the same time. Features
-        have them from `encode_conditions`; `inputs` finds them in the batch, with noise."""
+        """Batch keys of latents that are learned beside `latents`, with noise of their own at the same time, by the
+        samples that have them. Features have them from `encode_conditions`; `inputs` finds them in the batch, with
+        noise."""
         return ()
 
     def requirements(self) -> list[Requirement]:
@@ -324,7 +329,7 @@ class DiffusionAdapter(ABC):
 
         Args:
             pipeline: As above.
-            media: `target`, and each of `media_roles` by its name: (B, 3, T, H, W) uint8.
+            media: `target`, and each of `media_roles` by its name: (B, 3, T, H, W) uint8. Optional ones may lack.
         """
         return {}
 
@@ -433,15 +438,6 @@ class DiffusionAdapter(ABC):
         """
         return {LATENTS: self.prediction(output, shapes[LATENTS])}
 
-    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
-        """Shapes of what passes between stages, for families with `cut_points`: hidden states, then the outputs of the
-        module that `cut_points.carried` names.
-
-        Args:
-            batch: A prepared micro-batch.
-        """
-        raise NotImplementedError
-
     def init_weights(self, module: nn.Module) -> None:
         """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has
         none of them is left alone. Most families have none."""
@@ -535,7 +531,10 @@ class DiffusionAdapter(ABC):
             media: Role → picture, or list of pictures, in the size of the sample.
             sampling: As above.
         """
-        return {role.argument: media[role.name] for role in self.roles.get(self.task, ())}
+        roles = [role for role in self.roles.get(self.task, ()) if role.name in media]
+        several = {role.argument for role in self.roles.get(self.task, ()) if role.is_optional}
+        lists = {name: [media[role.name] for role in roles if role.argument == name] for name in several}
+        return {role.argument: lists.get(role.argument, media[role.name]) for role in roles}
 
 
 def absent_component(folder: Path) -> ModelFolderError:

@@ -47,7 +47,7 @@ class LiveEncoder:
         if REJECTED.batch_key in batch:
             keys[REJECTED.name] = REJECTED.batch_key
         for row in range(len(batch["pixels"])):
-            media = {name: batch[key][row : row + 1] for name, key in keys.items()}
+            media = {name: batch[key][row : row + 1] for name, key in keys.items() if key in batch}
             found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
             if REJECTED.name in media:
                 found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media.pop(REJECTED.name))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 TARGET = "target"
 """The medium that is learned."""
@@ -27,6 +28,10 @@ class MediaRole:
     """Which frame of the target stands in where a row names none; None: every row names one."""
     is_trained: bool = True
     """False: of sampling alone, as the video that v2v begins with."""
+    is_optional: bool = False
+    """Whether rows and prompts may have none. Its argument of the pipeline is a list then, of all pictures for it."""
+    is_whole: bool = False
+    """Scaled into the size of the target, with white around it, instead of cut to it."""
 
     @property
     def batch_key(self) -> str:
@@ -34,15 +39,62 @@ class MediaRole:
         return self.name if self.frames == "sound" else f"pixels_{self.name}"
 
 
+def numbered(role: MediaRole, numbers: range) -> tuple[MediaRole, ...]:
+    """Roles of further pictures, which a row may have: in columns such as `source_2`, or in a list under `source`."""
+    return tuple(
+        replace(
+            role,
+            name=f"{role.name}_{number}",
+            columns=tuple(f"{column}_{number}" for column in role.columns),
+            prompt=f"{role.prompt}_{number}",
+            is_optional=True,
+            is_whole=True,
+        )
+        for number in numbers
+    )
+
+
+def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """A row or prompt whose lists of several pictures stand in numbered fields.
+
+    Args:
+        row: As it is written.
+        named: Field → names of its first, second … picture.
+
+    Raises:
+        ValueError: A list is longer than there are names for it; its argument is the field.
+    """
+    spread = dict(row)
+    for field, names in named.items():
+        given = spread.get(field)
+        if not isinstance(given, list) or not given:
+            continue
+        if len(given) > len(names):
+            raise ValueError(field)
+        spread |= dict(zip(names, spread.pop(field), strict=False))
+    return spread
+
+
 FIRST_FRAME = MediaRole("first_frame", ("first_frame", "first_image"), "one", "image", "image", frame_of_target=0)
 LAST_FRAME = MediaRole("last_frame", ("last_frame", "last_image"), "one", "last_image", "last_image", -1)
 _SOURCES = ("source", "source_image", "input_image", "edit_image")
 SOURCE_PICTURE = MediaRole("source", _SOURCES, "one", "image", "image")
+FURTHER_SOURCES = numbered(SOURCE_PICTURE, range(2, 4))
 MASK_OF_PICTURE = MediaRole("mask", ("mask", "mask_image"), "one", "mask", "mask_image")
 PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", frame_of_target=0)
 SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
 CONTROL_VIDEO = MediaRole("control", ("control", "control_video", "src_video", "source"), "all", "control", "video")
 MASK_OF_VIDEO = MediaRole("mask", ("mask", "mask_video", "src_video_mask"), "all", "mask", "mask")
+_REFERENCE = MediaRole(
+    "reference",
+    ("reference", "reference_image", "src_ref_images"),
+    "one",
+    "reference",
+    "reference_images",
+    is_optional=True,
+    is_whole=True,
+)
+REFERENCES = (_REFERENCE, *numbered(_REFERENCE, range(2, 4)))
 REJECTED = MediaRole("rejected", ("file_rejected", "rejected", "path_rejected"), "all", "", "")
 """The side of a preference pair that is thought less of; no family asks for it, and every one learns from it."""
 REJECTED_LATENTS = "rejected_latents"

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -40,6 +41,13 @@ class FluxAdapter(DiffusionAdapter):
             "txt_ids": (TEXT, -2),
         },
         attention={"*transformer_blocks.{*}.attn": (TEXT, IMAGE)},
+    )
+    cut_points = CutPoints(
+        layers=dict.fromkeys(
+            ("transformer_blocks", "single_transformer_blocks"), ("encoder_hidden_states", "hidden_states")
+        ),
+        behind=("norm_out", "proj_out"),
+        carried=("time_text_embed",),
     )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),

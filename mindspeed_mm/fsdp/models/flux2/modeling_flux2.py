@@ -14,6 +14,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -38,6 +39,19 @@ class Flux2Adapter(DiffusionAdapter):
             "txt_ids": (TEXT, -2),
         },
         attention={"*transformer_blocks.{*}.attn": (TEXT, IMAGE)},
+    )
+    cut_points = CutPoints(
+        layers={
+            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
+            "single_transformer_blocks": ("hidden_states",),
+        },
+        behind=("norm_out", "proj_out"),
+        carried=(
+            "time_guidance_embed",
+            "double_stream_modulation_img",
+            "double_stream_modulation_txt",
+            "single_stream_modulation",
+        ),
     )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -44,6 +45,11 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
             }
         },
         attention={"transformer_blocks.{*}.attn": (IMAGE, TEXT)},
+    )
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("hidden_states", "encoder_hidden_states")},
+        behind=("norm_out", "proj_out"),
+        carried=("time_embed",),
     )
     lora_targets = (
         *(f"transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0")),

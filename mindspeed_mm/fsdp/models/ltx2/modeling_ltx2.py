@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sta
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -58,6 +59,17 @@ class LTX2Adapter(DiffusionAdapter):
     # Positions are turned before heads are told apart, but for the attention to captions.
     never_split = tuple(
         f"*.{name}.*" for name in ("attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn")
+    )
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("hidden_states", "audio_hidden_states")},
+        behind=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
+        behind_parameters=("scale_shift_table", "audio_scale_shift_table"),
+        carried=(
+            *("time_embed", "audio_time_embed", "prompt_adaln", "audio_prompt_adaln"),
+            *("av_cross_attn_video_scale_shift", "av_cross_attn_video_a2v_gate"),
+            *("av_cross_attn_audio_scale_shift", "av_cross_attn_audio_v2a_gate"),
+            *("caption_projection", "audio_caption_projection"),
+        ),
     )
     lora_targets = tuple(
         f"*.{attention}.to_{name}"

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_tabl
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -47,6 +48,12 @@ class LTXVideoAdapter(DiffusionAdapter):
         attention={"*.attn1": (IMAGE,)},
     )
     never_split = ("*.attn1.*",)  # positions are turned before heads are told apart
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("hidden_states",)},
+        behind=("norm_out", "proj_out"),
+        behind_parameters=("scale_shift_table",),
+        carried=("time_embed", "caption_projection"),
+    )
     lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     streams = {
         "time_embed*": "samples",

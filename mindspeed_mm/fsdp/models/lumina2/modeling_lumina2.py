@@ -14,6 +14,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -38,6 +39,7 @@ class Lumina2Adapter(DiffusionAdapter):
         rejoined={"noise_refiner": (IMAGE, 1)},
         gathered=(("norm_out", (BOTH, 1)),),
     )
+    cut_points = CutPoints(layers={"layers": ("hidden_states",)}, behind=("norm_out",), carried=("time_caption_embed",))
     lora_targets = tuple(f"layers.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0"))
     streams = {
         "time_caption_embed.timestep*": "samples",

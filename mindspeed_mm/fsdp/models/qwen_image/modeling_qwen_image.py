@@ -4,7 +4,7 @@ looks at the picture that is edited."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,10 +14,11 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
-from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -27,6 +28,7 @@ _LATENT_AREA = 1024 * 1024
 _SEEN_AREA = 384 * 384
 """Pixels that the text encoder of Edit-Plus sees of it."""
 _SIDE_STEP = 32
+_LATENTS_OF = "_latents"
 
 
 @model_register.register("qwen_image")
@@ -46,6 +48,11 @@ class QwenImageAdapter(DiffusionAdapter):
             }
         },
         attention={"*.attn": (TEXT, IMAGE)},
+    )
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("encoder_hidden_states", "hidden_states")},
+        behind=("norm_out", "proj_out"),
+        carried=("time_text_embed",),
     )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
@@ -153,30 +160,40 @@ class QwenImageEditAdapter(QwenImageAdapter):
         self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
     ) -> list[TextFeatures]:
         """`prompt_embeds` (L, D), those of the picture among them."""
-        (picture,) = as_pil(media["source"][:, :, 0])
-        width, height = fitted_size(*picture.size, self.seen_area or _LATENT_AREA)
-        seen = self._as_seen(pipeline.image_processor.resize(picture, height, width))
+        seen = []
+        for role in self.pictures_of(media):
+            (picture,) = as_pil(media[role][:, :, 0])
+            width, height = fitted_size(*picture.size, self.seen_area or _LATENT_AREA)
+            seen.append(pipeline.image_processor.resize(picture, height, width))
         found = []
         for caption in captions:
-            embeds, _ = pipeline.encode_prompt(caption, image=seen, max_sequence_length=self.text_tokens)
+            embeds, _ = pipeline.encode_prompt(caption, image=self._as_seen(seen), max_sequence_length=self.text_tokens)
             found.append({"prompt_embeds": embeds[0].clone()})
         return found
 
-    def _as_seen(self, picture: Any) -> Any:
-        return picture
+    def _as_seen(self, pictures: list[Any]) -> Any:
+        return pictures[0]
+
+    def pictures_of(self, given: Collection[str], suffix: str = "") -> list[str]:
+        """Names of the pictures that a sample has, or of what is made of them, in their order."""
+        return [role.name + suffix for role in self.roles["edit"] if role.name + suffix in given]
 
     @torch.no_grad()
     def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`source_latents` (B, C, H, W) of the picture in the pipeline's own size."""
+        """`source_latents` (B, C, H, W) of the picture in the pipeline's own size; the same of further ones."""
+        names = self.pictures_of(media)
+        return {f"{name}{_LATENTS_OF}": self._latents_of(pipeline, media[name]) for name in names}
+
+    def _latents_of(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         vae, found = pipeline.vae, []
-        for picture in as_pil(media["source"][:, :, 0]):
+        for picture in as_pil(pixels[:, :, 0]):
             width, height = fitted_size(*picture.size, _LATENT_AREA)
             pixels = pipeline.image_processor.preprocess(
                 pipeline.image_processor.resize(picture, height, width), height, width
             )
             latents = vae.encode(pixels[:, :, None].to(vae.device, vae.dtype)).latent_dist.mode()[:, :, 0]
             found.append(standardised(latents, vae.config.latents_mean, vae.config.latents_std))
-        return {"source_latents": torch.cat(found)}
+        return torch.cat(found)
 
     def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """As above."""
@@ -185,29 +202,30 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return {"source_latents": (channels, *(side // self.geometry.spatial_ratio for side in reversed(sides)))}
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Those of Qwen-Image, with the picture behind."""
+        """Those of Qwen-Image, with the pictures behind."""
         inputs = super().inputs(noisy, sigma, batch, guidance)
-        source = batch["source_latents"].to(noisy.dtype)
-        grid = (1, source.shape[-2] // PATCH, source.shape[-1] // PATCH)
+        sources = [batch[name].to(noisy.dtype) for name in self.pictures_of(batch, _LATENTS_OF)]
+        grids = [(1, source.shape[-2] // PATCH, source.shape[-1] // PATCH) for source in sources]
         return inputs | {
-            "hidden_states": torch.cat([inputs["hidden_states"], pack(source)], dim=1),
-            "img_shapes": [[*shapes, grid] for shapes in inputs["img_shapes"]],
+            "hidden_states": torch.cat([inputs["hidden_states"], *map(pack, sources)], dim=1),
+            "img_shapes": [[*shapes, *grids] for shapes in inputs["img_shapes"]],
         }
 
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Unpacked; what stands behind the noise is the picture."""
+        """Unpacked; what stands behind the noise are the pictures."""
         tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
         return unpack(output[0][:, :tokens], latent_shape)
 
 
 class QwenImageEditPlusAdapter(QwenImageEditAdapter):
-    """Qwen-Image-Edit-2509 and later, with one picture: the text encoder sees it smaller."""
+    """Qwen-Image-Edit-2509 and later, with one to three pictures: the text encoder sees them smaller."""
 
     pipelines: ClassVar[Mapping[str, str]] = {"edit": "QwenImageEditPlusPipeline"}
+    roles = {"edit": (SOURCE_PICTURE, *FURTHER_SOURCES)}
     seen_area: ClassVar[int | None] = _SEEN_AREA
 
-    def _as_seen(self, picture: Any) -> Any:
-        return [picture]
+    def _as_seen(self, pictures: list[Any]) -> Any:
+        return pictures
 
 
 def fitted_size(width: int, height: int, area: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_tabl
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -33,6 +34,12 @@ class SanaAdapter(DiffusionAdapter):
     pipelines = {"t2i": "SanaPipeline"}
     blocks = ("transformer_blocks.{*}",)
     whole_because = "its feed-forward layers are convolutions over neighbouring tokens, which other ranks would hold"
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("hidden_states",)},
+        behind=("norm_out", "proj_out"),
+        behind_parameters=("scale_shift_table",),
+        carried=("time_embed", "caption_norm"),
+    )
     lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

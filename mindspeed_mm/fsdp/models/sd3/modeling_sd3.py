@@ -12,6 +12,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -32,6 +33,11 @@ class StableDiffusion3Adapter(DiffusionAdapter):
             }
         },
         attention={"*.attn": (IMAGE, TEXT), "*.attn2": (IMAGE,)},
+    )
+    cut_points = CutPoints(
+        layers={"transformer_blocks": ("encoder_hidden_states", "hidden_states")},
+        behind=("norm_out", "proj_out"),
+        carried=("time_text_embed",),
     )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +16,30 @@ KEY = "parallel.pipeline_parallel_size"
 
 @dataclass(frozen=True)
 class CutPoints:
-    """The list of layers that is cut, and what stands around it. Modules named nowhere here belong to the first stage.
+    """The lists of layers that are cut, and what stands around them. Modules named nowhere belong to the first stage.
 
     Code between layers runs on the stage that has the layer in front of it; code in front of the layers runs on every
     stage (masks, rotary tables), with placeholders where modules of the first stage would be called.
     """
 
-    layers: str
-    """Name of the list."""
+    layers: Mapping[str, tuple[str, ...]]
+    """Names of the lists, in the order in which they run → the arguments of a layer that it returns changed, in the
+    order in which it returns them."""
     behind: tuple[str, ...]
     """Modules of the last stage, in the order in which they are called; the first takes what the last layer returns."""
     behind_parameters: tuple[str, ...] = ()
-    """Parameters of the modules around the list that the last stage uses."""
+    """Parameters of the modules around the lists that the last stage uses."""
     embedding: str = ""
-    """The token embedding: what is called elsewhere in its place must return hidden states, of zeros."""
-    carried: str = ""
-    """A module of the first stage whose outputs all stages need: they travel beside the hidden states."""
-    carried_outputs: int = 0
-    """How many outputs it returns; some may be None."""
+    """Of a language model: the token embedding. What is called elsewhere in its place must return hidden states, of
+    zeros."""
+    carried: tuple[str, ...] = ()
+    """Of a generator: modules of the first stage whose outputs all stages need. They travel beside the hidden states;
+    a release of the family may lack some."""
+
+    @property
+    def list_names(self) -> str:
+        """Names of the lists, for messages."""
+        return ", ".join(self.layers)
 
 
 def find_cut_points(model: nn.Module) -> CutPoints:
@@ -48,8 +55,9 @@ def find_cut_points(model: nn.Module) -> CutPoints:
     adapter = facts_of(model).adapter
     points = adapter.cut_points if adapter is not None else _of_decoder(model)
     if points is None:
+        why = (adapter.uncut_because if adapter is not None else "") or "its family states no cut points"
         raise ConfigError(
-            f"{type(model).__name__} cannot be cut into stages: its family states no cut points",
+            f"{type(model).__name__} cannot be cut into stages: {why}",
             key=KEY,
             way_out="Set it to 1; shard (fully_shard_parallel_size) or split matrices (tensor_parallel_size) instead.",
         )
@@ -77,7 +85,7 @@ def _of_decoder(model: nn.Module) -> CutPoints | None:
         )
     names = {id(module): name for name, module in model.named_modules()}
     behind = [names[id(norm)], *([names[id(head)]] if head is not None else [])]
-    return CutPoints(layers=names[id(layers)], behind=tuple(behind), embedding=names[id(embedding)])
+    return CutPoints({names[id(layers)]: ("hidden_states",)}, behind=tuple(behind), embedding=names[id(embedding)])
 
 
 def _part(model: nn.Module, getter: str) -> Any:

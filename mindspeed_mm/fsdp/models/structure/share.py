@@ -51,8 +51,9 @@ class PlaceholderModule(nn.Module):
             is_plain = isinstance(value, _PLAIN) or name == "config"
             if is_plain and not name.startswith("_") and name != "training":
                 setattr(self, name, value)
-        parameter = next(module.parameters(), None)
-        self.dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
+        if not isinstance(module, PlaceholderModule):
+            parameter = next(module.parameters(), None)
+            self.dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
 
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
         """What comes in."""

@@ -9,6 +9,7 @@ from torch import nn
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import tie_groups
 from mindspeed_mm.fsdp.models.structure.towers import Tower, find_media_without_towers, find_towers
 
@@ -66,10 +67,10 @@ def find_blocks(model: nn.Module) -> list[str]:
     adapter = facts_of(model).adapter
     found: list[str] = []
     if adapter is not None:
-        names = [name for name, _ in model.named_modules()]
+        names = [name for name, _ in whole_of(model).named_modules()]
         for pattern in adapter.blocks:  # one by one: the order of the patterns is that of execution
             found += resolve_patterns([pattern], names, key="blocks")
-        return found
+        return own_names(model, found)
     classes = set(getattr(model, "_no_split_modules", None) or ())
     for name, module in model.named_modules():
         # Sharding puts a class of its own in front: the blocks' class is among the bases then.

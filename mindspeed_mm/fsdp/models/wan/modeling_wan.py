@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.utils.register import model_register
 
 _IMAGE_TOKENS = 257
 """Of CLIP ViT-H/14 at 224 pixels, the released image encoder."""
+_PAIR = "it is two transformers, each of which has samples of its own"
 _PIPELINE_STEP = 16
 """The pipelines refuse other heights and widths than its multiples."""
 
@@ -55,11 +56,10 @@ class WanAdapter(DiffusionAdapter):
         attention={"blocks.{*}.attn1": (IMAGE,)},
     )
     cut_points: ClassVar[CutPoints | None] = CutPoints(
-        layers="blocks",
+        layers={"blocks": ("hidden_states",)},
         behind=("norm_out", "proj_out"),
         behind_parameters=("scale_shift_table",),
-        carried="condition_embedder",
-        carried_outputs=4,
+        carried=("condition_embedder",),
     )
     lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     streams: ClassVar[Mapping[str, str]] = {
@@ -144,7 +144,7 @@ class WanAdapter(DiffusionAdapter):
         }
         plan = type(self).sample_plan
         spread = plan and plan.inside(self.transformers)
-        return {**patterns, "streams": {}, "sample_plan": spread, "cut_points": None}
+        return {**patterns, "streams": {}, "sample_plan": spread, "cut_points": None, "uncut_because": _PAIR}
 
     def check(self) -> None:
         """Also refuses half of a pair, and a pair without its boundary."""
@@ -248,18 +248,6 @@ class WanAdapter(DiffusionAdapter):
             inputs["encoder_hidden_states_image"] = rows
         return inputs
 
-    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
-        """Hidden states (B, tokens, D); of the time (B, D) and (B, 6 D), of the text (B, L, D) and, for i2v, of the
-        picture (B, N, D)."""
-        config = self.transformer_config
-        width = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
-        rows, *size = batch["latents"].shape
-        shapes = [(rows, self.geometry.tokens(tuple(size)), width), (rows, width), (rows, 6 * width)]
-        shapes.append((rows, batch["prompt_embeds"].shape[1], width))
-        if "image_embeds" in batch:
-            shapes.append((rows, batch["image_embeds"].shape[1], width))
-        return shapes
-
     def _given_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """(B, frames of a latent frame, T, H, W): one where frames are given."""
         B, _, *size = latents_BCTHW.shape
@@ -345,11 +333,6 @@ class WanTokenTimeAdapter(WanAdapter):
         if self.task == "ti2v":
             times[:, 0] = 0
         return inputs | {"timestep": times.flatten(1)}
-
-    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
-        """Those of Wan; of the time (B, N, D) and (B, N, 6 D)."""
-        hidden, _, _, *others = super().stage_shapes(batch)
-        return [hidden, hidden, (*hidden[:2], 6 * hidden[2]), *others]
 
 
 def _normalised_latents(vae: Any, video: torch.Tensor) -> torch.Tensor:

@@ -8,23 +8,29 @@ from typing import Any, ClassVar
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
-from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, Requirement
+from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO, REFERENCES
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+_REFERENCES = "reference_latents"
 
 
 @model_register.register("wan_vace")
 class WanVACEAdapter(WanAdapter):
-    """Wan2.1 VACE 1.3B and 14B, without reference pictures."""
+    """Wan2.1 VACE 1.3B and 14B. Reference pictures stand in front of the video as frames of their own, which are
+    learned as the video's are."""
 
     transformer_class = "WanVACETransformer3DModel"
     pipelines = {"vace": "WanVACEPipeline"}
     more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    roles = {"vace": (CONTROL_VIDEO, MASK_OF_VIDEO)}
-    draws: ClassVar[frozenset[str]] = frozenset()
+    roles = {"vace": (CONTROL_VIDEO, MASK_OF_VIDEO, *REFERENCES)}
+    draws: ClassVar[frozenset[str]] = frozenset({"vace"})
+    further_latents = (_REFERENCES,)
+    latents_are_one = True
     one_by_one = frozenset({"vace"})
     blocks = ("blocks.{*}", "vace_blocks.{*}")
     sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
@@ -35,6 +41,7 @@ class WanVACEAdapter(WanAdapter):
         attention={"*blocks.{*}.attn1": (IMAGE,)},
     )
     cut_points = None
+    uncut_because = "its blocks are no chain, since those of the control feed the others"
     lora_targets = tuple(
         f"{rows}.{{*}}.attn{n}.to_{name}"
         for rows in ("blocks", "vace_blocks")
@@ -58,15 +65,22 @@ class WanVACEAdapter(WanAdapter):
 
     @torch.no_grad()
     def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`control_latents` (B, C, T, H, W), by the pipeline's own code: latents of the control video outside and
-        inside the mask, then the mask, folded."""
-        found = []
-        for control, mask in zip(media["control"].split(1), media["mask"].split(1), strict=True):
-            video = model_range(control).to(pipeline.vae.device)
-            white = ((model_range(mask) + 1) / 2).clamp(0, 1).to(pipeline.vae.device)
-            latents = pipeline.prepare_video_latents(video, white, [[]], None, pipeline.vae.device)
-            found.append(torch.cat([latents, pipeline.prepare_masks(white, [[]])], dim=1))
-        return {"control_latents": torch.cat(found).to(pipeline.vae.dtype)}
+        """`control_latents` (B, C, N + T, H, W), by the pipeline's own code: latents of the N reference pictures, the
+        last in front, and of the control video outside and inside the mask, then the mask, folded.
+        `reference_latents` (B, C, N, H, W) of the pictures, where there are any."""
+        device, found = pipeline.vae.device, []
+        names = [role.name for role in REFERENCES if role.name in media]
+        for row, (control, mask) in enumerate(zip(media["control"].split(1), media["mask"].split(1), strict=True)):
+            video = model_range(control).to(device)
+            white = ((model_range(mask) + 1) / 2).clamp(0, 1).to(device)
+            pictures = [[model_range(media[name][row, :, 0]).to(device) for name in names]]
+            latents = pipeline.prepare_video_latents(video, white, pictures, None, device)
+            found.append(torch.cat([latents, pipeline.prepare_masks(white, pictures)], dim=1))
+        controls = torch.cat(found).to(pipeline.vae.dtype)
+        if not names:
+            return {"control_latents": controls}
+        references = controls[:, : self.geometry.latent_channels, : len(names)].contiguous()
+        return {"control_latents": controls, _REFERENCES: references}
 
     def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """As above."""
@@ -74,9 +88,22 @@ class WanVACEAdapter(WanAdapter):
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Those of Wan, and the control with its full strength."""
+        if _REFERENCES in batch:
+            noisy = torch.cat([batch[_REFERENCES].to(noisy.dtype), noisy], dim=2)
         inputs = super().inputs(noisy, sigma, batch, guidance)
         layers = len(self.transformer_config.get("vace_layers", ()))
         return inputs | {
             "control_hidden_states": batch["control_latents"].to(noisy.dtype),
             "control_hidden_states_scale": noisy.new_ones(layers),
         }
+
+    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Of the reference pictures, which stand in front, and of the video."""
+        frames = shapes[LATENTS][2]
+        found = {LATENTS: output[0][:, :, -frames:]}
+        return found | ({_REFERENCES: output[0][:, :, :-frames]} if _REFERENCES in shapes else {})
+
+    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+        """With reference pictures there are frames more than the sample has: the pipeline draws the noise for all."""
+        given = super().pipeline_media(media, sampling)
+        return given | ({"latents": None} if "reference_images" in given else {})

@@ -15,6 +15,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import pad_rows
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
@@ -36,6 +37,7 @@ class ZImageAdapter(DiffusionAdapter):
         rejoined={"noise_refiner": (IMAGE, 1)},
         gathered=(("all_final_layer.2-1", (BOTH, 1)),),
     )
+    cut_points = CutPoints(layers={"layers": ("x",)}, behind=("all_final_layer.2-1",), carried=("t_embedder",))
     lora_targets = tuple(f"layers.{{*}}.attention.to_{name}" for name in ("q", "k", "v", "out.0"))
     streams = {
         "t_embedder*": "samples",

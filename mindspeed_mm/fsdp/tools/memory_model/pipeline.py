@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.distributed.pipeline.schedules import work_of_rank
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, StepWork
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
-from mindspeed_mm.fsdp.tools.memory_model.ledger import TEMPORARY
+from mindspeed_mm.fsdp.tools.memory_model.ledger import TEMPORARY, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation
 
 Place = tuple[int, int]
@@ -69,9 +69,12 @@ class SimulatedPipeline:
             forward_ended: Called behind every forward pass.
         """
         work = StepWork(_Sum(loss), [batch] * micro_batches, {_Sum.NAME: 1.0})
+        with self._simulation.writing(MemoryLedger()):  # shapes take no memory that stays
+            entering = self._boundary.crossings(work.objective, batch)
+        work.crossings = [entering] * micro_batches
         for stage, module in self._stages.items():
             module.work = work
-            self._lay_out(stage, batch, micro_batches)
+            self._lay_out(stage, entering, micro_batches)
         if settings.schedule != "gpipe":  # others repeat themselves once every stage has begun
             micro_batches = min(micro_batches, 2 * self._plan.stages)
         for kind, stage, number in work_of_rank(settings.schedule, self._plan, self._rank, micro_batches):
@@ -85,14 +88,14 @@ class SimulatedPipeline:
         for module in self._stages.values():
             module.work = None
 
-    def _lay_out(self, stage: int, batch: Batch, micro_batches: int) -> None:
+    def _lay_out(self, stage: int, entering: Sequence[list[Passed]], micro_batches: int) -> None:
         """Tensors that are received into are there from the beginning of the step (`OwnShapes.lay_out`)."""
         last = self._plan.stages - 1
         for number in range(micro_batches):
             if stage:
-                self._received[stage, number] = self._empty(self._boundary.tensors(batch, stage))
+                self._received[stage, number] = self._empty(entering[stage])
             if stage < last:
-                self._gradients[stage, number] = self._empty(self._boundary.tensors(batch, stage + 1))
+                self._gradients[stage, number] = self._empty(entering[stage + 1])
 
     def _empty(self, tensors: Sequence[Passed]) -> tuple[Tensor, ...]:
         return tuple(self._simulation.empty(shape, dtype) for shape, dtype in tensors)

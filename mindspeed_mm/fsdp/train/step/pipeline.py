@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Passed
 from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, build_pipeline_schedule, run_schedule
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, StepWork
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
@@ -53,6 +54,7 @@ class PipelineForwardBackward:
         """Each term's sum over micro-batches, on all stages: forward passes, one micro-batch behind the other."""
         names = self._objective.count(micro_batches)
         work = StepWork(self._objective, micro_batches, dict.fromkeys(names, 1))
+        work.crossings = self._crossings(work)
         for number in range(len(micro_batches)):
             for stage in self._pipeline.stages:
                 self._forward(stage, work, number)
@@ -62,11 +64,12 @@ class PipelineForwardBackward:
         return self._on_all_stages(work, names)
 
     def _run(self, work: StepWork) -> None:
-        count, boundary = len(work.batches), self._pipeline.boundary
+        count = len(work.batches)
+        work.crossings = self._crossings(work)
         for stage, module in zip(self._stages, self._pipeline.stages, strict=True):
             module.work = work
-            before = [boundary.tensors(batch, module.index) for batch in work.batches]
-            after = [[] if module.is_last else boundary.tensors(batch, module.index + 1) for batch in work.batches]
+            before = [entering[module.index] for entering in work.crossings]
+            after = [[] if module.is_last else entering[module.index + 1] for entering in work.crossings]
             stage.lay_out(before, after)
         if count not in self._schedules:
             self._schedules[count] = build_pipeline_schedule(self._plan.schedule, self._stages, count)
@@ -75,9 +78,12 @@ class PipelineForwardBackward:
         for module in self._pipeline.stages:
             module.work = None
 
+    def _crossings(self, work: StepWork) -> list[list[list[Passed]]]:
+        return [self._pipeline.boundary.crossings(work.objective, batch) for batch in work.batches]
+
     def _forward(self, stage: StageModule, work: StepWork, number: int) -> None:
         plan, group = self._pipeline.plan, self._pipeline.group
-        entering = self._pipeline.boundary.tensors(work.batches[number], stage.index)
+        entering = work.crossings[number][stage.index]
         received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in entering]
         for tensor in received:
             self._pass_on(tensor, plan.rank_of(stage.index - 1), group, sends=False, key=(number, stage.index))

@@ -75,6 +75,8 @@ def media_pixels(
     media: MediaLoader,
     sampling: ClipSampling | None = None,
     view: View = MIDDLE,
+    *,
+    is_whole: bool = False,
 ) -> torch.Tensor:
     """A row's pixels, (3, T, H, W) uint8; T is 1 for pictures.
 
@@ -84,6 +86,7 @@ def media_pixels(
         media: The door to files.
         sampling: Which frames of a video or an animated picture.
         view: Where it is cut.
+        is_whole: Nothing is cut off: what the medium does not cover is white.
 
     Raises:
         DataError: The file is missing, refused, broken or too short.
@@ -91,7 +94,8 @@ def media_pixels(
     sampling = sampling or ClipSampling()
 
     def shape(image: Image.Image) -> np.ndarray:
-        return cover(image, size.height, size.width, view)
+        bring = inside if is_whole else cover
+        return bring(image, size.height, size.width, view)
 
     if is_video(row):
         with media.open(row.media) as file:
@@ -119,4 +123,15 @@ def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> n
     left, top = max(0.0, image.width - cut_width) * view.across, max(0.0, image.height - cut_height) * view.down
     box = (left, top, min(left + cut_width, image.width), min(top + cut_height, image.height))
     pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))
+    return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels
+
+
+def inside(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:
+    """Scale (bicubic, antialiased) into the middle of a white picture of a size: (height, width, 3) uint8."""
+    scale = min(width / image.width, height / image.height)
+    inner_height, inner_width = max(1, int(image.height * scale)), max(1, int(image.width * scale))
+    top, left = (height - inner_height) // 2, (width - inner_width) // 2
+    pixels = np.full((height, width, 3), 255, dtype=np.uint8)
+    scaled = image.resize((inner_width, inner_height), Image.Resampling.BICUBIC)
+    pixels[top : top + inner_height, left : left + inner_width] = np.asarray(scaled)
     return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels

@@ -154,7 +154,7 @@ class RawSource:
             media = self._seen(index, row, number)
         except DataError as error:
             raise _at(row, error) from error
-        of_roles = {role.batch_key: media[role.name] for role in self._roles}
+        of_roles = {role.batch_key: media[role.name] for role in self._roles if role.name in media}
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
         known = {"sample_id": sample_id, "epoch": epoch, "fps": self.fps(index), "caption": caption}
         prior = {"is_prior": torch.tensor(row.is_prior)} if self._has_prior else {}
@@ -215,8 +215,9 @@ class RawSource:
             elif role.name in of_roles:
                 frames = size.frames if role.frames == "all" else 1
                 of_role = MediaSize(frames, size.height, size.width)
-                seen[role.name] = media_pixels(of_roles[role.name], of_role, self.media, self._sampling, view)
-            else:
+                medium = of_roles[role.name], of_role, self.media, self._sampling, view
+                seen[role.name] = media_pixels(*medium, is_whole=role.is_whole)
+            elif not role.is_optional:
                 assert role.frame_of_target is not None  # rows without are refused when they are read
                 at = role.frame_of_target % size.frames
                 seen[role.name] = seen[TARGET][:, at : at + 1].clone()
@@ -306,6 +307,8 @@ class RawSource:
         """The bucket of a row with this header, with the length of its sound. Raises `DataError` as `Buckets.assign`,
         and for a picture where sound is learned."""
         size = self._buckets[self.rows.file_number(index)].assign(header, name)
+        if optional := [role.name for role in self._roles if role.is_optional]:
+            size = replace(size, pictures=len(self.rows[index].roles.keys() & set(optional)))
         if self._sound is None:
             return size
         if header.fps <= 0:

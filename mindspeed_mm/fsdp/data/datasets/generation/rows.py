@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
-from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -364,6 +364,7 @@ def parse_row(
         scores = take_scores(rest, place)
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     rest = {each.column: each.of(media, place) for each in companions if each.column not in rest} | rest
+    rest = _spread(rest, roles, place)
     of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
@@ -390,11 +391,11 @@ def parse_row(
 
 
 def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocation) -> str | bytes | None:
-    """The medium of a role, whose column is taken out of the row; None where the target stands in for it."""
+    """The medium of a role, whose column is taken out of the row; None where there need be none."""
     name = next((column for column in role.columns if column in row), None)
     if name is not None:
         return _medium((name, row.pop(name)), folder, place)
-    if role.frame_of_target is not None:
+    if role.is_optional or role.frame_of_target is not None:
         return None
     raise DataError(
         f"the row has no {role.name.replace('_', ' ')}: none of {', '.join(role.columns)} among {', '.join(row)}",
@@ -402,6 +403,24 @@ def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocati
         key=role.columns[0],
         way_out="Name the file in a column of that name, or set model.task to what the rows are for.",
     )
+
+
+def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
+    """Several pictures in one column, in columns of their own."""
+    numbered = [column for role in roles if role.is_optional for column in role.columns if column[-1].isdigit()]
+    named: dict[str, tuple[str, ...]] = {}
+    for column in numbered:
+        first = column.rpartition("_")[0]
+        named[first] = (*named.get(first, (first,)), column)
+    try:
+        return spread_lists(row, named)
+    except ValueError as error:
+        raise DataError(
+            f"{len(row[str(error)])} pictures, and the model takes {len(named[str(error)])} at most",
+            where=str(place),
+            key=str(error),
+            way_out="Leave some out.",
+        ) from None
 
 
 def _check_not_null(row: Mapping[str, Any], columns: ColumnNames, place: RowLocation) -> None:
