@@ -13,7 +13,7 @@ compressed-tensors  Kimi-K2, `pack-quantized`: `X.weight_packed`, eight codes of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ class Quantization(NamedTuple):
     """Of a code: compressed-tensors."""
 
 
-def read_quantization(section: Any, where: str, key: str) -> Quantization:
+def read_quantization(section: object, where: str, key: str) -> Quantization:
     """What a `quantization_config` says.
 
     Args:
@@ -55,7 +55,7 @@ def read_quantization(section: Any, where: str, key: str) -> Quantization:
         return Quantization(method)
     if method == "compressed-tensors" and (bits := _packed_bits(settings)):
         return Quantization(method, bits=bits)
-    told = ", ".join(filter(None, [method, settings.get("format"), settings.get("fmt")]))
+    told = ", ".join(str(word) for word in (method, settings.get("format"), settings.get("fmt")) if word)
     raise ModelFolderError(
         f"the weights are quantised ({told}) in a way that cannot be read, and cannot be trained",
         where=where,
@@ -65,19 +65,34 @@ def read_quantization(section: Any, where: str, key: str) -> Quantization:
     )
 
 
-def _packed_bits(settings: Mapping[str, Any]) -> int | None:
+_READ_SCHEME: Mapping[str, tuple[object, ...]] = {
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group", "channel"),
+    "actorder": (None,),
+}
+"""Setting of compressed-tensors → the values that `_of_packed_rows` reads; the first is the one where none is said."""
+
+
+def _packed_bits(settings: Mapping[str, object]) -> int | None:
     """Of whole numbers that `_of_packed_rows` reads; None for any others."""
     groups = settings.get("config_groups")
-    schemes = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
-    known = {"type": ("int",), "symmetric": (True,), "strategy": ("group", "channel"), "actorder": (None,)}
-    bits = {scheme.get("num_bits") for scheme in schemes}
-    is_known = all(scheme.get(name, values[0]) in values for scheme in schemes for name, values in known.items())
-    if settings.get("format") != "pack-quantized" or len(bits) != 1 or not bits <= {4, 8} or not is_known:
+    if settings.get("format") != "pack-quantized" or not isinstance(groups, Mapping):
         return None
-    return next(known for known in (4, 8) if known in bits)
+    widths = set()
+    for group in groups.values():
+        scheme = group.get("weights") or {}
+        widths.add(scheme.get("num_bits"))
+        for name, values in _READ_SCHEME.items():
+            if scheme.get(name, values[0]) not in values:
+                return None
+    for bits in (4, 8):
+        if widths == {bits}:
+            return bits
+    return None
 
 
-def sections_of(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def sections_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Every `quantization_config` in a config.json that says something, with its dotted place."""
     for key, value in config.items():
         if key == "quantization_config" and value:
@@ -86,7 +101,7 @@ def sections_of(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
             yield from sections_of(value, f"{path}{key}.")
 
 
-def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+def refuse_quantized(config: Mapping[str, object], where: str) -> None:
     """Raise `ModelFolderError` for a config.json of weights in few bits: conversions carry tensors over as they lie."""
     for key, _ in sections_of(config):
         raise ModelFolderError(
@@ -97,13 +112,16 @@ def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """A config.json of weights that are numbers."""
-    kept = {key: value for key, value in config.items() if key != "quantization_config"}
-    return {key: without_quantization(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+    kept: dict[str, object] = {}
+    for key, value in config.items():
+        if key != "quantization_config":
+            kept[key] = without_quantization(value) if isinstance(value, Mapping) else value
+    return kept
 
 
-def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], where: str) -> Mapping[str, LazyTensor]:
+def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], where: str) -> Mapping[str, LazyTensor]:
     """A folder's tensors with those that are kept in few bits as fp32 numbers, under the names that these have.
 
     Args:
@@ -131,7 +149,10 @@ def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) ->
         codes = stored.get(name)
         if not key.endswith(".weight_scale_inv") or codes is None:
             continue
-        grid = (*codes.shape[:-2], *(-(-size // step) for size, step in zip(codes.shape[-2:], rule.block, strict=True)))
+        *leading, rows, columns = codes.shape
+        row_step, column_step = rule.block
+        # The last block of a row or column may be cut off: rounded up.
+        grid = (*leading, -(-rows // row_step), -(-columns // column_step))
         _check_shape(scales, grid, key, name, where)
         found[name] = ScaledBlocks(codes, scales, rule.block)
     return found
@@ -192,11 +213,15 @@ class ScaledBlocks(LazyTensor):
         self.codes, self.scales, self.block = codes, scales, block
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        *leading, rows, columns = region
+        row_step, column_step = self.block
+        row_groups, rows_skipped = _whole_groups(rows, row_step)
+        column_groups, columns_skipped = _whole_groups(columns, column_step)
         numbers = _read(self.codes, region, torch.float32)
-        spans = [_whole_groups(part, step) for part, step in zip(region[-2:], self.block, strict=True)]
-        scales = _read(self.scales, (*region[:-2], *(groups for groups, _ in spans)), torch.float32)
-        for dim, (_, skipped), (_, length), step in zip((-2, -1), spans, region[-2:], self.block, strict=True):
-            scales = scales.repeat_interleave(step, dim=dim).narrow(dim, skipped, length)
+        scales = _read(self.scales, (*leading, row_groups, column_groups), torch.float32)
+        # A region may begin in the middle of a block: the scales of whole blocks are spread out, then cut to it.
+        scales = scales.repeat_interleave(row_step, dim=-2).narrow(-2, rows_skipped, rows[1])
+        scales = scales.repeat_interleave(column_step, dim=-1).narrow(-1, columns_skipped, columns[1])
         out.copy_(numbers.mul_(scales))
 
 
@@ -217,8 +242,9 @@ class MicroScaled(LazyTensor):
         *leading, columns, rows = region
         groups, skipped = _whole_groups(columns, self.group)
         codes = _read(self.blocks, (*leading, rows, groups, (0, self.group // 2)), torch.uint8)
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-        numbers = table[torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).int()]  # (…, N, groups, 32)
+        table = torch.cat([torch.tensor(_E2M1), -torch.tensor(_E2M1)])  # by code: its fourth bit is the sign
+        by_value = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)  # the low one of a byte first
+        numbers = table[by_value.int()]  # (…, N, groups, 32)
         exponents = _read(self.scales, (*leading, rows, groups), torch.uint8).int() - 127
         numbers = torch.ldexp(numbers, exponents[..., None]).flatten(-2).narrow(-1, skipped, columns[1])
         out.copy_(numbers.transpose(-1, -2))
@@ -243,7 +269,9 @@ class PackedRows(LazyTensor):
         words, skipped = _whole_groups(columns, _BITS_OF_INT32 // self.bits)
         packed = _read(self.codes, (rows, words), torch.int32)
         shifts = torch.arange(0, _BITS_OF_INT32, self.bits, dtype=torch.int32)
-        whole = (packed[..., None] >> shifts & 2**self.bits - 1) - 2 ** (self.bits - 1)
+        # Masked after the shift, which fills up with the sign of the int32; stored without a sign, from 0 upwards.
+        unsigned = packed[..., None] >> shifts & 2**self.bits - 1
+        whole = unsigned - 2 ** (self.bits - 1)
         numbers = whole.flatten(1).narrow(1, skipped, columns[1]).float()
         size = self.shape[1] // self.scales.shape[1]
         groups, skipped = _whole_groups(columns, size)

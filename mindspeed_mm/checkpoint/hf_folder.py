@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
 from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
@@ -56,15 +57,22 @@ class DtypeRule:
             return dtype
         return self.of_key.get(key) or self.default or dtype
 
+    def cast(self, key: str, tensor: LazyTensor) -> LazyTensor:
+        """Tensor `key` in the dtype to write it in."""
+        dtype = self(key, tensor.dtype)
+        return tensor if tensor.dtype == dtype else Cast(tensor, dtype)
+
 
 def config_dtype(source: Path) -> torch.dtype | None:
     """The dtype that a folder's config.json names, None when it names none."""
     config = _read_json(source / "config.json")
-    nested = [value for value in config.values() if isinstance(value, dict)]
-    names = [part.get("dtype") or part.get("torch_dtype") for part in (config, *nested)]
-    name = next((n for n in names if isinstance(n, str)), None)
-    found = getattr(torch, name.removeprefix("torch."), None) if name else None
-    return found if isinstance(found, torch.dtype) else None
+    sections = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for section in sections:
+        name = section.get("dtype") or section.get("torch_dtype")
+        if isinstance(name, str):
+            found = vars(torch).get(name.removeprefix("torch."))
+            return found if isinstance(found, torch.dtype) else None
+    return None
 
 
 @contextmanager
@@ -107,7 +115,7 @@ def write_weights(
     """
     ranks = ranks or Ranks()
     dtypes = {key: dtype_of(key, tensor.dtype) for key, tensor in tensors.items()}
-    sizes = {key: torch.Size(t.shape).numel() * dtypes[key].itemsize for key, t in tensors.items()}
+    sizes = {key: _elements(tensor) * dtypes[key].itemsize for key, tensor in tensors.items()}
     shards = plan_shards(sizes, max_shard_bytes, stem)
     notes = {"format": "pt", **(metadata or {})}
     for name, keys in shards.items():
@@ -118,9 +126,8 @@ def write_weights(
                 shard[key] = tensor.to(dtypes[key]).contiguous()
         ranks.first("writing", lambda name=name, shard=shard: write_safetensors(shard, folder / name, notes))  # type: ignore[misc]
     if len(shards) > 1:
-        parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
         index = folder / f"{stem}.safetensors.index.json"
-        text = _index_text(shards, sum(sizes.values()), parameters)
+        text = _index_text(shards, sum(sizes.values()), sum(map(_elements, tensors.values())))
         ranks.first("writing the index", lambda: index.write_text(text))
 
 
@@ -152,17 +159,23 @@ def safetensors_files(
     Returns:
         Name → file, and of several files the index: name → text.
     """
-    shards = plan_shards({key: tensor.size_bytes for key, tensor in tensors.items()}, max_shard_bytes, stem)
+    sizes = {key: tensor.size_bytes for key, tensor in tensors.items()}
+    shards = plan_shards(sizes, max_shard_bytes, stem)
     files = {name: SafetensorsFile({key: tensors[key] for key in keys}) for name, keys in shards.items()}
     if len(shards) == 1:
         return files, {}
-    total_bytes = sum(tensor.size_bytes for tensor in tensors.values())
-    parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
-    return files, {f"{stem}.safetensors.index.json": _index_text(shards, total_bytes, parameters)}
+    text = _index_text(shards, sum(sizes.values()), sum(map(_elements, tensors.values())))
+    return files, {f"{stem}.safetensors.index.json": text}
+
+
+def _elements(tensor: LazyTensor) -> int:
+    return math.prod(tensor.shape)
 
 
 def _index_text(shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> str:
-    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    weight_map: dict[str, str] = {}
+    for name, keys in shards.items():
+        weight_map |= dict.fromkeys(keys, name)
     index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
@@ -175,12 +188,16 @@ def model_config(folder: Path, way_out: str = "Name the model's own folder.") ->
         way_out: What to do where it is no such folder.
 
     Raises:
-        ModelFolderError: It is no folder, has no config.json, or a damaged one; or an entry of it is a link that leads
-            out of the folder or nowhere, or no file.
+        ModelFolderError: It is not a folder, has no config.json, or a damaged one; or an entry of it is a link that
+            leads out of the folder or nowhere, or not a file.
     """
     if not (folder / "config.json").is_file():
-        is_folder, is_there = folder.is_dir(), folder.exists()
-        what = "has no config.json" if is_folder else "is a file, not a folder" if is_there else "does not exist"
+        if folder.is_dir():
+            what = "has no config.json"
+        elif folder.exists():
+            what = "is a file, not a folder"
+        else:
+            what = "does not exist"
         raise ModelFolderError(what, where=str(folder), way_out=way_out)
     check_links(folder)
     return read_json_object(folder / "config.json", ModelFolderError)
@@ -208,13 +225,14 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     if any(sections_of(config)):
         _write_config(folder, without_quantization(config))
     if dtype is not None:
-        config = _with_dtype(_read_json(folder / "config.json"), str(dtype).removeprefix("torch."))
-        config.setdefault("dtype", str(dtype).removeprefix("torch."))
+        name = str(dtype).removeprefix("torch.")
+        config = _with_dtype(_read_json(folder / "config.json"), name)
+        config.setdefault("dtype", name)
         _write_config(folder, config)
     return [path.name for path in assets]
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _write_config(folder: Path, config: Mapping[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -242,15 +260,16 @@ def _is_asset(path: Path) -> bool:
     return path.suffix in _ASSET_SUFFIXES or path.name in _ASSET_NAMES
 
 
-def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _with_dtype(config: Mapping[str, object], name: str) -> dict[str, object]:
     """The configuration with every dtype that it and its parts name replaced."""
-    return {
-        key: _with_dtype(value, name)
-        if isinstance(value, dict)
-        else (name if key in {"dtype", "torch_dtype"} and value is not None else value)
-        for key, value in config.items()
-    }
+    changed = dict(config)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            changed[key] = _with_dtype(value, name)
+        elif key in {"dtype", "torch_dtype"} and value is not None:
+            changed[key] = name
+    return changed
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     return read_json_object(path, ModelFolderError) if path.exists() else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -17,10 +18,10 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     LazyTensor,
     Reordered,
     Selected,
-    Sliced,
     Stacked,
     Transposed,
     Zeros,
+    consecutive,
 )
 
 Column = list[LazyTensor]
@@ -46,6 +47,21 @@ class Op(ABC):
     def _inverse(self) -> Op: ...
 
 
+class OpOnEach(Op):
+    """An operation that changes every tensor for itself."""
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[self._changed(tensor) for tensor in column] for column in columns]
+
+    @abstractmethod
+    def _changed(self, tensor: LazyTensor) -> LazyTensor: ...
+
+
+def _turned_round(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes another: where each old position is found."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
 @dataclass(frozen=True)
 class Concat(Op):
     """All columns into one, one after another along `dim`. `sizes` or `ratio` are needed to undo other than two equal
@@ -56,7 +72,7 @@ class Concat(Op):
     ratio: tuple[int, ...] | None = None
 
     def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[Concatenated([tensor for column in columns for tensor in column], self.dim)]]
+        return [[Concatenated(list(chain.from_iterable(columns)), self.dim)]]
 
     def _inverse(self) -> Op:
         return Split(self.dim, self.sizes, ratio=self.ratio)
@@ -80,11 +96,13 @@ class Split(Op):
             sizes = tuple(length // sum(ratio) * share for share in ratio)
         if sum(sizes) != length:
             raise ValueError(f"cannot split {length} into {sizes}")
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [[Sliced(base, self.dim, start, size)] for start, size in zip(starts, sizes, strict=True)]
+        return [[run] for run in consecutive(base, self.dim, sizes)]
 
     def _inverse(self) -> Op:
-        return Concat(self.dim, self.sizes, self.ratio or ((1,) * self.parts if self.parts else None))
+        ratio = self.ratio
+        if ratio is None and self.parts:
+            ratio = (1,) * self.parts
+        return Concat(self.dim, self.sizes, ratio)
 
 
 @dataclass(frozen=True)
@@ -114,54 +132,50 @@ class Unstack(Op):
 
 
 @dataclass(frozen=True)
-class Transpose(Op):
+class Transpose(OpOnEach):
     """Two dims of every tensor swapped."""
 
     dim0: int = 0
     dim1: int = 1
 
-    def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[Transposed(tensor, self.dim0, self.dim1) for tensor in column] for column in columns]
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        return Transposed(tensor, self.dim0, self.dim1)
 
     def _inverse(self) -> Op:
         return self
 
 
 @dataclass(frozen=True)
-class Reorder(Op):
+class Reorder(OpOnEach):
     """Positions along `dim` in another order: new position i is old position `order[i]`."""
 
     dim: int
     order: tuple[int, ...]
 
-    def _apply(self, columns: list[Column]) -> list[Column]:
-        order = torch.tensor(self.order)
-        return [[Reordered(tensor, self.dim, order) for tensor in column] for column in columns]
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        return Reordered(tensor, self.dim, torch.tensor(self.order))
 
     def _inverse(self) -> Op:
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return Reorder(self.dim, tuple(back))
+        return Reorder(self.dim, _turned_round(self.order))
 
 
 @dataclass(frozen=True)
-class ReorderParts(Op):
+class ReorderParts(OpOnEach):
     """`dim` as equal parts in another order: new part i is old part `order[i]`. (1, 0) swaps two halves."""
 
     dim: int
     order: tuple[int, ...]
 
-    def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[self._reordered(tensor) for tensor in column] for column in columns]
-
-    def _reordered(self, tensor: LazyTensor) -> LazyTensor:
-        length, rest = divmod(tensor.shape[self.dim], len(self.order))
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        parts = len(self.order)
+        length, rest = divmod(tensor.shape[self.dim], parts)
         if rest:
-            raise ValueError(f"{tensor.shape[self.dim]} rows are no {len(self.order)} equal parts")
-        return Concatenated([Sliced(tensor, self.dim, part * length, length) for part in self.order], self.dim)
+            raise ValueError(f"{tensor.shape[self.dim]} rows cannot be divided into {parts} equal parts")
+        runs = consecutive(tensor, self.dim, [length] * parts)
+        return Concatenated([runs[part] for part in self.order], self.dim)
 
     def _inverse(self) -> Op:
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return ReorderParts(self.dim, tuple(back))
+        return ReorderParts(self.dim, _turned_round(self.order))
 
 
 @dataclass(frozen=True)
@@ -181,14 +195,13 @@ class Interleave(Op):
         found = tuple(tensor.shape[self.dim] for (tensor,) in columns)
         if found != self.sizes or any(size % self.groups for size in found):
             raise ValueError(f"cannot interleave {found} in {self.groups} groups, expected {self.sizes}")
-        runs = [
-            Sliced(
-                tensor, self.dim, group * (tensor.shape[self.dim] // self.groups), tensor.shape[self.dim] // self.groups
-            )
-            for group in range(self.groups)
-            for (tensor,) in columns
-        ]
-        return [[Concatenated(runs, self.dim)]]
+        runs_of_columns = []
+        for (tensor,) in columns:
+            length = tensor.shape[self.dim] // self.groups
+            runs_of_columns.append(consecutive(tensor, self.dim, [length] * self.groups))
+        # Group by group: the first run of every column, then the second of every column.
+        by_group = zip(*runs_of_columns, strict=True)
+        return [[Concatenated(list(chain.from_iterable(by_group)), self.dim)]]
 
     def _inverse(self) -> Op:
         return Deinterleave(self.dim, self.groups, self.sizes)
@@ -206,32 +219,24 @@ class Deinterleave(Op):
         ((base,),) = columns
         if base.shape[self.dim] != sum(self.sizes):
             raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes}")
-        each = [size // self.groups for size in self.sizes]
-        return [
-            [
-                Concatenated(
-                    [Sliced(base, self.dim, g * sum(each) + sum(each[:i]), size) for g in range(self.groups)], self.dim
-                )
-            ]
-            for i, size in enumerate(each)
-        ]
+        lengths = [size // self.groups for size in self.sizes]
+        runs = consecutive(base, self.dim, lengths * self.groups)
+        # The runs of one column stand as far from each other as there are columns.
+        return [[Concatenated(runs[column :: len(lengths)], self.dim)] for column in range(len(lengths))]
 
     def _inverse(self) -> Op:
         return Interleave(self.dim, self.groups, self.sizes)
 
 
 @dataclass(frozen=True)
-class SwapTo(Op):
+class SwapTo(OpOnEach):
     """The last two dims of every tensor swapped where that gives it `shape`: of experts, which folders hold either way
     round. On the way back they are swapped unless `as_module`, which also says what a square is (`oriented`)."""
 
     shape: tuple[int, ...]
     as_module: bool | None
 
-    def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[self._swapped(tensor) for tensor in column] for column in columns]
-
-    def _swapped(self, tensor: LazyTensor) -> LazyTensor:
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
         swapped = Transposed(tensor, -2 % len(self.shape), -1 % len(self.shape))
         return oriented(tensor, swapped, self.shape, self.as_module)
 
@@ -266,7 +271,8 @@ class Agree(Op):
     """Two columns that hold the same into one; unequal values are refused when they are read."""
 
     def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[Agreeing(copies, ["one copy", "another copy"]) for copies in zip(*columns, strict=True)]]
+        names = ["one copy", "another copy"]
+        return [[Agreeing(copies, names) for copies in zip(*columns, strict=True)]]
 
     def _inverse(self) -> Op:
         return Duplicate()

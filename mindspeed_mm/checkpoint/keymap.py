@@ -16,15 +16,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
+from mindspeed_mm.checkpoint.expert_order import UnknownOrder
 from mindspeed_mm.checkpoint.key_ops import Column, Drop, Op
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 
 _MOST_DIGITS = 18
+_Value = TypeVar("_Value")
+
+
+class KeyMatch(NamedTuple):
+    """A stored key that fits a source pattern."""
+
+    key: str
+    values: Mapping[str, str]
+    """What stands for each placeholder."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,10 @@ class RuleMatch:
     targets: Mapping[str, LazyTensor]
     dropped: tuple[LazyTensor, ...] = ()
     """What of the sources is in no target, by rule (`Drop`)."""
+
+    def with_targets(self, rename: Callable[[str], str]) -> RuleMatch:
+        """The same tensors under other names."""
+        return replace(self, targets={rename(key): tensor for key, tensor in self.targets.items()})
 
 
 class KeyRule:
@@ -58,40 +74,46 @@ class KeyRule:
     @cached_property
     def shared(self) -> list[str]:
         """Placeholders that sources and targets have in common: one application for each of their values."""
-        return [name for name in _names(self.sources) if name in _names(self.targets)]
+        of_targets = _names(self.targets)
+        return [name for name in _names(self.sources) if name in of_targets]
 
-    def build(self, columns: list[list[tuple[str, dict[str, str]]]], tensors: Mapping[str, LazyTensor]) -> RuleMatch:
+    def build(self, columns: list[list[KeyMatch]], tensors: Mapping[str, LazyTensor]) -> RuleMatch:
         """One application.
 
         Args:
-            columns: For each source pattern its matches, a key with its placeholders' values.
+            columns: For each source pattern its matches.
             tensors: The tensors by key.
 
         Raises:
             ModelFolderError: A source is absent, or shapes do not fit the operations.
         """
         _check_complete(self, columns)
-        work: list[Column] = [[tensors[key] for key, _ in column] for column in columns]
-        values = {name: columns[0][0][1][name] for name in self.shared}
-        keys = tuple(key for column in columns for key, _ in column)
+        keys = tuple(match.key for match in chain.from_iterable(columns))
+        work: list[Column] = [[tensors[match.key] for match in column] for column in columns]
+        # Every match of an application has the same values of the shared placeholders.
+        values = {name: columns[0][0].values[name] for name in self.shared}
+        made: dict[str, LazyTensor] = {}
         dropped: list[LazyTensor] = []
         try:
             for op in self.ops:
-                dropped += work[op.position] if isinstance(op, Drop) else ()
+                if isinstance(op, Drop):
+                    dropped += work[op.position]
                 work = op.apply(work)
-            made = [self._named(pattern, column, values) for pattern, column in zip(self.targets, work, strict=True)]
+            for pattern, column in zip(self.targets, work, strict=True):
+                made |= self._named(pattern, column, values)
         except (ValueError, IndexError) as error:
-            way_out = getattr(error, "way_out", "")
+            way_out = error.way_out if isinstance(error, UnknownOrder) else ""
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
-        return RuleMatch(keys, {key: tensor for column in made for key, tensor in column}, tuple(dropped))
+        return RuleMatch(keys, made, tuple(dropped))
 
-    def _named(self, pattern: str, column: Column, values: dict[str, str]) -> list[tuple[str, LazyTensor]]:
+    def _named(self, pattern: str, column: Column, values: dict[str, str]) -> dict[str, LazyTensor]:
+        """The tensors of a target pattern: one, or as many as a placeholder that only the targets have deals out."""
         dealt = [name for name in _names([pattern]) if name not in values]
         if not dealt and len(column) == 1:
-            return [(_fill(pattern, values), column[0])]
+            return {_fill(pattern, values): column[0]}
         if len(dealt) != 1:
             raise ValueError(f"{len(column)} tensors for the one target {pattern}")
-        return [(_fill(pattern, values | {dealt[0]: str(i)}), tensor) for i, tensor in enumerate(column)]
+        return {_fill(pattern, values | {dealt[0]: str(i)}): tensor for i, tensor in enumerate(column)}
 
     def __repr__(self) -> str:
         return f"{' + '.join(self.sources)} -> {' + '.join(self.targets)}"
@@ -115,7 +137,8 @@ class KeyMap:
 
     def steps(self, tensors: Mapping[str, LazyTensor]) -> list[RuleMatch]:
         """What becomes of these tensors. Keys that no rule takes are in no step."""
-        groups: dict[tuple[int, tuple[str, ...]], list[list[tuple[str, dict[str, str]]]]] = {}
+        # One application of a rule: its position and the values of the placeholders that sources and targets share.
+        applications: dict[tuple[int, tuple[str, ...]], list[list[KeyMatch]]] = {}
         others: list[str] = []
         for key in sorted(tensors, key=natural_order):
             found = self._match(key)
@@ -124,10 +147,13 @@ class KeyMap:
                 continue
             position, column, values = found
             rule = self.rules[position]
-            group = (position, tuple(values.get(name, "") for name in rule.shared))
-            groups.setdefault(group, [[] for _ in rule.sources])[column].append((key, values))
-        steps = [self.rules[position].build(columns, tensors) for (position, _), columns in groups.items()]
-        return steps + [RuleMatch((key,), {key: tensors[key]}) for key in others if self.keep_others]
+            shared_values = tuple(values.get(name, "") for name in rule.shared)
+            columns = applications.setdefault((position, shared_values), [[] for _ in rule.sources])
+            columns[column].append(KeyMatch(key, values))
+        steps = [self.rules[position].build(columns, tensors) for (position, _), columns in applications.items()]
+        if self.keep_others:
+            steps += [RuleMatch((key,), {key: tensors[key]}) for key in others]
+        return steps
 
     def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
         for position, rule in enumerate(self.rules):
@@ -137,24 +163,47 @@ class KeyMap:
         return None
 
 
+def made_by(steps: Iterable[RuleMatch]) -> dict[str, LazyTensor]:
+    """All tensors that steps make, by key."""
+    made: dict[str, LazyTensor] = {}
+    for step in steps:
+        made |= step.targets
+    return made
+
+
 def check_used_once(steps: Iterable[RuleMatch], sources: Iterable[str], targets: Iterable[str]) -> None:
     """The ledger: every source key used exactly once, every target key made exactly once.
 
     Raises:
         ModelFolderError: Naming the keys (the first five of each kind, and how many there are).
     """
-    steps = list(steps)
-    used = Counter(key for step in steps for key in step.sources)
-    made = Counter(key for step in steps for key in step.targets)
-    problems = [
-        *_listed("is not used", [key for key in sources if used[key] == 0]),
-        *_listed("is used more than once", [key for key, times in used.items() if times > 1]),
-        *_listed("is not made", [key for key in targets if made[key] == 0]),
-        *_listed("is made more than once", [key for key, times in made.items() if times > 1]),
-        *_listed("is made but not wanted", [key for key in made if key not in set(targets)]),
-    ]
+    used: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+    for step in steps:
+        used.update(step.sources)
+        made.update(step.targets.keys())
+    stored, wanted = set(sources), set(targets)
+    faults = {
+        "is not used": stored - used.keys(),
+        "is used more than once": _repeated(used),
+        "is not made": wanted - made.keys(),
+        "is made more than once": _repeated(made),
+        "is made but not wanted": made.keys() - wanted,
+    }
+    problems: list[Problem] = []
+    for what, keys in faults.items():
+        problems += first_problems(Problem(what, key=key) for key in sorted(keys, key=natural_order))
     if problems:
         raise ModelFolderError("the key map does not fit", problems=problems)
+
+
+def _repeated(counted: Counter[str]) -> set[str]:
+    return {key for key, times in counted.items() if times > 1}
+
+
+def in_natural_order(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The same, sorted by key as `natural_order` has it."""
+    return {key: values[key] for key in sorted(values, key=natural_order)}
 
 
 def natural_order(key: str) -> list[tuple[int, str]]:
@@ -167,39 +216,46 @@ def is_number(part: str) -> bool:
     return part.isascii() and part.isdecimal() and len(part) <= _MOST_DIGITS
 
 
-def _listed(what: str, keys: Sequence[str], most: int = 5) -> list[Problem]:
-    more = [Problem(f"and {len(keys) - most} more")] if len(keys) > most else []
-    return [Problem(what, key=key) for key in keys[:most]] + more
-
-
 _PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
     text, position, seen = "", 0, set()
     for match in _PLACEHOLDER.finditer(pattern):
-        name = match[1]
-        value = f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if match[2] else '[^.]+'})"
-        text += re.escape(pattern[position : match.start()]) + value
+        name, star = match.groups()
+        text += re.escape(pattern[position : match.start()])
+        if name in seen:
+            text += f"(?P={name})"  # a second time it stands for the same
+        else:
+            any_number, one_part = ".+", "[^.]+"
+            text += f"(?P<{name}>{any_number if star else one_part})"
         position = match.end()
         seen.add(name)
     return re.compile(text + re.escape(pattern[position:]))
 
 
 def _names(patterns: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(match[1] for pattern in patterns for match in _PLACEHOLDER.finditer(pattern)))
+    """The placeholders of patterns, each once."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        found |= dict.fromkeys(match[1] for match in _PLACEHOLDER.finditer(pattern))
+    return list(found)
 
 
 def _fill(pattern: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
-def _check_complete(rule: KeyRule, columns: list[list[tuple[str, dict[str, str]]]]) -> None:
-    present = [key for column in columns for key, _ in column]
+def _check_complete(rule: KeyRule, columns: list[list[KeyMatch]]) -> None:
+    present = next(chain.from_iterable(columns)).key
     for pattern, column in zip(rule.sources, columns, strict=True):
         if not column:
-            raise ModelFolderError(f"there is nothing for '{pattern}' beside it (rule {rule})", key=present[0])
+            raise ModelFolderError(f"there is nothing for '{pattern}' beside it (rule {rule})", key=present)
         collected = [name for name in _names([pattern]) if name not in rule.shared]
-        indices = [values[name] for _, values in column for name in collected]
-        if collected and indices != [str(i) for i in range(len(column))]:
-            raise ModelFolderError(f"'{pattern}' is not numbered from 0 without holes: {indices}", key=present[0])
+        if not collected:
+            continue
+        indices: list[str] = []
+        for match in column:
+            indices += [match.values[name] for name in collected]
+        if indices != [str(i) for i in range(len(column))]:
+            raise ModelFolderError(f"'{pattern}' is not numbered from 0 without holes: {indices}", key=present)

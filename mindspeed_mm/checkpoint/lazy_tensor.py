@@ -267,7 +267,7 @@ class Computed(LazyTensor):
             out.zero_()
             return
         tensor = self.function(read)
-        out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])
+        out.copy_(tensor[_slices(region)])
 
 
 class HeldTensor(LazyTensor):
@@ -278,7 +278,7 @@ class HeldTensor(LazyTensor):
         self._tensor = tensor
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
-        out.copy_(self._tensor[tuple(slice(start, start + length) for start, length in region)])
+        out.copy_(self._tensor[_slices(region)])
 
     def read(self) -> torch.Tensor:  # noqa: D102
         return self._tensor
@@ -304,10 +304,20 @@ class Reshaped(LazyTensor):
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         tensor = self.base.read().reshape(self.shape)
-        out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])
+        out.copy_(tensor[_slices(region)])
 
     def read(self) -> torch.Tensor:  # noqa: D102
         return self.base.read().reshape(self.shape)
+
+
+def consecutive(base: LazyTensor, dim: int, sizes: Sequence[int]) -> list[LazyTensor]:
+    """Runs of these lengths along `dim`, one after another from its start."""
+    runs: list[LazyTensor] = []
+    start = 0
+    for size in sizes:
+        runs.append(Sliced(base, dim, start, size))
+        start += size
+    return runs
 
 
 def stored_keys(tensor: LazyTensor) -> Iterator[str]:
@@ -334,6 +344,10 @@ def _check_same_dtype(parts: Sequence[LazyTensor], what: str) -> None:
 def _key_of(tensor: LazyTensor) -> str:
     key = next(stored_keys(tensor), None)
     return f" ({key})" if key else ""
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in region)
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.core.errors import CheckpointError
-
-_NAMES_SHOWN = 5
+from mindspeed_mm.core.errors import CheckpointError, first_names
 
 
 def load_weights(path: Path) -> Any:
@@ -80,11 +78,10 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
     asked_for = _asked_for(path, error)
     if not asked_for:
         return CheckpointError(
-            "is broken, or no file that torch.save wrote", where=str(path), way_out="Copy the file again."
+            "is broken, or not a file that torch.save wrote", where=str(path), way_out="Copy the file again."
         )
-    more = f" and {len(asked_for) - _NAMES_SHOWN} more" if len(asked_for) > _NAMES_SHOWN else ""
     return CheckpointError(
-        f"is refused: it asks for {', '.join(asked_for[:_NAMES_SHOWN])}{more}, which tensors do not need",
+        f"is refused: it asks for {first_names(asked_for)}, which tensors do not need",
         where=str(path),
         way_out="It may have been made to run code. Get the file as safetensors, or made of tensors alone.",
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,14 +14,14 @@ from safetensors import safe_open
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, TensorReader
 from mindspeed_mm.checkpoint.pt_files import find_unsafe_globals
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, first_problems
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import expert_folders
 
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
-_SHOWN = 5
+
 _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -35,7 +36,10 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     if folder.is_dir():
         check_links(folder)
     if parts := expert_folders(folder):
-        return {f"{part.name}.{key}": entry for part in parts for key, entry in find_entries(part).items()}
+        found: dict[str, TensorEntry] = {}
+        for part in parts:
+            found |= {f"{part.name}.{key}": entry for key, entry in find_entries(part).items()}
+        return found
     index = _find_index(folder)
     if index is None:
         return read_header(_single_file(folder))
@@ -64,23 +68,20 @@ def check_same_tensors(made: Mapping[str, LazyTensor], source: Path, folder: Pat
         CheckpointError: Naming the first keys of each kind of difference.
     """
     wanted = find_entries(folder)
-    shared = sorted(wanted.keys() & made.keys())
-    differences = {
-        "is in the model's folder and not in the checkpoint": sorted(wanted.keys() - made.keys()),
-        "is in the checkpoint and not in the model's folder": sorted(made.keys() - wanted.keys()),
-        "has shape {}, in the model's folder {}": [k for k in shared if tuple(made[k].shape) != wanted[k].shape],
-    }
-    problems = []
-    for what, keys in differences.items():
-        for key in keys[:_SHOWN]:
-            shapes = (made[key].shape, wanted[key].shape) if key in made and key in wanted else ()
-            problems.append(Problem(what.format(*shapes), key=key))
-        problems += [Problem(f"and {len(keys) - _SHOWN:,} more")] if len(keys) > _SHOWN else []
+    missing, surplus, reshaped = [], [], []
+    for key in sorted(wanted.keys() | made.keys()):
+        if key not in made:
+            missing.append(Problem("is in the model's folder and not in the checkpoint", key=key))
+        elif key not in wanted:
+            surplus.append(Problem("is in the checkpoint and not in the model's folder", key=key))
+        elif made[key].shape != wanted[key].shape:
+            shapes = f"has shape {made[key].shape}, in the model's folder {wanted[key].shape}"
+            reshaped.append(Problem(shapes, key=key))
+    problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped)
     if problems:
-        missing, surplus, reshaped = map(len, differences.values())
         raise CheckpointError(
-            f"{source} does not give the tensors of {folder}: {missing} missing, {surplus} surplus, {reshaped} of "
-            "another shape. Name the folder of the model that was saved.",
+            f"{source} does not give the tensors of {folder}: {len(missing)} missing, {len(surplus)} surplus, "
+            f"{len(reshaped)} of another shape. Name the folder of the model that was saved.",
             problems=problems,
         )
 
@@ -120,7 +121,7 @@ class MappedFiles:
     def stored(self, entries: Mapping[str, TensorEntry]) -> dict[str, Stored]:
         """The tensors of these entries, by the same keys."""
         return {
-            key: Stored(entry.key, entry.shape, entry.dtype, lambda entry=entry: self._reader(entry))  # type: ignore[misc]
+            key: Stored(entry.key, entry.shape, entry.dtype, partial(self._reader, entry))
             for key, entry in entries.items()
         }
 
@@ -172,9 +173,9 @@ def _single_file(folder: Path) -> Path:
         return files[0]
     if files:
         shard = _SHARD.match(files[0].name)
+        stem = shard["stem"] if shard else _STEMS[0]
         raise ModelFolderError(
-            f"holds {len(files)} safetensors file(s) ({files[0].name} …) but no "
-            f"{shard['stem'] if shard else _STEMS[0]}.safetensors.index.json",
+            f"holds {len(files)} safetensors file(s) ({files[0].name} …) but no {stem}.safetensors.index.json",
             where=str(folder),
             way_out="Copy the index file of the original model.",
         )
@@ -236,7 +237,7 @@ def _named_files(weight_map: dict[str, str], folder: Path, index: Path) -> list[
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        keys = {name: sum(1 for file in weight_map.values() if file == name) for name in missing}
+        keys = Counter(weight_map.values())
         problems = [
             Problem(f"'{name}' is named for {keys[name]} tensor(s) but does not exist as a file here", str(index))
             for name in missing[:5]
@@ -262,15 +263,15 @@ def _wrong_shards(weight_map: dict[str, str], headers: dict[str, dict[str, Tenso
 def _orphans(
     weight_map: dict[str, str], headers: dict[str, dict[str, TensorEntry]], folder: Path, index: Path
 ) -> list[Problem]:
+    """Shards beside those that the index names, and tensors in a shard that the index does not name."""
     stems = {match["stem"] for name in headers if (match := _SHARD.match(name))}
-    found = [
-        Problem("is named by no entry of the index", str(file), way_out="Remove it, or copy the right index.")
-        for file in sorted(folder.glob("*.safetensors"))
-        if file.name not in headers and (match := _SHARD.match(file.name)) and match["stem"] in stems
-    ]
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        match = _SHARD.match(file.name)
+        if match and match["stem"] in stems and file.name not in headers:
+            way_out = "Remove it, or copy the right index."
+            found.append(Problem("is named by no entry of the index", str(file), way_out=way_out))
     for name, header in headers.items():
-        found += [
-            Problem(f"stands in '{name}' but not in the index", str(index), key)
-            for key in set(header) - set(weight_map)
-        ]
+        for key in header.keys() - weight_map.keys():
+            found.append(Problem(f"stands in '{name}' but not in the index", str(index), key))
     return found

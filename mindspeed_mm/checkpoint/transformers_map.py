@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
-from mindspeed_mm.checkpoint.expert_order import in_order_of_module, oriented
+from mindspeed_mm.checkpoint.expert_order import UnknownOrder, in_order_of_module, oriented
 from mindspeed_mm.checkpoint.keymap import RuleMatch, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import (
     Computed,
@@ -22,15 +23,18 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     LazyTensor,
     Reordered,
     Selected,
-    Sliced,
     Stacked,
     Transposed,
+    consecutive,
 )
 from mindspeed_mm.core.errors import ModelFolderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightTransform
 
+Operation: TypeAlias = Any
+"""One of transformers' `ConversionOps`; which attributes it has depends on its class, see `_TRANSLATIONS`."""
 Columns = dict[str, list[LazyTensor]]
 """transformers' pattern → the tensors that it collected."""
 _STORED_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
@@ -41,7 +45,7 @@ _STORED_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDicti
 class Group:
     """The tensors that one application of a converter takes, by the pattern that each of them matched."""
 
-    converter: Any
+    converter: WeightConverter
     first_target: str
     keys: dict[str, list[str]] = field(default_factory=dict)
 
@@ -50,7 +54,7 @@ class Group:
         return {pattern: [tensors[key] for key in keys] for pattern, keys in self.keys.items()}
 
 
-def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[Any]:
+def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[WeightTransform]:
     """transformers' rules for this model's classes, and those for very old folders. Ask before sharding: it changes the
     classes' names."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # heavy
@@ -59,7 +63,7 @@ def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[Any
 
 
 def loading_steps(
-    model: PreTrainedModel, tensors: Mapping[str, LazyTensor], wanted: Collection[str], rules: Sequence[Any]
+    model: PreTrainedModel, tensors: Mapping[str, LazyTensor], wanted: Collection[str], rules: Sequence[WeightTransform]
 ) -> list[RuleMatch]:
     """How a stored folder's tensors become those of the model.
 
@@ -73,11 +77,10 @@ def loading_steps(
     Returns:
         Steps that use every stored key once. Keys that the model has no place for come out under their new names.
     """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # heavy
+    from transformers.core_model_loading import rename_source_key  # heavy
 
     rules = copy.deepcopy(list(rules))  # they note which of them were used
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings, converters = _by_kind(rules)
     known = dict.fromkeys(wanted, True)
 
     def rename(key: str) -> tuple[str, str | None]:
@@ -90,7 +93,8 @@ def loading_steps(
         target, pattern = rename(key)
         if pattern is None:
             return target
-        name, prefix = rename_source_key(key, renamings, [])[0], f"{model.base_model_prefix}."
+        name, _ = rename_source_key(key, renamings, [])
+        prefix = f"{model.base_model_prefix}."
         return name if target.startswith(prefix) else name.removeprefix(prefix)
 
     steps = _steps(model, tensors, rename, converters)
@@ -99,50 +103,58 @@ def loading_steps(
     return steps
 
 
-def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rules: Sequence[Any]) -> list[RuleMatch]:
+def _by_kind(rules: Sequence[WeightTransform]) -> tuple[list[WeightTransform], list[WeightConverter]]:
+    """The rules that only rename, and those that change tensors."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming  # heavy
+
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def saving_steps(
+    model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rules: Sequence[WeightTransform]
+) -> list[RuleMatch]:
     """How the model's tensors become those of a folder in the layout of the hub: the way back of `loading_steps`.
 
     A model that was loaded goes back the way it came; one made from scratch takes `conversion_rules(model)`.
     """
-    from transformers.core_model_loading import (  # heavy
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import PrefixChange, rename_source_key  # heavy
 
-    used = getattr(model, "_weight_conversions", None)
+    used = _used_rules(model)
     if used is None:
         # Whether a prefix once stood in front of the keys is known only of a model that was loaded.
         used = [rule for rule in rules if not isinstance(rule, PrefixChange)]
-    reverse = [rule.reverse_transform() for rule in used[::-1]]
-    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
-
+    # What was done last is undone first.
+    renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(used)])
     stored_names = _STORED_NAMES.get(model, {})
 
     def stored_name(key: str) -> str:
         return stored_names.get(key) or rename_source_key(key, renamings, [])[0]
 
     steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
-    return [
-        RuleMatch(step.sources, {stored_name(key): tensor for key, tensor in step.targets.items()}) for step in steps
-    ]
+    return [step.with_targets(stored_name) for step in steps]
 
 
 def go_back_as(outline: PreTrainedModel, model: PreTrainedModel) -> None:
     """Let `saving_steps` of an outline be those of the model that was loaded."""
-    outline._weight_conversions = getattr(model, "_weight_conversions", None)
+    outline._weight_conversions = _used_rules(model)
     _STORED_NAMES[outline] = _STORED_NAMES.get(model, {})
+
+
+def _used_rules(model: PreTrainedModel) -> list[WeightTransform] | None:
+    """The rules that took effect when the model was loaded, as transformers keeps them; None of one that was not."""
+    return getattr(model, "_weight_conversions", None)
 
 
 def _steps(
     model: PreTrainedModel,
     tensors: Mapping[str, LazyTensor],
     rename: Callable[[str], tuple[str, str | None]],
-    converters: Sequence[Any],
+    converters: Sequence[WeightConverter],
 ) -> list[RuleMatch]:
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern: dict[str, WeightConverter] = {}
+    for converter in converters:
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
     groups: dict[str, Group] = {}
     steps: list[RuleMatch] = []
     for key in sorted(tensors, key=natural_order):
@@ -156,7 +168,7 @@ def _steps(
 
 
 def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTensor]) -> RuleMatch:
-    sources = tuple(key for keys in group.keys.values() for key in keys)
+    sources = tuple(chain.from_iterable(group.keys.values()))
     columns = group.columns(tensors)
     try:
         for op in group.converter.operations:
@@ -165,19 +177,20 @@ def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTen
                 return RuleMatch(sources, _computed(model, group, tensors))
             columns = translate(op, columns, group, model)
     except (ValueError, IndexError) as error:
-        raise ModelFolderError(
-            f"{error}, in {group.converter}",
-            key=sources[0],
-            way_out=getattr(error, "way_out", "Compare the folder with the original model's."),
-        ) from error
-    return RuleMatch(sources, _full_names(group, {pattern: column[0] for pattern, column in columns.items()}))
+        way_out = error.way_out if isinstance(error, UnknownOrder) else "Compare the folder with the original model's."
+        raise ModelFolderError(f"{error}, in {group.converter}", key=sources[0], way_out=way_out) from error
+    return RuleMatch(sources, _full_names(group, columns))
 
 
-def _full_names(group: Group, made: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _full_names(group: Group, made: Columns) -> dict[str, LazyTensor]:
     """Patterns are the middle of a key: what stands around the first target stands around all."""
     full_name = group.first_target.replace("*.", "0.")
-    around = next((full_name.partition(pattern) for pattern in made if pattern in full_name), ("", "", ""))
-    return {f"{around[0]}{pattern}{around[2]}": tensor for pattern, tensor in made.items()}
+    before = behind = ""
+    for pattern in made:
+        if pattern in full_name:
+            before, _, behind = full_name.partition(pattern)
+            break
+    return {f"{before}{pattern}{behind}": column[0] for pattern, column in made.items()}
 
 
 # Translations of transformers' operations. Each keeps the naming of its counterpart: an operation that is the only one
@@ -191,13 +204,14 @@ def _one(columns: Columns) -> LazyTensor:
     return column[0]
 
 
-def _merge(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
-    single = len(columns) == 1
-    targets = group.converter.target_patterns
-    return {targets[0] if single else pattern: [Stacked(column, op.dim)] for pattern, column in columns.items()}
+def _merge(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+    stacked: Columns = {pattern: [Stacked(column, op.dim)] for pattern, column in columns.items()}
+    if len(stacked) == 1:
+        return dict(zip(group.converter.target_patterns[:1], stacked.values(), strict=True))
+    return stacked
 
 
-def _unmerge(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+def _unmerge(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     single = len(columns) == 1
     made: Columns = {}
     for pattern, (base, *_) in columns.items():
@@ -207,50 +221,52 @@ def _unmerge(op: Any, columns: Columns, group: Group, model: PreTrainedModel) ->
     return made
 
 
-def _concatenate(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
-    ordered = [tensor for pattern in group.converter.source_patterns for tensor in columns.get(pattern, [])]
+def _concatenate(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+    ordered: list[LazyTensor] = []
+    for pattern in group.converter.source_patterns:
+        ordered += columns.get(pattern, [])
     return {group.converter.target_patterns[0]: [Concatenated(ordered, op.dim)]}
 
 
-def _chunk(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+def _chunk(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     base = _one(columns)
     targets = op.get_target_patterns(group.converter.target_patterns, config=model.config)
-    length = -(-base.shape[op.dim] // len(targets))  # as torch.chunk: rounded up, the last one shorter
-    starts = range(0, base.shape[op.dim], length)
-    sizes = [min(length, base.shape[op.dim] - start) for start in starts]
-    return {
-        target: [Sliced(base, op.dim, start, size)] for target, start, size in zip(targets, starts, sizes, strict=True)
-    }
+    total = base.shape[op.dim]
+    length = -(-total // len(targets))  # as torch.chunk: rounded up, the last one shorter
+    sizes = [min(length, total - start) for start in range(0, total, length)]
+    return _runs(base, op.dim, targets, sizes)
 
 
-def _split(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+def _split(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     base, targets = _one(columns), group.converter.target_patterns
     names = [group.first_target.replace(targets[0], target) for target in targets]
     sizes = [_shape(model, name)[op.dim] for name in names]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return {
-        target: [Sliced(base, op.dim, start, size)] for target, start, size in zip(targets, starts, sizes, strict=True)
-    }
+    return _runs(base, op.dim, targets, sizes)
+
+
+def _runs(base: LazyTensor, dim: int, targets: Sequence[str], sizes: Sequence[int]) -> Columns:
+    """One run of the tensor for each target, one after another."""
+    return {target: [run] for target, run in zip(targets, consecutive(base, dim, sizes), strict=True)}
 
 
 def _shape(model: PreTrainedModel, name: str) -> tuple[int, ...]:
     """Of a parameter, through the levels that adapters put between a module and what it was."""
     *path, last = name.split(".")
-    module: Any = model
+    module: torch.nn.Module = model
     for part in path:
-        module = getattr(module, part)
-        while last not in module._parameters and hasattr(module, "base_layer"):
-            module = module.base_layer
+        module = module.get_submodule(part)
+        while last not in module._parameters and "base_layer" in module._modules:
+            module = module.get_submodule("base_layer")
     return tuple(module.get_parameter(last).shape)
 
 
-def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+def _transpose(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     base, targets = _one(columns), group.converter.target_patterns
     name = targets[0] if len(targets) == 1 else group.converter.source_patterns[0]
     swapped = Transposed(base, op.dim0, op.dim1)
     if not op.check_dims:
         return {name: [swapped]}
-    as_module = in_order_of_module(getattr(model.config, "transformers_version", None))
+    as_module = in_order_of_module(model.config.transformers_version)
     made = oriented(base, swapped, _shape(model, group.first_target), as_module)
     # The rule says from now on what was done, for the rest of this folder and for the way back: turned round by its own
     # shape, a model's tensor would be left as it is, whatever way round the folder that it came from holds it.
@@ -260,14 +276,17 @@ def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) 
     return {name: [made]}
 
 
-def _interleave(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+def _interleave(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
+    """Two halves by turns, a0 b0 a1 b1 …, or with `op.inverse` such an order back into two halves."""
     base = _one(columns)
     half = base.shape[op.dim] // 2
-    order = torch.arange(2 * half).view((2, half) if op.inverse else (half, 2)).T.reshape(-1)
+    # Written as rows and read as columns: the transpose of a table is the permutation.
+    rows = (2, half) if op.inverse else (half, 2)
+    order = torch.arange(2 * half).view(rows).T.reshape(-1)
     return {group.converter.target_patterns[0]: [Reordered(base, op.dim, order)]}
 
 
-_TRANSLATIONS: dict[str, Callable[[Any, Columns, Group, PreTrainedModel], Columns]] = {
+_TRANSLATIONS: dict[str, Callable[[Operation, Columns, Group, PreTrainedModel], Columns]] = {
     "MergeModulelist": _merge,
     "SplitModulelist": _unmerge,
     "Concatenate": _concatenate,
@@ -281,15 +300,18 @@ _TRANSLATIONS: dict[str, Callable[[Any, Columns, Group, PreTrainedModel], Column
 def _computed(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """transformers' own operations on whole tensors; shapes are found by running them on meta tensors first."""
     columns = group.columns(tensors)
-    parts = [tensor for column in columns.values() for tensor in column]
+    parts = list(chain.from_iterable(columns.values()))
 
     def run(read: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         remaining = iter(read)
         converter = copy.deepcopy(group.converter)
         for pattern, column in columns.items():
-            converter.collected_tensors[pattern] = [next(remaining) for _ in column]
+            converter.collected_tensors[pattern] = list(islice(remaining, len(column)))
         made = converter.convert(group.first_target, model=model, config=model.config)
-        return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+        for key, value in made.items():
+            if isinstance(value, list):
+                made[key] = value[0]
+        return made
 
     def pick(key: str) -> Callable[[list[torch.Tensor]], torch.Tensor]:
         return lambda read: run(read)[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +12,14 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import model_config
-from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
+from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Zeros
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SHOWN = 5
 
 
 class TransformersOutline:
@@ -106,28 +105,35 @@ class TransformersOutline:
         Raises:
             ModelFolderError: Weights are missing or surplus, or have another shape.
         """
-        own = {name: tensor for name, tensor in own.items() if name not in self.ties or self.ties[name] not in own}
-        held = {self.ties.get(name, name): tensor for name, tensor in own.items()}
+        held: dict[str, LazyTensor] = {}
+        for name, tensor in own.items():
+            first = self.ties.get(name, name)
+            if name == first or first not in own:  # of two tied names the first
+                held[first] = tensor
         self._check(held, source)
         steps = saving_steps(self.model, held, conversion_rules(self.model, legacy=False))
-        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        made = made_by(steps)
         check_used_once(steps, held, made)
-        return {key: made[key] for key in sorted(made, key=natural_order)}
+        return in_natural_order(made)
 
     def hub_shapes(self) -> dict[str, tuple[int, ...]]:
         """Key → shape of a folder as transformers writes it now, of a model that was not loaded from another."""
         own = {name: Zeros(shape, torch.float32) for name, shape in self.shapes.items() if name not in self.ties}
         steps = saving_steps(self.model, own, conversion_rules(self.model, legacy=False))
-        return {key: tensor.shape for step in steps for key, tensor in step.targets.items()}
+        return {key: tensor.shape for key, tensor in made_by(steps).items()}
 
     def _check(self, made: Mapping[str, LazyTensor], source: Path) -> None:
-        problems = [
-            *(_listed("is missing", [n for n in self.shapes if n not in made and n not in self.ties])),
-            *(_listed("has no place in the model", [n for n in made if n not in self.shapes])),
-        ]
+        missing, surplus, reshaped = [], [], []
+        for name in self.shapes:
+            if name not in made and name not in self.ties:
+                missing.append(Problem("is missing", key=name))
         for name, tensor in made.items():
-            if name in self.shapes and tensor.shape != self.shapes[name] and len(problems) < 2 * _SHOWN:
-                problems.append(Problem(f"is {list(tensor.shape)}, the model's {list(self.shapes[name])}", key=name))
+            shape = self.shapes.get(name)
+            if shape is None:
+                surplus.append(Problem("has no place in the model", key=name))
+            elif tensor.shape != shape:
+                reshaped.append(Problem(f"is {list(tensor.shape)}, the model's {list(shape)}", key=name))
+        problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped)
         if problems:
             name = type(self.model).__name__
             what = f"{source} does not hold the model that {self.folder / 'config.json'} describes, {name}"
@@ -138,16 +144,9 @@ class TransformersOutline:
 def _tied_names(model: nn.Module) -> dict[str, str]:
     firsts: dict[int, str] = {}
     ties = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
         first = firsts.setdefault(id(tensor), name)
         if first != name:
             ties[name] = first
     return ties
-
-
-def _listed(what: str, names: list[str]) -> list[Problem]:
-    more = [Problem(f"and {len(names) - _SHOWN:,} more")] if len(names) > _SHOWN else []
-    return [Problem(what, key=name) for name in names[:_SHOWN]] + more

@@ -12,14 +12,28 @@ import io
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode, Problem, UsageError, told_as
 from mindspeed_mm.core.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
+
+    from mindspeed_mm.checkpoint.common.converter import Converter
+    from mindspeed_mm.checkpoint.conversion.run import Conversion
+
+Subcommand = Callable[..., object]
+"""A method of a converter: its parameters are the flags of a subcommand."""
+Values = dict[str, object]
+"""Values of flags by name, those of a section in a table of their own."""
+_REQUIRED = inspect.Parameter.empty
+"""The default of a flag that has none."""
+_HELP_WORDS = {"-h", "--help", "help"}
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
 _MEGATRON = "mindspeed_mm.checkpoint.ptd.converters"
@@ -90,11 +104,10 @@ def run(words: list[str]) -> int:
         UsageError: A word is unknown.
         ConfigError: A value is missing, unknown or of the wrong type.
     """
-    words = [word for word in words if word != "--traceback"]
     plugins, words = _taken("--plugin", words)
     _import_plugins(plugins)
-    wants_help = any(word in ("-h", "--help", "help") for word in words)
-    words = [word for word in words if word not in ("-h", "--help", "help")]
+    wants_help = not _HELP_WORDS.isdisjoint(words)
+    words = [word for word in words if word not in _HELP_WORDS | {"--traceback"}]
     if not words:
         print(_overview())
         return ExitCode.OK
@@ -112,35 +125,39 @@ def run(words: list[str]) -> int:
     return _call(built, name, method, words[2:])
 
 
-def _same_logits(*arguments: Any) -> str:
+def _same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
     from mindspeed_mm.tasks.convert.same_logits import same_logits  # models: not for --help
 
-    return same_logits(*arguments)
+    return same_logits(conversion, draft, any_size)
 
 
-def _constructor_words(converter: type[Any], words: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _constructor_words(converter: type[Converter], words: list[str]) -> tuple[Values, list[str]]:
     """Flags before the subcommand say how the converter is built: `CogVideoConverter --version t2v source_to_mm`."""
     end = 1
     while end < len(words) and words[end].startswith("--"):
-        end += 1 if "=" in words[end] else 2
+        has_its_value = "=" in words[end]
+        end += 1 if has_its_value else 2
     own = words[1:end]
     if not own:
         return {}, words
-    build = converter.__init__
+    command = f"mm-convert {converter.__name__}"
+    build = inspect.getattr_static(converter, "__init__")
     fields = {} if build is object.__init__ else _flags(build)
-    given = _parse_flags(own, fields, f"mm-convert {converter.__name__}")
-    return _validated(build, given, f"mm-convert {converter.__name__}"), [words[0], *words[end:]]
+    given = _parse_flags(own, fields, command)
+    return _validated(build, given, command), [words[0], *words[end:]]
 
 
-def _call(converter: Any, name: str, method: Callable[..., Any], words: list[str]) -> int:
-    printing = any(word.partition("=")[0] == "--print_config" for word in words)
-    words = [word for word in words if word.partition("=")[0] != "--print_config"]
-    files, words = _taken("--config", words)
+def _call(converter: Converter, name: str, method: Subcommand, words: list[str]) -> int:
+    from mindspeed_mm.checkpoint.conversion.run import Converted
+
+    flags_given = [word for word in words if word.partition("=")[0] != "--print_config"]
+    printing = len(flags_given) < len(words)
+    files, words = _taken("--config", flags_given)
     fields = _flags(method)
-    given: dict[str, Any] = {}
+    command = f"mm-convert {type(converter).__name__} {name}"
+    given: Values = {}
     for file in files:
         _merge(given, _read_yaml(Path(file)))
-    command = f"mm-convert {type(converter).__name__} {name}"
     _merge(given, _parse_flags(words, fields, command))
     if printing:
         print(_as_yaml(fields, given), end="")
@@ -148,7 +165,7 @@ def _call(converter: Any, name: str, method: Callable[..., Any], words: list[str
     values = _validated(method, given, command)
     with told_as(lambda problem: _as_flag(problem, fields)):
         done = method(converter, **values)
-    if done is not None and hasattr(done, "lines"):
+    if isinstance(done, Converted):
         print("\n".join(done.lines()))
     return ExitCode.OK
 
@@ -163,27 +180,26 @@ def _import_plugins(names: Sequence[str]) -> None:
         import_plugin(tuple(names), key="--plugin")
 
 
-def _registry() -> dict[str, type[Any]]:
+def _registry() -> dict[str, type[Converter]]:
     from mindspeed_mm.checkpoint.common.converter import Converter
 
     return dict(Converter.registry)
 
 
-def _converter(name: str) -> type[Any]:
+def _converter(name: str) -> type[Converter]:
     if name in CONVERTERS:
-        importlib.import_module(CONVERTERS[name][0])
-    found = _registry().get(name)
-    if found is not None:
-        return found
+        module, _ = CONVERTERS[name]
+        importlib.import_module(module)
+    registry = _registry()
+    if name in registry:
+        return registry[name]
     if name in PLANNED:
         raise UsageError(f"{name} is planned: this family is not built yet")
-    known = [*CONVERTERS, *_registry()]
-    raise UsageError(
-        f"unknown converter '{name}'", way_out=f"{did_you_mean(name, known)}See mm-convert --help for all of them."
-    )
+    near = did_you_mean(name, [*CONVERTERS, *registry])
+    raise UsageError(f"unknown converter '{name}'", way_out=f"{near}See mm-convert --help for all of them.")
 
 
-def _subcommand(converter: type[Any], word: str) -> tuple[str, Callable[..., Any]]:
+def _subcommand(converter: type[Converter], word: str) -> tuple[str, Subcommand]:
     from mindspeed_mm.checkpoint.common.converter import ALIASES, SUBCOMMANDS
 
     found = converter.subcommands()
@@ -200,77 +216,112 @@ def _subcommand(converter: type[Any], word: str) -> tuple[str, Callable[..., Any
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _flags(method: Callable[..., Any]) -> dict[str, tuple[Any, Any, str]]:
-    """Dotted name → (type, default, help); a default of `inspect.Parameter.empty` is none."""
+@dataclass(frozen=True)
+class ConverterFlag:
+    """One flag of a subcommand."""
+
+    annotation: object
+    default: object
+    help: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the subcommand cannot do without it."""
+        return self.default is _REQUIRED
+
+    @property
+    def types(self) -> tuple[object, ...]:
+        """The types that its value may have."""
+        return _members(self.annotation)
+
+
+def _flags(method: Subcommand) -> dict[str, ConverterFlag]:
+    """The flags of a subcommand by name; that of a value inside a section is dotted."""
     described = _argument_help(method)
-    found: dict[str, tuple[Any, Any, str]] = {}
-    for name, kind, default in _parameters(method):
-        if _is_model(kind):
-            found |= _model_flags(name, kind, is_needed=default is inspect.Parameter.empty)
+    found: dict[str, ConverterFlag] = {}
+    for name, parameter in _parameters(method).items():
+        section = _model_of(parameter.annotation)
+        if section is None:
+            found[name] = ConverterFlag(parameter.annotation, parameter.default, described.get(name, ""))
         else:
-            found[name] = (kind, default, described.get(name, ""))
+            found |= _section_flags(name, section, is_required=parameter.default is _REQUIRED)
     return found
 
 
-def _parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    kinds = typing.get_type_hints(method)
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    return [(parameter.name, kinds.get(parameter.name, str), parameter.default) for parameter in parameters]
+def _parameters(method: Subcommand) -> dict[str, inspect.Parameter]:
+    """The parameters besides `self`; one without an annotation is text."""
+    _, *parameters = inspect.signature(method, eval_str=True).parameters.values()
+    found = {parameter.name: parameter for parameter in parameters}
+    for name, parameter in found.items():
+        if parameter.annotation is inspect.Parameter.empty:
+            found[name] = parameter.replace(annotation=str)
+    return found
 
 
-def _model_flags(prefix: str, model: Any, *, is_needed: bool) -> dict[str, tuple[Any, Any, str]]:
-    found: dict[str, tuple[Any, Any, str]] = {}
-    for name, field in model.model_fields.items():
+def _section_flags(prefix: str, section: type[BaseModel], *, is_required: bool) -> dict[str, ConverterFlag]:
+    found: dict[str, ConverterFlag] = {}
+    for name, field in section.model_fields.items():
+        flag = f"{prefix}.{name}"
         inner = _model_of(field.annotation)
-        needed = is_needed and field.is_required()
+        required = is_required and field.is_required()
         if inner is not None:
-            found |= _model_flags(f"{prefix}.{name}", inner, is_needed=needed)
+            found |= _section_flags(flag, inner, is_required=required)
+            continue
+        default: object
+        if required:
+            default = _REQUIRED
+        elif field.is_required():  # of a section that may be left out
+            default = None
         else:
-            default = inspect.Parameter.empty if needed else None if field.is_required() else field.get_default()
-            found[f"{prefix}.{name}"] = (field.annotation, default, field.description or "")
+            default = field.get_default()
+        found[flag] = ConverterFlag(field.annotation, default, field.description or "")
     return found
 
 
-def _is_model(kind: Any) -> bool:
+def _members(annotation: object) -> tuple[object, ...]:
+    """The types that a union allows, or the one type."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _model_of(annotation: object) -> type[BaseModel] | None:
+    """The pydantic model of an annotation, also of an optional one."""
     from pydantic import BaseModel
 
-    return inspect.isclass(kind) and issubclass(kind, BaseModel)
+    for member in _members(annotation):
+        if inspect.isclass(member) and issubclass(member, BaseModel):
+            return member
+    return None
 
 
-def _model_of(kind: Any) -> Any | None:
-    """The pydantic model of an annotation, also of an optional one."""
-    options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return next((option for option in options if _is_model(option)), None)
-
-
-def _argument_help(method: Callable[..., Any]) -> dict[str, str]:
+def _argument_help(method: Subcommand) -> dict[str, str]:
     """The `Args:` section of a docstring: name → text."""
     section = inspect.cleandoc(method.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     found: dict[str, str] = {}
-    for item in re.split(r"\n    (?=\w+:)", "\n" + inspect.cleandoc("    " + section).replace("\n", "\n    ")):
-        name, colon, text = item.strip().partition(":")
-        if colon and name.isidentifier():
-            found[name] = " ".join(text.split())
+    name = ""
+    for line in section.splitlines():
+        # An argument begins at the first indentation; what is indented further goes on with it.
+        begins = re.match(r"    (\w+):(.*)", line)
+        if begins:
+            name, text = begins.groups()
+        else:
+            text = line
+        found[name] = f"{found.get(name, '')} {text.strip()}".strip()
     return found
 
 
-def _parse_flags(words: list[str], fields: Mapping[str, Any], command: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    position = 0
-    while position < len(words):
-        flag, equals, value = words[position].partition("=")
+def _parse_flags(words: list[str], fields: Mapping[str, ConverterFlag], command: str) -> Values:
+    given: Values = {}
+    remaining = list(reversed(words))
+    while remaining:
+        flag, equals, value = remaining.pop().partition("=")
         name = flag.removeprefix("--")
-        if not flag.startswith("--"):
-            raise UsageError(f"'{flag}' is no flag", way_out=f"Flags begin with two dashes. See {command} --help.")
-        if name not in fields and not any(known.startswith(f"{name}.") for known in fields):
-            near = did_you_mean(f"--{name}", [f"--{known}" for known in fields])
-            raise UsageError(f"unknown flag '--{name}'", way_out=f"{near}See {command} --help.")
-        position += 1
+        _check_known(flag, fields, command)
         if not equals:
-            if position < len(words) and not words[position].startswith("--"):
-                value = words[position]
-                position += 1
-            elif name in fields and bool in (fields[name][0], *typing.get_args(fields[name][0])):
+            if remaining and not remaining[-1].startswith("--"):
+                value = remaining.pop()
+            elif name in fields and bool in fields[name].types:
                 value = "true"
             else:
                 raise UsageError(f"'--{name}' needs a value", way_out=f"See {command} --help.")
@@ -278,124 +329,157 @@ def _parse_flags(words: list[str], fields: Mapping[str, Any], command: str) -> d
     return given
 
 
-def _value(text: str, name: str, fields: Mapping[str, Any]) -> Any:
+def _check_known(flag: str, fields: Collection[str], command: str) -> None:
+    if not flag.startswith("--"):
+        raise UsageError(f"'{flag}' is not a flag", way_out=f"Flags begin with two dashes. See {command} --help.")
+    name = flag.removeprefix("--")
+    is_section = any(known.startswith(f"{name}.") for known in fields)
+    if name not in fields and not is_section:
+        near = did_you_mean(flag, [f"--{known}" for known in fields])
+        raise UsageError(f"unknown flag '{flag}'", way_out=f"{near}See {command} --help.")
+
+
+def _value(text: str, name: str, fields: Mapping[str, ConverterFlag]) -> object:
     """Paths and words stay text; lists, tables, numbers and switches are YAML."""
-    kind = fields[name][0] if name in fields else dict
-    options = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    if str in options or Path in options:
+    allowed = fields[name].types if name in fields else (dict,)
+    if str in allowed or Path in allowed:
         return text
     value = _yaml(text, f"--{name}")
-    if isinstance(value, str):  # `a,b,c,d`, as the documents write lists and mappings
-        items = [item.strip() for item in value.split(",")]
-        origins = [typing.get_origin(option) or option for option in options]
-        if dict in origins and len(items) % 2 == 0:
-            return dict(zip(items[::2], items[1::2], strict=True))
-        if list in origins:
-            return items
-    return value
+    if not isinstance(value, str):
+        return value
+    # `a,b,c,d`, as the documents write lists and mappings.
+    items = [item.strip() for item in value.split(",")]
+    kinds = [get_origin(member) or member for member in allowed]
+    if dict in kinds and len(items) % 2 == 0:
+        return dict(zip(items[::2], items[1::2], strict=True))
+    return items if list in kinds else value
 
 
-def _nested(name: str, value: Any) -> dict[str, Any]:
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return typing.cast(dict[str, Any], value)
+def _nested(name: str, value: object) -> Values:
+    *sections, last = name.split(".")
+    nested = {last: value}
+    for section in reversed(sections):
+        nested = {section: nested}
+    return nested
 
 
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _merge(into: Values, values: Mapping[str, object]) -> None:
     for key, value in values.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+        inner = into.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            _merge(inner, value)
         else:
             into[key] = value
 
 
 def _taken(flag: str, words: list[str]) -> tuple[list[str], list[str]]:
     """The values of a flag that may stand anywhere, and the other words."""
-    values, rest, position = [], [], 0
-    while position < len(words):
-        name, equals, value = words[position].partition("=")
-        if name == flag and not equals:
-            position += 1
-            if position == len(words):
-                raise UsageError(f"'{flag}' needs a value")
-            value = words[position]
-        if name == flag:
+    values, others = [], []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name != flag:
+            others.append(word)
+        elif equals:
             values.append(value)
         else:
-            rest.append(words[position])
-        position += 1
-    return values, rest
+            following = next(remaining, None)
+            if following is None:
+                raise UsageError(f"'{flag}' needs a value")
+            values.append(following)
+    return values, others
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _validated(method: Callable[..., Any], given: Mapping[str, Any], command: str) -> dict[str, Any]:
+def _validated(method: Subcommand, given: Mapping[str, object], command: str) -> Values:
     from pydantic import ConfigDict, ValidationError, create_model
 
-    fields: dict[str, Any] = {
-        name: (kind, ... if default is inspect.Parameter.empty else default)
-        for name, kind, default in _parameters(method)
-    }
+    parameters = _parameters(method)
+    fields: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        fields[name] = (parameter.annotation, ... if parameter.default is _REQUIRED else parameter.default)
     model = create_model("Flags", __config__=ConfigDict(extra="forbid"), **fields)
     try:
         checked = model.model_validate(dict(given))
     except ValidationError as error:
         errors = error.errors()
-        problems = [problem for each in errors for problem in _problems(each, method)]
-        example = ""
-        if any(each["type"] == "missing" for each in errors):
-            needs = [need for name, (kind, default) in fields.items() if default is ... for need in _needs(name, kind)]
-            words = [command, *(f"--{flag} {flag.rpartition('.')[2].upper()}" for flag, *_ in needs)]
-            example = f" For example: {' '.join(words)}"
+        problems = []
+        for each in errors:
+            problems += _problems(each, method)
+        has_missing = any(each["type"] == "missing" for each in errors)
+        example = f" For example: {_example(command, parameters)}" if has_missing else ""
         raise ConfigError(f"the flags do not fit.{example}", problems=problems) from None
-    return {name: getattr(checked, name) for name in fields}
+    return dict(checked)  # the fields only, sections as their models
 
 
-def _problems(error: Any, method: Callable[..., Any]) -> list[Problem]:
+def _example(command: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """A command with every flag that it needs."""
+    words = [command]
+    for name, parameter in parameters.items():
+        if parameter.default is _REQUIRED:
+            for flag, *_ in _needs(name, parameter.annotation):
+                words.append(f"--{flag} {flag.rpartition('.')[2].upper()}")
+    return " ".join(words)
+
+
+def _problems(error: ErrorDetails, method: Subcommand) -> list[Problem]:
     """What is wrong with a flag; of a section that is missing, each flag in it that is needed."""
-    name = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
+    path = [part for part in error["loc"] if isinstance(part, str)]
+    name = ".".join(path)
     if error["type"] == "missing":
-        first, *rest = error["loc"]
-        kind = next(kind for parameter, kind, _ in _parameters(method) if parameter == first)
-        for part in rest:
-            kind = _model_of(kind).model_fields[part].annotation  # type: ignore[union-attr]
-        helps = {flag: text for flag, (_, _, text) in _flags(method).items()}
-        found = []
-        for flag, *others in _needs(name, kind):
-            rest = f", or another: {', '.join(other.rpartition('.')[2] for other in others)}" if others else ""
-            found.append(Problem(f"is needed{rest}", key=f"--{flag}", way_out="" if others else helps[flag]))
-        return found
+        return _missing(path, method)
     if error["type"] == "extra_forbidden":
         return [Problem("is unknown", key=f"--{name}", way_out=did_you_mean(name, list(_flags(method))).strip())]
-    return [Problem(f"{error['input']!r:.80}: {error['msg'][0].lower()}{error['msg'][1:]}", key=f"--{name}")]
+    message = f"{error['msg'][0].lower()}{error['msg'][1:]}"
+    return [Problem(f"{error['input']!r:.80}: {message}", key=f"--{name}")]
 
 
-def _needs(name: str, kind: Any) -> Iterator[list[str]]:
+def _missing(path: list[str], method: Subcommand) -> list[Problem]:
+    parameter, *inside = path
+    annotation: object = _parameters(method)[parameter].annotation
+    for part in inside:
+        section = _model_of(annotation)
+        assert section is not None  # pydantic looked for a field in it
+        annotation = section.model_fields[part].annotation
+    flags = _flags(method)
+    problems = []
+    for flag, *others in _needs(".".join(path), annotation):
+        if others:
+            names = ", ".join(other.rpartition(".")[2] for other in others)
+            problems.append(Problem(f"is needed, or another: {names}", key=f"--{flag}"))
+        else:
+            problems.append(Problem("is needed", key=f"--{flag}", way_out=flags[flag].help))
+    return problems
+
+
+def _needs(name: str, annotation: object) -> Iterator[list[str]]:
     """Flags that a parameter cannot do without, each with those that would do in its place."""
-    model = _model_of(kind)
-    if model is None:
+    section = _model_of(annotation)
+    if section is None:
         yield [name]
         return
-    inside = {f"{name}.{part}": field for part, field in model.model_fields.items()}
-    required = {flag: field.annotation for flag, field in inside.items() if field.is_required()}
+    fields = section.model_fields
+    required = [part for part, field in fields.items() if field.is_required()]
     if not required:
-        yield list(inside)
-    for flag, inner in required.items():
-        yield from _needs(flag, inner)
+        yield [f"{name}.{part}" for part in fields]
+    for part in required:
+        yield from _needs(f"{name}.{part}", fields[part].annotation)
 
 
 def _as_flag(problem: Problem, flags: Collection[str]) -> Problem:
     """Under the flag that somebody has to change, where the key is its name or the end of it."""
-    if not problem.key or problem.key.startswith("--"):
+    key = problem.key
+    if not key or key.startswith("--"):
         return problem
-    meant = [flag for flag in flags if f".{flag}".endswith(f".{problem.key}")]
-    if any(flag.startswith(f"{problem.key}.") for flag in flags):
-        meant = [problem.key]
+    if any(flag.startswith(f"{key}.") for flag in flags):  # a section
+        return replace(problem, key=f"--{key}")
+    meant = [flag for flag in flags if f".{flag}".endswith(f".{key}")]
     return replace(problem, key=f"--{meant[0]}") if len(meant) == 1 else problem
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def _read_yaml(file: Path) -> Values:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -406,46 +490,48 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return _without_empty(content or {})
 
 
-def _without_empty(content: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(content: Mapping[str, object]) -> Values:
     """What `--print_config` left open is not given."""
-    kept = {k: _without_empty(v) if isinstance(v, Mapping) else v for k, v in content.items()}
-    return {key: value for key, value in kept.items() if value is not None and value != {}}
+    kept: Values = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            value = _without_empty(value)
+        if value is not None and value != {}:
+            kept[key] = value
+    return kept
 
 
-def _yaml(text: str, where: str) -> Any:
+def _yaml(text: str, where: str) -> object:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        return YAML(typ="safe").load(text)
+        content: object = YAML(typ="safe").load(text)
     except YAMLError as error:
         raise ConfigError(f"is not valid YAML: {str(error).splitlines()[0]}", where=where) from error
+    return content
 
 
-def _as_yaml(fields: Mapping[str, tuple[Any, Any, str]], given: Mapping[str, Any]) -> str:
+def _as_yaml(fields: Mapping[str, ConverterFlag], given: Mapping[str, object]) -> str:
     """Every flag with its value, its help above it; what is needed and not given is left open."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 
     root = CommentedMap()
-    for name, (_, default, text) in fields.items():
+    for name, flag in fields.items():
         *path, last = name.split(".")
-        place, value, depth = root, given, 0
+        place, values = root, given
         for part in path:
             place = place.setdefault(part, CommentedMap())
-            value = value.get(part, {}) if isinstance(value, Mapping) else {}
-            depth += 1
-        shown = value.get(last) if isinstance(value, Mapping) and last in value else default
-        place[last] = None if shown is inspect.Parameter.empty else _plain(shown)
-        need = " (needed)" if default is inspect.Parameter.empty else ""
-        place.yaml_set_comment_before_after_key(last, before=f"{text}{need}", indent=2 * depth)
+            inside = values.get(part)
+            values = inside if isinstance(inside, Mapping) else {}
+        shown = values.get(last, None if flag.is_required else flag.default)
+        place[last] = str(shown) if isinstance(shown, Path) else shown
+        needed = " (needed)" if flag.is_required else ""
+        place.yaml_set_comment_before_after_key(last, before=f"{flag.help}{needed}", indent=2 * len(path))
     out = io.StringIO()
     YAML().dump(root, out)
     return out.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
@@ -453,29 +539,39 @@ def _plain(value: Any) -> Any:
 
 def _overview() -> str:
     lines = {name: text for name, (_, text) in CONVERTERS.items()}
-    for name, found in _registry().items() if "mindspeed_mm.checkpoint.common.converter" in sys.modules else ():
-        lines.setdefault(name, (found.__doc__ or "").strip().partition("\n")[0])
+    if "mindspeed_mm.checkpoint.common.converter" in sys.modules:  # plugins import it; the help alone does not
+        for name, converter in _registry().items():
+            lines.setdefault(name, _first_line(converter))
     lines |= dict.fromkeys(PLANNED, "Planned: this family is not built yet.")
-    width = max(map(len, lines))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
-    return f"{USAGE}\nConverters:\n{table}\n\n{EXAMPLES}"
+    return f"{USAGE}\nConverters:\n{_table(lines)}\n\n{EXAMPLES}"
 
 
-def _converter_help(converter: type[Any]) -> str:
-    found = converter.subcommands()
-    width = max(map(len, found), default=0)
-    lines = [f"  {name:<{width}}  {(m.__doc__ or '').strip().partition(chr(10))[0]}" for name, m in found.items()]
-    title = inspect.cleandoc(converter.__doc__ or "")
+def _converter_help(converter: type[Converter]) -> str:
     usage = f"Usage: mm-convert {converter.__name__} SUBCOMMAND [--flag value]..."
-    return "\n".join([usage, "", title, "", "Subcommands:", *lines])
+    title = inspect.cleandoc(converter.__doc__ or "")
+    lines = {name: _first_line(method) for name, method in converter.subcommands().items()}
+    return "\n".join([usage, "", title, "", "Subcommands:", _table(lines)])
 
 
-def _subcommand_help(converter: type[Any], name: str, method: Callable[..., Any]) -> str:
+def _first_line(documented: object) -> str:
+    return (documented.__doc__ or "").strip().partition("\n")[0]
+
+
+def _table(lines: Mapping[str, str]) -> str:
+    width = max(map(len, lines), default=0)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines.items())
+
+
+def _subcommand_help(converter: type[Converter], name: str, method: Subcommand) -> str:
     text = inspect.cleandoc(method.__doc__ or "").partition("\n\nArgs:")[0]
     lines = [f"Usage: mm-convert {converter.__name__} {name} [--flag value]... [--config file.yaml]", "", text, ""]
-    for flag, (_, default, about) in _flags(method).items():
-        note = " (needed)" if default is inspect.Parameter.empty else f" Default: {default}." if default else ""
-        lines += [f"  --{flag}", f"      {about}{note}"]
+    for flag, told in _flags(method).items():
+        note = ""
+        if told.is_required:
+            note = " (needed)"
+        elif told.default:
+            note = f" Default: {told.default}."
+        lines += [f"  --{flag}", f"      {told.help}{note}"]
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ The command line prints them without a traceback and ends with the exit code of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,6 +43,20 @@ class Problem:
     def __str__(self) -> str:
         sentence = f"{self.what.rstrip('.')}. {self.way_out}" if self.way_out else self.what
         return "  ".join(part for part in (self.where, self.key, sentence) if part)
+
+
+def first_problems(problems: Iterable[Problem], most: int = 5) -> list[Problem]:
+    """The first of many problems, and how many more there are."""
+    found = list(problems)
+    if len(found) <= most:
+        return found
+    return [*found[:most], Problem(f"and {len(found) - most:,} more")]
+
+
+def first_names(names: Sequence[str], most: int = 5) -> str:
+    """`a, b, c and 3 more`: the first of many names for a message."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 class MMError(Exception):

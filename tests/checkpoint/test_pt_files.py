@@ -59,7 +59,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         archive.writestr("x", "y")
     for content in (b"", b"<html>", whole[: len(whole) // 2], (tmp_path / "other.zip").read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"a\.pt  is broken, or no file that torch\.save wrote"):
+        with pytest.raises(CheckpointError, match=r"a\.pt  is broken, or not a file that torch\.save wrote"):
             load_weights(path)
     with pytest.raises(CheckpointError, match="No such file"):
         load_weights(tmp_path / "none.pt")

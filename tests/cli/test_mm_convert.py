@@ -69,7 +69,7 @@ def test_what_print_config_prints_is_taken_back_and_flags_win(
         (["RecordingConverter", "hf_to_m"], "Did you mean 'hf_to_mm'"),
         (["RecordingConverter", "resplit"], "has no 'resplit'"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dri", "x"], "Did you mean '--cfg.mm_dir'"),
-        (["RecordingConverter", "hf_to_mm", "mm"], "'mm' is no flag"),
+        (["RecordingConverter", "hf_to_mm", "mm"], "'mm' is not a flag"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir"], "needs a value"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir=x"], "--cfg.hf_config.hf_dir  is needed"),
         (["RecordingConverter", "hf_to_mm", *REQUIRED, "--cfg.parallel_config.tp_size=0"], "greater than 0"),

@@ -87,6 +87,7 @@ def test_characters_of_several_tokens_stand_together(tokenizer: Any) -> None:
 def test_blanks_of_sentencepiece_tokens_are_kept() -> None:
     class Sentencepiece:
         all_special_ids = [0]
+        added_tokens_decoder: dict[int, Any] = {}
         words = ["<s>", "▁the", "▁cat", "s"]
 
         def decode(self, ids: list[int], **_: Any) -> str:

@@ -233,6 +233,7 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ("MMMU", "Score a model on a published set", None),
         ("evaluate on DocVQA", "Score a model on a published set", None),
         ("pretrain a tiny model", "Train a model from nothing", None),
+        ("train with DPO on preferences", "Train a model on preferences or rewards", None),
         ("my loss is nan", "Find out why a loss is wrong", None),
     ],
 )
@@ -270,7 +271,6 @@ def test_what_else_a_wish_is_about_is_named() -> None:
     [
         "segment images",
         "embed documents",
-        "train a reward model with DPO",
         "music generation",
         "upscale an image",
         "image classification",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_mm.checkpoint.dcp_folder.index_check import have_overlap
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored, TensorReader, whole
-from mindspeed_mm.core.errors import ModelFolderError, Problem
-
-_SHOWN = 5
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 
 
 class CountedTensor(Stored):
@@ -94,20 +93,22 @@ def check_ledgers(
     Raises:
         ModelFolderError: Naming keys that are unused, used in part or more often, or not written so.
     """
-    for tensor in (tensor for ledger in ledgers for tensor in ledger.tensors.values()):
-        tensor.take()
+    counted = list(chain.from_iterable(ledger.tensors.values() for ledger in ledgers))
+    for tensor in counted:
+        tensor.take()  # whatever was read before is not of this conversion
     told: dict[str, list[Problem]] = {}
     with torch.device("meta"), _Writes() as writes:
         for key, item in made:
             _note(told, key, _fault("written", writes.of(item), math.prod(item.shape)))
-        used = {id(tensor): tensor.take() for ledger in ledgers for tensor in ledger.tensors.values()}
+        used = {id(tensor): tensor.take() for tensor in counted}
         for item in dropped:
             item.read()
     _raise("the conversion does not write every tensor whole", told)
+    times = times or {}
     for ledger in ledgers:
         told = {}
         for key, tensor in ledger.tensors.items():
-            boxes, as_often = used[id(tensor)], (times or {}).get(key, 1)
+            boxes, as_often = used[id(tensor)], times.get(key, 1)
             if key in left_out:
                 _note(told, key, "is left out, and used all the same" if boxes else None)
             else:
@@ -142,27 +143,34 @@ _WRITING = {torch.Tensor.copy_, torch.Tensor.zero_}
 
 def _place(view: torch.Tensor, target: torch.Tensor) -> Region:
     """Which box of a contiguous tensor a view of it is: slices, selections and transposes of it are boxes."""
+    # A dim of the view is known by its stride, whatever the order of dims; one of length 1 may have any stride.
     lengths = {stride: length for length, stride in zip(view.shape, view.stride(), strict=True) if length != 1}
-    rest, box = view.storage_offset(), []
+    offset, box = view.storage_offset(), []
     for length, stride in zip(target.shape, target.stride(), strict=True):
-        start, rest = divmod(rest, stride) if length > 1 else (0, rest)
-        box.append((start, lengths.get(stride, 1) if length > 1 else length))
+        if length > 1:
+            start, offset = divmod(offset, stride)  # the digits of the offset, the longest stride first
+            box.append((start, lengths.get(stride, 1)))
+        else:
+            box.append((0, length))
     return tuple(box)
 
 
 def _fault(what: str, boxes: Counter[Region], size: int, times: int | None = 1) -> str | None:
     """What is wrong with the boxes of a tensor: they have to fill `size` elements without overlap, each `times`."""
     sizes = {box: math.prod(length for _, length in box) for box in boxes}
+    filled = [box for box, elements in sizes.items() if elements]
     held = sum(sizes.values())
     if size and not held:
         return f"is not {what}"
-    other = next((n for box, n in boxes.items() if sizes[box] and times is not None and n != times), None)
-    if other is not None and times != 1:
-        return f"is {what} {other} times, and {times} are expected"
-    if other is not None or held > size or have_overlap([_ends(box) for box in boxes if sizes[box]]):
+    other_times = [boxes[box] for box in filled if times is not None and boxes[box] != times]
+    if other_times and times != 1:
+        return f"is {what} {other_times[0]} times, and {times} are expected"
+    if other_times or held > size or have_overlap([_ends(box) for box in filled]):
         total = sum(sizes[box] * n for box, n in boxes.items())
         return f"is {what} more than once: {total:,} of {size:,} elements"
-    return f"is {what} in part: {held:,} of {size:,} elements" if held < size else None
+    if held < size:
+        return f"is {what} in part: {held:,} of {size:,} elements"
+    return None
 
 
 def _ends(box: Region) -> list[tuple[int, int]]:
@@ -176,9 +184,4 @@ def _note(told: dict[str, list[Problem]], key: str, what: str | None) -> None:
 
 def _raise(headline: str, told: Mapping[str, list[Problem]]) -> None:
     if told:
-        raise ModelFolderError(headline, problems=[problem for found in told.values() for problem in _first(found)])
-
-
-def _first(problems: list[Problem]) -> list[Problem]:
-    more = len(problems) - _SHOWN
-    return problems[:_SHOWN] + ([Problem(f"and {more:,} more")] if more > 0 else [])
+        raise ModelFolderError(headline, problems=list(chain.from_iterable(map(first_problems, told.values()))))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile, TensorRecord, read_sum
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.layout import METADATA, RELEASE
-from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.core.errors import CheckpointError, Problem, first_problems
 from mindspeed_mm.core.folder_kinds import entries_of
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.version import __version__
@@ -24,7 +25,7 @@ from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 MANIFEST = "conversion_manifest.json"
 FORMAT = "mindspeed-mm-conversion"
 MB = 1_000_000
-_SHOWN = 5
+
 _CHANGED = "is not what was written"
 _SMALL_BYTES = 16_000_000
 """Files up to this size are compared whole; of larger ones, which hold tensors, the tensors are."""
@@ -51,18 +52,23 @@ class WrittenFile:
         return cls(size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= _SMALL_BYTES else None)
 
     @classmethod
-    def read(cls, record: Any) -> WrittenFile:
+    def read(cls, record: object) -> WrittenFile:
         """From a manifest. Raises `ValueError` with what is wrong with it."""
         if not isinstance(record, dict) or record.keys() != {"size_bytes", "sha256"}:
-            raise ValueError("has not size_bytes and sha256")
+            raise ValueError("does not have size_bytes and sha256")
         size, digest = record["size_bytes"], record["sha256"]
         if type(size) is not int or size < 0 or (digest is None and size <= _SMALL_BYTES):
-            raise ValueError(f"has the size {size!r:.40}, which is none, or needs a SHA-256")
+            raise ValueError(f"has the size {size!r:.40}, which is not a size, or needs a SHA-256")
         return cls(size, None if digest is None else read_sum(digest))
 
 
 def write_manifest(
-    folder: Path, records: Records, *, sources: Sequence[Path], layout: Mapping[str, Any], left_out: Mapping[str, str]
+    folder: Path,
+    records: Records,
+    *,
+    sources: Sequence[Path],
+    layout: Mapping[str, object],
+    left_out: Mapping[str, str],
 ) -> None:
     """Write it into a draft.
 
@@ -73,13 +79,16 @@ def write_manifest(
         layout: How the tensors lie.
         left_out: Source keys that were not written → why.
     """
+    files = {}
+    for name, found in records.items():
+        files[name] = {key: asdict(record) for key, record in found.items()}
     content = {
         "format": FORMAT,
         "version": __version__,
-        "sources": [str(path) for path in sources],
+        "sources": list(map(str, sources)),
         "layout": dict(layout),
         "left_out": dict(left_out),
-        "files": {name: {key: asdict(record) for key, record in found.items()} for name, found in records.items()},
+        "files": files,
         "written": {name: asdict(WrittenFile.of(folder / name)) for name in _files_of(folder)},
     }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -93,8 +102,13 @@ def converted_root(path: Path) -> Path | None:
 
 def _files_of(folder: Path) -> list[str]:
     """Every file and link below a folder, but its marker and manifest."""
-    names = (name for name in entries_of(folder) if name != MANIFEST)
-    return [name for name in names if (folder / name).is_symlink() or not (folder / name).is_dir()]
+    found = []
+    for name in entries_of(folder):
+        path = folder / name
+        is_folder = path.is_dir() and not path.is_symlink()
+        if name != MANIFEST and not is_folder:
+            found.append(name)
+    return found
 
 
 def read_records(root: Path) -> dict[str, dict[str, TensorRecord]]:
@@ -106,13 +120,15 @@ def read_records(root: Path) -> dict[str, dict[str, TensorRecord]]:
     return _read_records(read_json_object(root / MANIFEST, CheckpointError), root)
 
 
-def _read_records(content: Mapping[str, Any], root: Path) -> dict[str, dict[str, TensorRecord]]:
+def _read_records(content: Mapping[str, object], root: Path) -> dict[str, dict[str, TensorRecord]]:
     if content.get("format") != FORMAT:
         raise _no_manifest(root, f"its format is {content.get('format')!r:.40}")
     records: dict[str, dict[str, TensorRecord]] = {}
-    for name, found in _table(content, "files", root).items():
+    files = _table(content, "files", root)
+    for name in files:
         records[name] = {}
-        for key, record in _table(content["files"], name, root).items():
+        found = _table(files, name, root)
+        for key, record in found.items():
             try:
                 records[name][key] = TensorRecord.read(record)
             except ValueError as error:
@@ -125,7 +141,7 @@ def _read_records(content: Mapping[str, Any], root: Path) -> dict[str, dict[str,
     return records
 
 
-def _read_written(content: Mapping[str, Any], records: Records, root: Path) -> dict[str, WrittenFile]:
+def _read_written(content: Mapping[str, object], records: Records, root: Path) -> dict[str, WrittenFile]:
     """What a manifest says of files, all of which it has to list."""
     written: dict[str, WrittenFile] = {}
     for name, record in _table(content, "written", root).items():
@@ -143,22 +159,22 @@ def _read_written(content: Mapping[str, Any], records: Records, root: Path) -> d
     return written
 
 
-def _table(content: Mapping[str, Any], key: str, root: Path) -> dict[str, Any]:
+def _table(content: Mapping[str, object], key: str, root: Path) -> dict[str, object]:
     table = content.get(key)
     if not isinstance(table, dict):
-        raise _no_manifest(root, "is no table" if key in content else "is not there", key)
+        raise _no_manifest(root, "is not a table" if key in content else "is not there", key)
     return table
 
 
 def _check_name(name: str, root: Path) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or str(path) != name or name == "." or "\0" in name:
-        raise _no_manifest(root, "is no name in this folder", f"{name!r:.80}")
+        raise _no_manifest(root, "is not a name in this folder", f"{name!r:.80}")
 
 
 def _no_manifest(root: Path, why: str, key: str = "") -> CheckpointError:
     return CheckpointError(
-        f"is no manifest of a conversion: {why}",
+        f"is not the manifest of a conversion: {why}",
         where=str(root / MANIFEST),
         key=key,
         way_out="Copy the folder again. To convert it as it is: --no-verify, of mm-convert --verify false.",
@@ -230,7 +246,7 @@ def _differences_of_files(root: Path, written: Mapping[str, WrittenFile], found:
         if name not in found:
             problems.append(Problem("is missing", name))
         elif not (root / name).is_file():
-            problems.append(Problem("is no file", name))
+            problems.append(Problem("is not a file", name))
         elif (size := (root / name).stat().st_size) != record.size_bytes:
             problems.append(Problem(f"has {size:,} bytes, and {record.size_bytes:,} were written", name))
         elif record.sha256 is not None and WrittenFile.of(root / name) != record:
@@ -268,7 +284,7 @@ def _present(root: Path, folder: Path) -> Records:
 
 def _share(records: Records, part: int, parts: int) -> Records:
     """Tensors that begin in the part of all bytes: neighbours, so that few files are opened."""
-    total = max(1, sum(record.size_bytes for found in records.values() for record in found.values()))
+    total = max(1, sum(_sizes(records)))
     held: dict[str, dict[str, TensorRecord]] = {}
     position = 0
     for name, found in records.items():
@@ -279,26 +295,35 @@ def _share(records: Records, part: int, parts: int) -> Records:
     return held
 
 
+def _sizes(records: Records) -> Iterator[int]:
+    """Bytes of each tensor."""
+    for found in records.values():
+        for record in found.values():
+            yield record.size_bytes
+
+
 def _inside(records: Mapping[str, _T], root: Path, folder: Path) -> dict[str, _T]:
     return {name: found for name, found in records.items() if (root / name).is_relative_to(folder)}
 
 
 def _compare(root: Path, records: Records, problems: list[Problem], progress: WorkProgress | None) -> tuple[int, int]:
-    """Of a file that is another one its tensors are told, where they show it."""
-    sizes = [record.size_bytes for found in records.values() for record in found.values()]
+    """The tensors of a file that was changed are named instead of the file, where they show the change."""
+    sizes = list(_sizes(records))
     if progress is not None:
         progress.begin(sum(sizes) / MB)
     of_tensors = differences(root, records, _kinds_of(root, records), progress, alone=False)
-    told = tuple(f"{problem.where}/" for problem in of_tensors)
-    problems = of_tensors + [p for p in problems if p.what != _CHANGED or not f"{p.where}/".startswith(told)]
     if progress is not None:
         progress.end()
-    if problems:
-        more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
+    shown_by_tensors = tuple(f"{problem.where}/" for problem in of_tensors)
+    all_problems = list(of_tensors)
+    for problem in problems:
+        if problem.what != _CHANGED or not f"{problem.where}/".startswith(shown_by_tensors):
+            all_problems.append(problem)
+    if all_problems:
         raise CheckpointError(
-            f"{root}: {len(problems)} of what {MANIFEST} lists is not as it was written. Copy the folder again. To "
+            f"{root}: {len(all_problems)} of what {MANIFEST} lists is not as it was written. Copy the folder again. To "
             "convert it as it is: --no-verify, of mm-convert --verify false.",
-            problems=problems[:_SHOWN] + more,
+            problems=first_problems(all_problems),
         )
     return len(sizes), sum(sizes)
 
@@ -312,5 +337,9 @@ def _kind_of(path: Path, records: Mapping[str, TensorRecord]) -> OutputFile:
     if path.suffix == ".safetensors":
         return SafetensorsFile({})
     if path.suffix == ".pt":
-        return PtFile({key.partition("/")[0] if "/" in key else "": {} for key in records})
+        sections: dict[str, dict[str, LazyTensor]] = {}
+        for key in records:
+            section, slash, _ = key.partition("/")
+            sections[section if slash else ""] = {}
+        return PtFile(sections)
     return DcpFolder({})

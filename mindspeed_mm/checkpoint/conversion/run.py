@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 import torch
 
@@ -22,11 +23,9 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger, check_ledger
 from mindspeed_mm.checkpoint.conversion.manifest import MB, check_source, differences, write_manifest
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
-from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, first_names
 from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Conversion:
     """Of the sources' tensors. Every element is used exactly once, but for `times`, `left_out` and `dropped`."""
     files: Mapping[str, OutputFile]
     """Relative name → content."""
-    layout: Mapping[str, Any]
+    layout: Mapping[str, object]
     """What the manifest says about how the tensors lie; plain JSON values."""
     times: Mapping[str, int | None] = field(default_factory=dict)
     """Source keys that are written whole several times (a norm on every rank, a tied embedding) → how often; None: as
@@ -81,19 +80,22 @@ class Converted:
 
     def lines(self, source: str = "") -> list[str]:
         """For a person: what was written, after what it was made from, where the original is, and what was compared."""
-        verified = f"verified in {self.verify_s:.1f} s" if self.verify_s else "not verified"
-        size = f"{self.tensors:,} tensors, {self.size_bytes / 2**20:,.1f} MiB"
-        line = f"{self.folder}: {', '.join([size, *([source] if source else [])])}, written in {self.write_s:.1f} s"
-        kept = [f"the original is kept as {self.backup}"] if self.backup else []
+        parts = [f"{self.tensors:,} tensors", f"{self.size_bytes / 2**20:,.1f} MiB"]
+        if source:
+            parts.append(source)
+        parts.append(f"written in {self.write_s:.1f} s")
+        parts.append(f"verified in {self.verify_s:.1f} s" if self.verify_s else "not verified")
+        lines = [f"{self.folder}: {', '.join(parts)}"]
         reasons: dict[str, list[str]] = {}
         for key, why in self.left_out.items():
             reasons.setdefault(why, []).append(key)
-        left = [f"not written: {_listed(keys)} ({why})" for why, keys in reasons.items()]
-        return [f"{line}, {verified}", *left, *kept, *([self.logits] if self.logits else [])]
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")
+        for why, keys in reasons.items():
+            lines.append(f"not written: {first_names(keys)} ({why})")
+        if self.backup:
+            lines.append(f"the original is kept as {self.backup}")
+        if self.logits:
+            lines.append(self.logits)
+        return lines
 
 
 Verify = bool | Literal["full"]
@@ -175,7 +177,7 @@ def check_complete(conversion: Conversion) -> None:
     """
     check_ledgers(
         conversion.ledgers,
-        (item for file in conversion.files.values() for item in file.tensors.items()),
+        chain.from_iterable(file.tensors.items() for file in conversion.files.values()),
         times=conversion.times,
         left_out=conversion.left_out,
         dropped=conversion.dropped,
@@ -183,7 +185,9 @@ def check_complete(conversion: Conversion) -> None:
     homes: dict[str, str] = {}
     problems = []
     for name, file in conversion.files.items():
-        for key in file.tensors if isinstance(file, SafetensorsFile) else ():
+        if not isinstance(file, SafetensorsFile):
+            continue
+        for key in file.tensors:
             first = homes.setdefault(f"{Path(name).parent}/{key}", name)
             if first != name:
                 problems.append(Problem(f"is written into {first} and {name}", key=key))
@@ -272,4 +276,5 @@ def _place(draft: Path, name: str) -> Path:
 
 
 def _size_of(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -18,7 +18,8 @@ from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored
 from mindspeed_mm.core.errors import CheckpointError
 
 MODEL = "model"
-_OTHER_SECTIONS = ("optimizer", "ema", "extra_state", "rng_state", "lr_scheduler")
+_OTHER_PREFIXES = ("optimizer.", "ema.", "extra_state.", "rng_state.", "lr_scheduler.")
+"""What keys beside those of a model begin with."""
 _KEPT = 2
 _SHOWN = 40
 
@@ -48,12 +49,10 @@ class DcpReader:
 
     def model_tensors(self) -> dict[str, Stored]:
         """Those of the model by name."""
-        others = tuple(f"{section}." for section in _OTHER_SECTIONS) if self.prefix else ()
-        return {
-            key.removeprefix(self.prefix): self.lazy(key)
-            for key in self.entries
-            if key.startswith(self.prefix) and not key.startswith(others)
-        }
+        keys = [key for key in self.entries if key.startswith(self.prefix)]
+        if self.prefix:
+            keys = [key for key in keys if not key.startswith(_OTHER_PREFIXES)]
+        return {key.removeprefix(self.prefix): self.lazy(key) for key in keys}
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """One whole tensor in host memory, in the dtype that it was saved in."""
@@ -95,8 +94,11 @@ class _ChunkedTensor(Stored):
         chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
         self._reader_of_chunks = reader
         self._chunks = {tuple(chunk.offsets): chunk for chunk in chunks}
-        self._starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(self.shape))]
-        self._longest = [max((chunk.sizes[dim] for chunk in chunks), default=0) for dim in range(len(self.shape))]
+        self._starts: list[list[int]] = []
+        self._longest: list[int] = []
+        for dim in range(len(self.shape)):
+            self._starts.append(sorted({chunk.offsets[dim] for chunk in chunks}))
+            self._longest.append(max((chunk.sizes[dim] for chunk in chunks), default=0))
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         if len(self._chunks) < 2:
@@ -112,15 +114,16 @@ class _ChunkedTensor(Stored):
             target.copy_(source if out.device == source.device else source.to(out.device))
 
     def _overlapping(self, region: Region) -> Iterator[ChunkStorageMetadata]:
-        near = [
-            starts[bisect_right(starts, start - longest) : bisect_left(starts, start + length)]
-            for (start, length), starts, longest in zip(region, self._starts, self._longest, strict=True)
-        ]
+        # Of each dim, the starts near enough to reach the region with the longest chunk; not all of them do.
+        near = []
+        for (start, length), starts, longest in zip(region, self._starts, self._longest, strict=True):
+            near.append(starts[bisect_right(starts, start - longest) : bisect_left(starts, start + length)])
         for offsets in product(*near):
-            chunk = self._chunks.get(offsets)  # None: the starts of two chunks that are no start together
-            if chunk and all(
-                at + size > start for at, size, (start, _) in zip(offsets, chunk.sizes, region, strict=True)
-            ):
+            chunk = self._chunks.get(offsets)
+            if chunk is None:  # starts of different chunks, at which none starts in every dim
+                continue
+            ends = (offset + size for offset, size in zip(offsets, chunk.sizes, strict=True))
+            if all(end > start for end, (start, _) in zip(ends, region, strict=True)):
                 yield chunk
 
 
@@ -130,13 +133,17 @@ def model_prefix(metadata: Metadata) -> str:
     The index says how keys were made of a tree; where it does not, a section is one when nothing lies outside of it
     and those that stand beside a model.
     """
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    nested = [path for path in paths.values() if isinstance(path, tuple) and len(path) > 1]
-    if paths:
-        return f"{MODEL}." if any(path[0] == MODEL for path in nested) else ""
-    tensors = [k for k, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
-    sections = tuple(f"{name}." for name in (MODEL, *_OTHER_SECTIONS))
-    return f"{MODEL}." if tensors and all(key.startswith(sections) for key in tensors) else ""
+    prefix = f"{MODEL}."
+    paths = metadata.planner_data
+    if isinstance(paths, dict) and paths:
+        for path in paths.values():
+            if isinstance(path, tuple) and len(path) > 1 and path[0] == MODEL:
+                return prefix
+        return ""
+    entries = metadata.state_dict_metadata.items()
+    tensors = [key for key, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    is_tree = bool(tensors) and all(key.startswith((prefix, *_OTHER_PREFIXES)) for key in tensors)
+    return prefix if is_tree else ""
 
 
 def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
@@ -159,14 +166,14 @@ def find_step(folder: Path) -> Path:
     named = layout.read_tracker(folder)
     if named is None and (said := _tracker_text(folder)):
         raise CheckpointError(
-            f"names {said[:_SHOWN]!r}, which is no step",
+            f"names {said[:_SHOWN]!r}, which is not a step",
             where=str(folder / layout.TRACKER),
             way_out=f"Name the folder with {layout.METADATA} itself, or write '{layout.RELEASE}' or a step's number.",
         )
     steps = [layout.checkpoint_folder(folder, number) for number in reversed(layout.list_iterations(folder))]
     if named is not None:
-        told = folder / named if named == layout.RELEASE else layout.checkpoint_folder(folder, int(named))
-        steps.insert(0, told)
+        named_step = folder / named if named == layout.RELEASE else layout.checkpoint_folder(folder, int(named))
+        steps.insert(0, named_step)
     steps.append(folder / layout.RELEASE)
     for step in steps:
         if (step / layout.METADATA).is_file():
@@ -179,6 +186,6 @@ def find_step(folder: Path) -> Path:
 
 
 def _tracker_text(folder: Path) -> str:
-    """What the tracker holds, be it a step or not; nothing where there is none."""
+    """What the tracker holds, whether or not it is a step; nothing where there is none."""
     tracker = folder / layout.TRACKER
     return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""

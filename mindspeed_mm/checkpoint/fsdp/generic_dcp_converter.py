@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.common.converter import Converter
@@ -25,13 +24,12 @@ from mindspeed_mm.checkpoint.hf_folder import (
     model_config,
     safetensors_files,
 )
-from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor, Reshaped, Stored
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Reshaped, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, find_entries, open_weights
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError, first_names
 
 NO_PLACE = "the model has no place for it"
-_SHOWN = 3
 _RENAMED = "the checkpoint's names are none of transformers' model"
 _NO_CLASS = "transformers has no class that config.json names, so the checkpoint has the folder's own keys"
 
@@ -66,24 +64,23 @@ class GenericDCPConverter(Converter):
         self._check_family(hf_dir)
         with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
-            renames = bool(dcp_prefix or hf_prefix or fused_linear_names)
+            fused = fused_linear_names or []
+            renames = bool(dcp_prefix or hf_prefix or fused)
             outline = None if renames else TransformersOutline.of(hf_dir)
             surplus: list[str] = []
             tensors: dict[str, LazyTensor] = dict(ledger.tensors)
             if outline is not None:
                 tensors, surplus = outline.own_tensors(ledger.tensors)
-            aliases = _aliases(tie_weight_mapping or {}, tensors)
+            ties = tie_weight_mapping or {}
+            _check_ties(ties, tensors)
             _check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
-            _check_fused(fused_linear_names or (), tensors, hf_dir, dims=3)
-            tensors = _renamed(
-                {key: _flattened(key, tensor, fused_linear_names or ()) for key, tensor in tensors.items()},
-                hf_prefix,
-                dcp_prefix,
-            )
-            aliases = {
-                _with_prefix(alias, hf_prefix, dcp_prefix): _with_prefix(key, hf_prefix, dcp_prefix)
-                for alias, key in aliases.items()
-            }
+            _check_fused(fused, tensors, hf_dir, dims=3)
+            for key, tensor in tensors.items():
+                tensors[key] = _flattened(key, tensor, fused)
+            tensors = _renamed(tensors, hf_prefix, dcp_prefix)
+            aliases = {}
+            for alias, key in ties.items():
+                aliases[_with_prefix(alias, hf_prefix, dcp_prefix)] = _with_prefix(key, hf_prefix, dcp_prefix)
             conversion = Conversion(
                 sources=[hf_dir],
                 ledgers=[ledger],
@@ -93,10 +90,10 @@ class GenericDCPConverter(Converter):
                     "names": "transformers" if outline is not None else "folder",
                     "dcp_prefix": dcp_prefix,
                     "hf_prefix": hf_prefix,
-                    "fused_linear_names": fused_linear_names or [],
+                    "fused_linear_names": fused,
                 },
                 left_out=dict.fromkeys(surplus, NO_PLACE),
-                incomparable="" if outline is not None else _RENAMED if renames else _NO_CLASS,
+                incomparable=_why_incomparable(outline, renames),
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
             return convert(conversion, dcp_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
@@ -136,38 +133,43 @@ class GenericDCPConverter(Converter):
         step = find_step(load_dir)
         assets = asset_files(model_assets_dir)
         has_weights = _has_weights(model_assets_dir)
-        renames = bool(dcp_prefix or hf_prefix or fused_linear_names)
+        fused = fused_linear_names or []
+        renames = bool(dcp_prefix or hf_prefix or fused)
         outline = None if renames else TransformersOutline.of(model_assets_dir)
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         left_out: dict[str, str] = {}
-        taken_over: dict[str, LazyTensor] = {}
+        times: dict[str, int | None] = {}
+        made: dict[str, LazyTensor] = {}
         with open_weights(model_assets_dir, MAPPED_BYTES) if has_weights else _nothing() as stored:
             if outline is not None:
-                if has_weights:
-                    _, surplus = outline.own_tensors(stored)
-                    taken_over = {key: stored[key] for key in surplus}
+                taken_over: list[str] = []
+                if has_weights:  # read first: it finds out which keys of the folder are tied
+                    _, taken_over = outline.own_tensors(stored)
                 held = _unwrapped(ledger.tensors, outline)
                 left_out = _copies(held, outline)
                 held = {name: tensor for name, tensor in held.items() if tensor.key not in left_out}
                 made = outline.hub_tensors(held, step)
-                made |= {key: held[name] for key, name in outline.tied_keys.items()}
+                for key, name in outline.tied_keys.items():
+                    made[key] = held[name]
+                    times[held[name].key] = 2
+                made |= {key: stored[key] for key in taken_over}
             else:
                 _check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
-                _check_fused(fused_linear_names or (), ledger.tensors, step, dims=2)
-                made = _by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused_linear_names or ())
+                _check_fused(fused, ledger.tensors, step, dims=2)
+                made = _by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused)
             if has_weights:
-                check_same_tensors({**made, **taken_over}, step, model_assets_dir)
+                check_same_tensors(made, step, model_assets_dir)
             rule = DtypeRule.of_source(model_assets_dir)
-            tensors = {key: _cast(tensor, rule(key, tensor.dtype)) for key, tensor in {**made, **taken_over}.items()}
+            tensors = {key: rule.cast(key, tensor) for key, tensor in made.items()}
             files, texts = safetensors_files(tensors, max_shard_bytes)
             conversion = Conversion(
                 sources=[step, model_assets_dir],
                 ledgers=[ledger],
                 files=files,
                 layout={"kind": "hf"},
-                times={held[name].key: 2 for name in outline.tied_keys.values()} if outline is not None else {},
+                times=times,
                 left_out=left_out,
-                incomparable="" if outline is not None else _RENAMED if renames else _NO_CLASS,
+                incomparable=_why_incomparable(outline, renames),
                 copies={path.name: path for path in assets},
                 texts=texts,
             )
@@ -175,6 +177,13 @@ class GenericDCPConverter(Converter):
 
     def _check_family(self, folder: Path) -> None:
         """Raise `UsageError` when the converter is not for this folder's model."""
+
+
+def _why_incomparable(outline: TransformersOutline | None, renames: bool) -> str:
+    """Why the logits of what is written cannot be compared; empty where they can."""
+    if outline is not None:
+        return ""
+    return _RENAMED if renames else _NO_CLASS
 
 
 def _with_prefix(key: str, old: str, new: str) -> str:
@@ -200,13 +209,14 @@ def _check_fused(names: Sequence[str], tensors: Mapping[str, LazyTensor], where:
     """Each is part of the name of a tensor that has the dims of stacked experts."""
     for name in names:
         keys = [key for key in tensors if name in key]
-        if not any(len(tensors[key].shape) >= dims for key in keys):
-            what = f"none of the keys with '{name}' has {dims} dims" if keys else f"no key holds '{name}'"
-            raise UsageError(what, where=str(where), key="--fused_linear_names", way_out=_some_keys(keys or tensors))
+        if any(len(tensors[key].shape) >= dims for key in keys):
+            continue
+        what = f"none of the keys with '{name}' has {dims} dims" if keys else f"no key holds '{name}'"
+        raise UsageError(what, where=str(where), key="--fused_linear_names", way_out=_some_keys(keys or tensors))
 
 
 def _some_keys(keys: Collection[str]) -> str:
-    return f"Keys there are {', '.join(sorted(keys)[:_SHOWN])}{' …' if len(keys) > _SHOWN else ''}."
+    return f"Keys there are {first_names(sorted(keys), most=3)}."
 
 
 def _flattened(key: str, tensor: LazyTensor, fused: Sequence[str]) -> LazyTensor:
@@ -215,17 +225,16 @@ def _flattened(key: str, tensor: LazyTensor, fused: Sequence[str]) -> LazyTensor
     return Reshaped(tensor, (-1, tensor.shape[-1]))
 
 
-def _aliases(mapping: Mapping[str, str], tensors: dict[str, LazyTensor]) -> dict[str, str]:
-    """Names that are read back beside those that are stored; where both are stored, they must be equal."""
-    problems = [Problem("is not stored", key=key) for key in mapping.values() if key not in tensors]
-    problems += [
-        Problem("is stored beside the tensor that it is to be tied to", key=alias)
-        for alias in mapping
-        if alias in tensors
-    ]
+def _check_ties(ties: Mapping[str, str], tensors: Collection[str]) -> None:
+    """Each further name is of a tensor that is stored, and is not stored itself."""
+    problems = []
+    for alias, key in ties.items():
+        if key not in tensors:
+            problems.append(Problem("is not stored", key=key))
+        if alias in tensors:
+            problems.append(Problem("is stored beside the tensor that it is to be tied to", key=alias))
     if problems:
         raise UsageError("--tie_weight_mapping does not fit what is stored", problems=problems)
-    return dict(mapping)
 
 
 @contextmanager
@@ -241,24 +250,28 @@ def _unwrapped(tensors: Mapping[str, Stored], outline: TransformersOutline) -> d
 
 def _copies(held: Mapping[str, Stored], outline: TransformersOutline) -> dict[str, str]:
     """Keys of tied tensors that are stored under two names."""
-    return {
-        held[alias].key: f"is tied to {name}" for alias, name in outline.ties.items() if alias in held and name in held
-    }
+    copies = {}
+    for alias, name in outline.ties.items():
+        if alias in held and name in held:
+            copies[held[alias].key] = f"is tied to {name}"
+    return copies
 
 
 def _by_flags(
     tensors: Mapping[str, LazyTensor], assets: Path, dcp_prefix: str, hf_prefix: str, fused: Sequence[str]
 ) -> dict[str, LazyTensor]:
     """What prefixes and fused linears say."""
-    shapes = {key: entry.shape for key, entry in find_entries(assets).items()} if _has_weights(assets) else {}
+    entries = find_entries(assets) if _has_weights(assets) else {}
     made: dict[str, LazyTensor] = dict(tensors)
     for name, tensor in tensors.items():
         key = _with_prefix(name, dcp_prefix, hf_prefix)
-        if len(tensor.shape) == 2 and any(part in name for part in fused):
-            if shapes:
-                made[name] = _unfolded(name, tensor, shapes.get(key, tensor.shape))
-            elif not key.endswith("weight"):
-                made[name] = _unfolded(name, tensor, (_number_of_experts(assets), -1, tensor.shape[-1]))
+        is_fused = len(tensor.shape) == 2 and any(part in name for part in fused)
+        if not is_fused:
+            continue
+        if key in entries:
+            made[name] = _unfolded(name, tensor, entries[key].shape)
+        elif not entries and not key.endswith("weight"):
+            made[name] = _unfolded(name, tensor, (_number_of_experts(assets), -1, tensor.shape[-1]))
     return _renamed(made, dcp_prefix, hf_prefix)
 
 
@@ -275,9 +288,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _number_of_experts(assets: Path) -> int:
-    config = model_config(assets)
-    parts: list[Any] = [config]
-    for part in parts:
+    parts = [model_config(assets)]
+    for part in parts:  # grows as it is read: sections of sections too
         parts += [value for value in part.values() if isinstance(value, dict)]
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         for part in parts:
@@ -286,7 +298,3 @@ def _number_of_experts(assets: Path) -> int:
     raise ModelFolderError(
         "says no number of experts, which --fused_linear_names needs", where=str(assets / "config.json")
     )
-
-
-def _cast(tensor: LazyTensor, dtype: Any) -> LazyTensor:
-    return tensor if tensor.dtype == dtype else Cast(tensor, dtype)

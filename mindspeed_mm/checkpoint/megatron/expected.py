@@ -5,7 +5,7 @@ else as far as the layers show it to each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronFamily, Mega
 from mindspeed_mm.checkpoint.megatron.folder import megatron_tensors
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
-from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.errors import CheckpointError, Problem, first_problems
 
-_SHOWN = 5
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -85,19 +84,21 @@ def check_whole(
     if expected is None:
         problems = [
             *_lacking_ends(whole, model),
-            *_first(_unlike_layers(whole, model)),
-            *_first(_wrong_experts(whole, model)),
+            *first_problems(_unlike_layers(whole, model)),
+            *first_problems(_wrong_experts(whole, model)),
         ]
     else:
-        problems = [
-            *_first(Problem("is missing", key=name) for name in expected if name not in whole),
-            *_first(Problem("has no place in the model", key=name) for name in whole if name not in expected),
-            *_first(
-                Problem(f"has shape {list(whole[name].shape)}, in the model {list(shape)}", key=name)
-                for name, shape in expected.items()
-                if name in whole and whole[name].shape != tuple(shape)
-            ),
-        ]
+        missing, surplus, reshaped = [], [], []
+        for name, shape in expected.items():
+            if name not in whole:
+                missing.append(Problem("is missing", key=name))
+            elif whole[name].shape != tuple(shape):
+                what = f"has shape {list(whole[name].shape)}, in the model {list(shape)}"
+                reshaped.append(Problem(what, key=name))
+        for name in whole:
+            if name not in expected:
+                surplus.append(Problem("has no place in the model", key=name))
+        problems = first_problems(missing) + first_problems(surplus) + first_problems(reshaped)
     if problems:
         way_out = ". Name the folder of the model that was divided." if where != home else ""
         what = f"{where} does not hold the model that {home / 'config.json'} describes{way_out}"
@@ -106,8 +107,12 @@ def check_whole(
 
 def _lacking_ends(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Iterator[Problem]:
     if "text" in model.depths:
-        names = [model.embedding, model.final_norm, *([] if model.tied_head else [model.head])]
-        yield from (Problem("is missing", key=name) for name in names if name not in whole)
+        names = [model.embedding, model.final_norm]
+        if not model.tied_head:
+            names.append(model.head)
+        for name in names:
+            if name not in whole:
+                yield Problem("is missing", key=name)
 
 
 def _unlike_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Iterator[Problem]:
@@ -119,8 +124,12 @@ def _unlike_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Ite
                 number, _, part = name.removeprefix(tower.layers).partition(".")
                 found[part][number] = whole[name].shape
         for part, shapes in found.items():
-            those = (layers for start, layers in model.parts_of_layers.items() if part.startswith(start))
-            wanted = set(map(str, next(those, range(model.depths[tower.name]))))
+            layers: Iterable[int] = range(model.depths[tower.name])
+            for start, some_layers in model.parts_of_layers.items():
+                if part.startswith(start):
+                    layers = some_layers
+                    break
+            wanted = set(map(str, layers))
             first, shape = next(iter(shapes.items()))
             for number in sorted(wanted ^ shapes.keys(), key=str):
                 what = "is surplus there" if number in shapes else f"is missing, and there in layer {first}"
@@ -140,9 +149,3 @@ def _wrong_experts(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Ite
         for number in sorted(set(map(str, range(model.experts))) ^ seen, key=str):
             what = f"config.json has {model.experts} experts" if number in seen else "is missing"
             yield Problem(what, key=f"{before}{number}")
-
-
-def _first(problems: Iterator[Problem]) -> list[Problem]:
-    found = list(problems)
-    more = [Problem(f"and {len(found) - _SHOWN:,} more")] if len(found) > _SHOWN else []
-    return found[:_SHOWN] + more

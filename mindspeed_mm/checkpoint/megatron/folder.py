@@ -5,15 +5,14 @@ the files of one that is written hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
-from mindspeed_mm.checkpoint.keymap import check_used_once, is_number, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Sliced
-from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, is_number, made_by
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Sliced
+from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import (
     LAYOUT_FILE,
     WEIGHTS_FILE,
@@ -23,7 +22,7 @@ from mindspeed_mm.checkpoint.megatron.layout import (
     parse_folder_name,
 )
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
-from mindspeed_mm.checkpoint.megatron.sharding import Shards, divide, join
+from mindspeed_mm.checkpoint.megatron.sharding import Shards, divide, join, with_one_head
 from mindspeed_mm.checkpoint.megatron.spelling import OF_KERNELS, usual_names
 from mindspeed_mm.checkpoint.megatron.torch_dist import WholeWeights, read_whole
 from mindspeed_mm.checkpoint.recognise import is_megatron_step, is_torch_dist
@@ -68,12 +67,12 @@ class DividedWeights:
         Raises:
             CheckpointError: As `join`.
         """
-        shards = self.shards
-        if stored is not None:
-            shards = {rank: {chunk: {} for chunk in chunks} for rank, chunks in self.shards.items()}
-            for rank, chunk, name, _ in self._pieces():
-                shards[rank][chunk][name] = stored[self._key(rank, chunk, name)]
-        return join(shards, self.model, self.layout)
+        if stored is None:
+            return join(self.shards, self.model, self.layout)
+        counted: Shards = {rank: {chunk: {} for chunk in chunks} for rank, chunks in self.shards.items()}
+        for rank, chunk, name, _ in self._pieces():
+            counted[rank][chunk][name] = stored[self._key(rank, chunk, name)]
+        return join(counted, self.model, self.layout)
 
     def padding(self, stored: Mapping[str, LazyTensor]) -> list[LazyTensor]:
         """The rows that fill the vocabulary up, and are no part of the model. `stored` as of `whole`."""
@@ -82,8 +81,10 @@ class DividedWeights:
             cut = self.model.cut_of(name)
             if cut is None or not cut.padded or self.model.vocabulary is None:
                 continue
-            rows, ranks = tensor.shape[cut.dim], self.layout.tp_size(self.model.tower_of(name).name)
-            surplus = min(rows, (rank.tp % ranks + 1) * rows - self.model.vocabulary)
+            rows = tensor.shape[cut.dim]
+            # Ranks beyond those that divide the tower hold its pieces again, from the first on.
+            part = rank.tp % self.layout.tp_size(self.model.tower_of(name).name)
+            surplus = min(rows, (part + 1) * rows - self.model.vocabulary)
             if surplus > 0:
                 found.append(Sliced(stored[self._key(rank, chunk, name)], cut.dim, rows - surplus, surplus))
         return found
@@ -101,7 +102,8 @@ class DividedWeights:
 def step_files(folder: Path) -> list[Path]:
     """The files with the weights of the step that `find_step` finds, by name."""
     step = find_step(folder)
-    return sorted(step.glob("*.distcp") if is_torch_dist(step) else step.glob(f"mp_rank_*/{WEIGHTS_FILE}"))
+    pattern = "*.distcp" if is_torch_dist(step) else f"mp_rank_*/{WEIGHTS_FILE}"
+    return sorted(step.glob(pattern))
 
 
 def find_step(folder: Path) -> Path:
@@ -128,18 +130,18 @@ def find_step(folder: Path) -> Path:
         )
     if len(steps) == 1:
         return find_step(folder / steps[0])
-    raise CheckpointError(
-        f"has {len(steps)} steps and no {TRACKER}" if steps else "holds no mp_rank_* folder and no metadata.json",
-        where=str(folder),
-        way_out=f"Name one of them: {', '.join(steps)}." if steps else "Name the folder that holds them.",
-    )
+    if not steps:
+        what, way_out = "holds no mp_rank_* folder and no metadata.json", "Name the folder that holds them."
+    else:
+        what, way_out = f"has {len(steps)} steps and no {TRACKER}", f"Name one of them: {', '.join(steps)}."
+    raise CheckpointError(what, where=str(folder), way_out=way_out)
 
 
 def _holds_step(folder: Path) -> bool:
     return is_megatron_step(folder) or is_megatron_step(folder / RELEASE)
 
 
-def hub_tensors(folder: Path, family: MegatronFamily, config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+def hub_tensors(folder: Path, family: MegatronFamily, config: Config) -> dict[str, LazyTensor]:
     """The tensors of a folder under the hub's names, read when they are needed. Arguments and errors as of
     `read_weights`."""
     found = read_weights(folder, family, config)
@@ -153,9 +155,9 @@ def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dic
         ModelFolderError: One has no name there, or a part of one is missing.
     """
     steps = model.key_map.inverse.steps(whole)
-    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    made = made_by(steps)
     check_used_once(steps, whole, made)
-    return {key: made[key] for key in sorted(made, key=natural_order)}
+    return in_natural_order(made)
 
 
 def without_a_name(whole: Mapping[str, LazyTensor], model: MegatronModel) -> list[LazyTensor]:
@@ -166,7 +168,7 @@ def without_a_name(whole: Mapping[str, LazyTensor], model: MegatronModel) -> lis
 def read_weights(
     folder: Path,
     family: MegatronFamily,
-    config: Mapping[str, Any],
+    config: Config,
     wanted: MegatronLayout | None = None,
     *,
     canonical: bool = False,
@@ -200,7 +202,7 @@ def read_weights(
 def read_divided(
     folder: Path,
     family: MegatronFamily,
-    config: Mapping[str, Any],
+    config: Config,
     wanted: MegatronLayout | None = None,
     *,
     canonical: bool = False,
@@ -209,9 +211,11 @@ def read_divided(
     step = find_step(folder)
     kept = read_layout(step)
     told = kept or wanted
-    canonical = told.canonical if told else canonical
+    expert_ranks = 1
+    if told is not None:
+        canonical, expert_ranks = told.canonical, told.ep
     model = family.model(config, canonical=canonical)
-    contents = _read_files(step, told.ep if told else 1)
+    contents = _read_files(step, expert_ranks)
     layout = kept or replace(_layout_of(contents, model, wanted), canonical=canonical)
     if wanted is not None:
         refuse_contradiction(wanted, layout, step)
@@ -223,12 +227,14 @@ def read_divided(
 def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout: MegatronLayout) -> dict[str, str]:
     found = {}
     for rank, content in contents.items():
-        at = layout.folder_name(rank)
         for section, stored in content.tensors.items():
+            at = f"{layout.folder_name(rank)}/{section}"
             if section not in shards[rank]:
-                found[f"{at}/{section}"] = "is no part of the model"
-            else:
-                found |= {f"{at}/{section}.{name}": OF_KERNELS for name in stored if name.endswith("._extra_state")}
+                found[at] = "is no part of the model"
+                continue
+            for name in stored:
+                if name.endswith("._extra_state"):
+                    found[f"{at}.{name}"] = OF_KERNELS
     return found
 
 
@@ -254,7 +260,7 @@ def read_shards(step: Path, layout: MegatronLayout) -> Shards:
 
 
 def files_of(
-    hub: Mapping[str, LazyTensor], family: MegatronFamily, config: Mapping[str, Any], layout: MegatronLayout
+    hub: Mapping[str, LazyTensor], family: MegatronFamily, config: Config, layout: MegatronLayout
 ) -> dict[str, dict[str, dict[str, LazyTensor]]]:
     """What a folder in this division holds.
 
@@ -284,12 +290,9 @@ def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dic
     """
     carried = {key: tensor for key, tensor in hub.items() if not key.startswith(model.not_carried)}
     steps = model.key_map.steps(carried)
-    whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    whole = made_by(steps)
     check_used_once(steps, carried, whole)
-    embedding, head = model.embedding, model.head
-    if model.tied_head and {head, embedding} <= whole.keys():
-        whole[embedding] = Agreeing([whole[embedding], whole.pop(head)], ["the embedding", "the head tied to it"])
-    return whole
+    return with_one_head(whole, model, names=("the embedding", "the head tied to it"))
 
 
 def divided_files(
@@ -304,11 +307,16 @@ def divided_files(
 
 def _check_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> None:
     for tower in model.towers:
-        found = {name.removeprefix(tower.layers).partition(".")[0] for name in whole if name.startswith(tower.layers)}
-        if missing := sorted(set(map(str, range(model.depths[tower.name]))) - found, key=int):
-            raise ModelFolderError(
-                f"nothing is stored of layer {missing[0]} of the {tower.name} tower", key=f"{tower.layers}{missing[0]}"
-            )
+        found = _layers_named(whole, tower.layers)
+        for layer in range(model.depths[tower.name]):
+            if str(layer) not in found:
+                what = f"nothing is stored of layer {layer} of the {tower.name} tower"
+                raise ModelFolderError(what, key=f"{tower.layers}{layer}")
+
+
+def _layers_named(names: Iterable[str], prefix: str) -> set[str]:
+    """The numbers, as they are written, that follow a prefix."""
+    return {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
 
 
 def _read_files(step: Path, expert_ranks: int) -> dict[MegatronRank, PtContent]:
@@ -316,7 +324,7 @@ def _read_files(step: Path, expert_ranks: int) -> dict[MegatronRank, PtContent]:
     for path in sorted(step.glob("mp_rank_*")):
         rank = parse_folder_name(path.name, expert_ranks=expert_ranks > 1)
         if rank is None:
-            raise CheckpointError("is no name of a rank's folder", where=str(path), way_out="Take it away.")
+            raise CheckpointError("is not the name of a rank's folder", where=str(path), way_out="Take it away.")
         folders[rank] = path / WEIGHTS_FILE
     return dict(zip(folders, read_pt_files(list(folders.values())), strict=True))
 
@@ -326,51 +334,55 @@ def _layout_of(
 ) -> MegatronLayout:
     """The division that files show: their names have the ranks, their tensors the layers."""
     stages = 1 + max(rank.pp for rank in contents)
-    chunks = max(1, sum(key.removeprefix("model").isdecimal() for key in next(iter(contents.values())).tensors))
+    first_file = next(iter(contents.values()))
+    numbered = [key for key in first_file.tensors if key.removeprefix("model").isdecimal()]
+    chunks = max(1, len(numbered))
+    empty = MegatronLayout({"text": ((0,) * stages,) * chunks})
     layers: dict[str, Stages] = {}
-    outline = MegatronLayout({"text": ((0,) * stages,) * chunks})
+    everywhere = set()
     for tower in model.towers:
-        layers[tower.name] = tuple(
-            tuple(_count_layers(contents, stage, outline.model_key(chunk), tower.layers) for stage in range(stages))
-            for chunk in range(chunks)
-        )
-    everywhere = {
-        name: depth
-        for name, depth in model.depths.items()
-        if stages > 1 and name != "text" and layers[name][0] == (depth,) * stages
-    }
-    for name, depth in everywhere.items():
-        layers[name] = ((depth, *[0] * (stages - 1)), *layers[name][1:])
-    ep = 1 + max(rank.ep for rank in contents)
+        found = []
+        for chunk in range(chunks):
+            key = empty.model_key(chunk)
+            found.append(tuple(_count_layers(contents, stage, key, tower.layers) for stage in range(stages)))
+        depth = model.depths[tower.name]
+        if stages > 1 and tower.name != "text" and found[0] == (depth,) * stages:
+            # Every stage holds the whole tower: its layers are counted on the first alone.
+            everywhere.add(tower.name)
+            found[0] = (depth, *[0] * (stages - 1))
+        layers[tower.name] = tuple(found)
     tp = 1 + max(rank.tp for rank in contents)
-    layout = MegatronLayout(
+    return MegatronLayout(
         layers,
         tp=tp,
-        ep=ep,
+        ep=1 + max(rank.ep for rank in contents),
+        tp_of_tower=wanted.tp_of_tower if wanted is not None else {},
         vocabulary_multiple=_vocabulary_multiple(contents, model, tp),
         everywhere=frozenset(everywhere),
     )
-    if wanted is None:
-        return layout
-    return replace(layout, tp_of_tower=wanted.tp_of_tower)
 
 
 def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: MegatronModel, tp: int) -> int:
     """The smallest power of two that explains how far the vocabulary was filled up; 1 where none does."""
-    name = model.embedding
-    found = (stored[name] for content in contents.values() for stored in content.tensors.values() if name in stored)
-    embedding = next(found, None)
+    chunks = chain.from_iterable(content.tensors.values() for content in contents.values())
+    embedding = next((stored[model.embedding] for stored in chunks if model.embedding in stored), None)
     if embedding is None or not embedding.shape or model.vocabulary is None:
         return 1
     rows = embedding.shape[0] * tp
-    explained = (power for power in _POWERS if -(-model.vocabulary // (power * tp)) * power * tp == rows)
-    return next(explained, 1)
+    for power in _POWERS:
+        multiple = power * tp
+        filled_up = -(-model.vocabulary // multiple) * multiple
+        if filled_up == rows:
+            return power
+    return 1
 
 
 def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk: str, layers: str) -> int:
-    content = next((found for rank, found in contents.items() if rank.pp == stage), None)
-    names = content.tensors.get(chunk, {}) if content else {}
-    return len({name.removeprefix(layers).partition(".")[0] for name in names if name.startswith(layers)})
+    """Layers in a chunk of a stage, by its first file: the others hold pieces of the same layers."""
+    for rank, content in contents.items():
+        if rank.pp == stage:
+            return len(_layers_named(content.tensors.get(chunk, ()), layers))
+    return 0
 
 
 def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Path) -> None:
@@ -401,14 +413,13 @@ def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: Mega
             where=str(contents[surplus[0]].path.parent),
             way_out="Take it away, or copy the whole folder again.",
         )
+    keys = [layout.model_key(chunk) for chunk in range(layout.chunks)]
     shards: Shards = {}
     for rank, content in contents.items():
-        shards[rank] = {}
-        keys = [layout.model_key(chunk) for chunk in range(layout.chunks)]
-        if other := next((key for key in content.tensors if _CHUNK.fullmatch(key) and key not in keys), None):
-            raise CheckpointError(
-                f"is no chunk of this division, which has {', '.join(keys)}", where=str(content.path), key=other
-            )
-        for key in keys:
-            shards[rank][key] = usual_names(content.tensors.get(key, {}), str(content.path))
+        path = str(content.path)
+        for key in content.tensors:
+            if _CHUNK.fullmatch(key) and key not in keys:
+                what = f"is not a chunk of this division, which has {', '.join(keys)}"
+                raise CheckpointError(what, where=path, key=key)
+        shards[rank] = {key: usual_names(content.tensors.get(key, {}), path) for key in keys}
     return shards

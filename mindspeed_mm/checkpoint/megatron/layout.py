@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError
 
@@ -132,15 +131,12 @@ class MegatronLayout:
         Raises:
             UsageError: Towers, layers or experts do not fit.
         """
-        problems = [
-            *(
-                Problem(f"the model has no {tower} tower", where, FLAG_OF_TOWER[tower])
-                for tower in self.layers
-                if tower not in depths
-            ),
-            *self._wrong_depths(depths, where),
-            *self._unequal_shapes(where),
-        ]
+        problems = []
+        for tower in self.layers:
+            if tower not in depths:
+                problems.append(Problem(f"the model has no {tower} tower", where, FLAG_OF_TOWER[tower]))
+        problems += self._wrong_depths(depths, where)
+        problems += self._unequal_shapes(where)
         if self.ep > 1 and (not experts or experts % self.ep):
             what = f"{self.ep} ranks do not divide {experts} experts" if experts else "the model has no experts"
             problems.append(Problem(what, where, "ep_size"))
@@ -150,28 +146,32 @@ class MegatronLayout:
         if problems:
             raise UsageError("the division does not fit the model", problems=problems)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For `layout.json`."""
-        return {
-            "tp_size": self.tp,
-            "ep_size": self.ep,
-            **{FLAG_OF_TOWER[tower]: [list(chunk) for chunk in chunks] for tower, chunks in self.layers.items()},
-            **{_TP_FLAG[tower]: size for tower, size in self.tp_of_tower.items()},
-            "vocabulary_multiple": self.vocabulary_multiple,
-            "canonical": self.canonical,
-            **({_EVERYWHERE: sorted(self.everywhere)} if self.everywhere else {}),
-            **({"u_shape": True} if self.u_shape else {}),
-        }
+        content: dict[str, object] = {"tp_size": self.tp, "ep_size": self.ep}
+        for tower, stages in self.layers.items():
+            content[FLAG_OF_TOWER[tower]] = _as_lists(stages)
+        for tower, size in self.tp_of_tower.items():
+            content[_TP_FLAG[tower]] = size
+        content |= {"vocabulary_multiple": self.vocabulary_multiple, "canonical": self.canonical}
+        if self.everywhere:
+            content[_EVERYWHERE] = sorted(self.everywhere)
+        if self.u_shape:
+            content["u_shape"] = True
+        return content
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], where: str) -> MegatronLayout:
+    def from_json(cls, values: Mapping[str, object], where: str) -> MegatronLayout:
         """From `layout.json`.
 
         Raises:
             CheckpointError: Something is missing or of another type.
         """
         try:
-            layers = {t: parse_stages(values[flag], flag) for t, flag in FLAG_OF_TOWER.items() if values.get(flag)}
+            layers = {}
+            for tower, flag in FLAG_OF_TOWER.items():
+                if values.get(flag):
+                    layers[tower] = parse_stages(values[flag], flag)
             if "text" not in layers and "vision" not in layers:
                 raise UsageError("is missing", key="llm_pp_layers")
             return cls(
@@ -194,10 +194,10 @@ class MegatronLayout:
     def _wrong_depths(self, depths: Mapping[str, int], where: str) -> list[Problem]:
         problems = []
         for tower, depth in depths.items():
-            given = sum(map(sum, self.layers.get(tower, ())))
+            stages = self.layers.get(tower, ())
+            given = sum(map(sum, stages))
             if given != depth:
-                shown = json.dumps([list(chunk) for chunk in self.layers.get(tower, ())])
-                what = f"{shown} are {given} layers, the model's {tower} tower has {depth}"
+                what = f"{json.dumps(stages)} are {given} layers, the model's {tower} tower has {depth}"
                 problems.append(Problem(what, where, FLAG_OF_TOWER[tower]))
         return problems
 
@@ -212,12 +212,13 @@ class MegatronLayout:
 
     def _runs(self, tower: str) -> list[tuple[Place, int, int]]:
         """Each place with its first layer and the one behind its last; places in the order that data passes them."""
-        counts = [count for chunk in self.layers[tower] for count in chunk]
-        ends = list(accumulate(counts))
-        return [
-            (Place(*divmod(i, self.stages)), end - count, end)
-            for i, (count, end) in enumerate(zip(counts, ends, strict=True))
-        ]
+        runs = []
+        start = 0
+        for chunk, counts in enumerate(self.layers[tower]):
+            for stage, count in enumerate(counts):
+                runs.append((Place(chunk, stage), start, start + count))
+                start += count
+        return runs
 
     def _has_u_shape(self, tower: str) -> bool:
         return self.u_shape and tower == "text"
@@ -230,7 +231,11 @@ _TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
 _EVERYWHERE = "towers_on_every_stage"
 
 
-def _towers(values: Mapping[str, Any], layers: Mapping[str, Stages]) -> frozenset[str]:
+def _as_lists(stages: Stages) -> list[list[int]]:
+    return [list(chunk) for chunk in stages]
+
+
+def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> frozenset[str]:
     names = values.get(_EVERYWHERE, [])
     known = [tower for tower in layers if tower != "text"]
     if not isinstance(names, list) or not all(name in known for name in names):
@@ -238,34 +243,45 @@ def _towers(values: Mapping[str, Any], layers: Mapping[str, Stages]) -> frozense
     return frozenset(names)
 
 
-def _size(values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
+def _size(values: Mapping[str, object], key: str) -> int:
+    value = _given(values, key)
     if type(value) is not int or value < 1:
-        raise UsageError(f"{value!r} is no whole number above 0" if key in values else "is missing", key=key)
+        raise UsageError(f"{value!r} is not a whole number above 0", key=key)
     return value
 
 
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key)
+def _flag(values: Mapping[str, object], key: str) -> bool:
+    value = _given(values, key)
     if not isinstance(value, bool):
-        raise UsageError(f"{value!r} is neither true nor false" if key in values else "is missing", key=key)
+        raise UsageError(f"{value!r} is neither true nor false", key=key)
     return value
 
 
-def parse_stages(value: Any, flag: str) -> Stages:
+def _given(values: Mapping[str, object], key: str) -> object:
+    if key not in values:
+        raise UsageError("is missing", key=key)
+    return values[key]
+
+
+def parse_stages(value: object, flag: str) -> Stages:
     """Layers of a tower as people write them: `[14, 14]`, or one list for each virtual chunk.
 
     Raises:
         UsageError: It is neither.
     """
-    nested = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
-    if not all(isinstance(chunk, list) and chunk and all(type(n) is int and n >= 0 for n in chunk) for chunk in nested):
+    chunks = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    if not all(map(_are_counts, chunks)):
         raise UsageError(
             f"{value!r} are not the layers of stages",
             key=flag,
             way_out="Write [14,14], or one list for each virtual chunk: [[7,7],[7,7]].",
         )
-    return tuple(tuple(chunk) for chunk in nested)
+    return tuple(map(tuple, chunks))
+
+
+def _are_counts(value: object) -> bool:
+    """Whether it is a list of whole numbers, each 0 or more; true and false are none."""
+    return isinstance(value, list) and bool(value) and all(type(count) is int and count >= 0 for count in value)
 
 
 def even_layers(depths: Mapping[str, int], stages: int, chunks: int = 1) -> dict[str, Stages]:
@@ -278,7 +294,8 @@ def even_layers(depths: Mapping[str, int], stages: int, chunks: int = 1) -> dict
         chunks: Of every stage.
     """
     places = stages * chunks
-    text = [depths["text"] // places + (i < depths["text"] % places) for i in range(places)]
+    each, rest = divmod(depths["text"], places)
+    text = [each + 1] * rest + [each] * (places - rest)
     layers = {"text": _in_chunks(text, stages)}
     for tower in TOWERS[1:]:
         if tower in depths:

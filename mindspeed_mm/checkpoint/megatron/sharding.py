@@ -5,9 +5,10 @@ are expressions over the tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
-from mindspeed_mm.checkpoint.keymap import is_number, natural_order
+from mindspeed_mm.checkpoint.keymap import in_natural_order, is_number
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronModel, PipelineTower
@@ -36,9 +37,9 @@ def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shar
     tensors = dict(whole)
     if model.tied_head and layout.stages > 1 and model.embedding in tensors:
         tensors[model.head] = tensors[model.embedding]
-    for name in sorted(tensors, key=natural_order):
-        for rank, chunk, local, tensor in _pieces(name, tensors[name], model, layout):
-            shards[rank][chunk][local] = tensor
+    for name, tensor in in_natural_order(tensors).items():
+        for rank, chunk, local, piece in _pieces(name, tensor, model, layout):
+            shards[rank][chunk][local] = piece
     return shards
 
 
@@ -48,10 +49,10 @@ def _pieces(
     """Who holds which piece of a tensor, and as what."""
     tower = model.tower_of(name)
     size, cut = layout.tp_size(tower.name), model.cut_of(name)
+    pieces = [tensor]
     try:
-        pieces = (
-            [cut.piece(tensor, rank, size, layout.vocabulary_multiple) for rank in range(size)] if cut else [tensor]
-        )
+        if cut is not None:
+            pieces = [cut.piece(tensor, rank, size, layout.vocabulary_multiple) for rank in range(size)]
     except (ValueError, IndexError) as error:
         raise ModelFolderError(
             f"cannot be divided by tensor parallelism of {size}: {error}", key=name, way_out="Choose another tp_size."
@@ -74,8 +75,9 @@ def times_written(whole: Tensors, model: MegatronModel, layout: MegatronLayout) 
     tied = model.tied_head and layout.stages > 1
     found: dict[str, int | None] = {}
     for name, tensor in whole.items():
-        names = (name, model.head) if name == model.embedding and tied else (name,)
-        times = sum(_holders(each, model, layout) for each in names)
+        times = _holders(name, model, layout)
+        if tied and name == model.embedding:
+            times += _holders(model.head, model, layout)
         found |= dict.fromkeys(stored_keys(tensor), times)
     return {key: times for key, times in found.items() if times != 1}
 
@@ -95,7 +97,7 @@ def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tup
     if name.startswith(tower.layers):
         number, _, rest = name.removeprefix(tower.layers).partition(".")
         if not is_number(number):
-            raise ModelFolderError(f"its layer, '{number[:_SHOWN]}', is no number", key=name[: 5 * _SHOWN])
+            raise ModelFolderError(f"its layer, '{number[:_SHOWN]}', is not a number", key=name[: 5 * _SHOWN])
         try:
             place, local = layout.place_of_layer(tower.name, int(number))
         except IndexError as error:
@@ -144,15 +146,23 @@ def join(shards: Shards, model: MegatronModel, layout: MegatronLayout) -> dict[s
                 name = _whole_name(local, Place(chunk, rank.pp), rank, model, layout)
                 where = f"{layout.folder_name(rank)}  {key}.{local}"
                 pieces.setdefault(name, []).append(_Piece(rank, where, tensor))
-    whole = {name: _joined(name, pieces[name], model, layout) for name in sorted(pieces, key=natural_order)}
+    whole = {name: _joined(name, found, model, layout) for name, found in in_natural_order(pieces).items()}
     return with_one_head(whole, model)
 
 
-def with_one_head(whole: dict[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
-    """Whole tensors, without a head that is a copy of the embedding: reading compares the two."""
+def with_one_head(
+    whole: dict[str, LazyTensor], model: MegatronModel, names: tuple[str, str] | None = None
+) -> dict[str, LazyTensor]:
+    """Whole tensors, without a head that is a copy of the embedding: reading compares the two.
+
+    Args:
+        whole: By name.
+        model: Says whether the head is a copy.
+        names: What errors call embedding and head; None: as the model does.
+    """
     embedding, head = model.embedding, model.head
     if model.tied_head and {head, embedding} <= whole.keys():
-        whole[embedding] = Agreeing([whole[embedding], whole.pop(head)], [embedding, head])
+        whole[embedding] = Agreeing([whole[embedding], whole.pop(head)], names or (embedding, head))
     return whole
 
 
@@ -183,7 +193,7 @@ def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronMod
 def _number_below(text: str, most: int, what: str, of_what: str, where: str) -> int:
     """A number in a name, as it is written: `01` would be a second name of 1."""
     if not is_number(text) or str(int(text)) != text:
-        raise CheckpointError(f"{what} '{text[:_SHOWN]}', which is no number", where=where)
+        raise CheckpointError(f"{what} '{text[:_SHOWN]}', which is not a number", where=where)
     if int(text) >= most:
         raise CheckpointError(f"{what} {text}, counted from 0, and there are {most} {of_what} here", where=where)
     return int(text)
@@ -192,16 +202,19 @@ def _number_below(text: str, most: int, what: str, of_what: str, where: str) -> 
 def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: MegatronLayout) -> LazyTensor:
     _check_present(name, pieces, layout)
     _check_dtypes(name, pieces)
-    tower, cut = model.tower_of(name), model.cut_of(name)
-    size = layout.tp_size(tower.name) if cut else 1
-    of_rank: list[list[_Piece]] = [[piece for piece in pieces if piece.rank.tp % size == tp] for tp in range(size)]
-    agreed = [_agreed(copies) for copies in of_rank]
+    cut = model.cut_of(name)
     if cut is None:
-        return agreed[0]
+        return _agreed(pieces)
+    size = layout.tp_size(model.tower_of(name).name)
+    # Ranks beyond those that divide the tower hold its pieces again, from the first on.
+    copies_of_part: list[list[_Piece]] = [[] for _ in range(size)]
+    for piece in pieces:
+        copies_of_part[piece.rank.tp % size].append(piece)
+    agreed = [_agreed(copies) for copies in copies_of_part]
     try:
-        for piece in agreed:
-            if len(piece.shape) <= cut.dim:
-                raise ValueError(f"a piece of shape {list(piece.shape)} has no dim {cut.dim} that is cut")
+        for part in agreed:
+            if len(part.shape) <= cut.dim:
+                raise ValueError(f"a piece of shape {list(part.shape)} has no dim {cut.dim} that is cut")
         whole = cut.whole(agreed, model.vocabulary)
         _check_lengths(agreed, whole, cut, layout.vocabulary_multiple)
     except ValueError as error:
@@ -212,13 +225,17 @@ def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: Megat
 def _check_present(name: str, pieces: list[_Piece], layout: MegatronLayout) -> None:
     """Every tensor rank holds a piece, or the whole; so does every expert rank, except of an expert."""
     present = {(piece.rank.tp, piece.rank.ep) for piece in pieces}
-    expert_ranks = {ep for _, ep in present} if EXPERT.fullmatch(name) else set(range(layout.ep))
-    missing = sorted({(tp, ep) for tp in range(layout.tp) for ep in expert_ranks} - present)
-    if missing:
-        (tp, ep), there = missing[0], pieces[0]
-        kind, lost, found = ("tensor", tp, there.rank.tp) if tp != there.rank.tp else ("expert", ep, there.rank.ep)
+    expert_ranks = sorted({ep for _, ep in present}) if EXPERT.fullmatch(name) else range(layout.ep)
+    for tp, ep in product(range(layout.tp), expert_ranks):
+        if (tp, ep) in present:
+            continue
+        there = pieces[0]
+        if tp != there.rank.tp:
+            found = f"tensor rank {tp}, and there on rank {there.rank.tp}"
+        else:
+            found = f"expert rank {ep}, and there on rank {there.rank.ep}"
         raise CheckpointError(
-            f"{name} is missing on {kind} rank {lost}, and there on rank {found}",
+            f"{name} is missing on {found}",
             where=there.where.partition(" ")[0],
             way_out="Copy the whole folder again.",
         )

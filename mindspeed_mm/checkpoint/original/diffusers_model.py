@@ -16,10 +16,9 @@ from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-_SHOWN = 10
 _NAME_FOLDER = "Name a diffusers folder of the same model."
 _IN_BLOCK = re.compile(r"(?P<stack>.*?blocks)\.(?P<number>\d+)\.(?P<name>.+)")
 
@@ -163,11 +162,10 @@ def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differen
         problems = differences + problems
     if not problems:
         return
-    more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
     class_name = given.content.get("_class_name", family.class_name)
     raise ModelFolderError(
         f"the weights are {family.name}, and do not fit {class_name} as {given.where} describes it. {_NAME_FOLDER}",
-        problems=problems[:_SHOWN] + more,
+        problems=first_problems(problems, most=10),
     )
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from mindspeed_mm.checkpoint.key_ops import Split
-from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, check_used_once, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 
@@ -142,8 +142,8 @@ def count(tensors: Tensors, start: str) -> int:
 
 
 def _applied(rules: KeyMap, tensors: Tensors, family: GeneratorLayouts) -> dict[str, LazyTensor]:
-    steps: list[RuleMatch] = rules.steps(tensors)
-    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    steps = rules.steps(tensors)
+    made = made_by(steps)
     try:
         check_used_once(steps, tensors, made)
     except ModelFolderError as error:

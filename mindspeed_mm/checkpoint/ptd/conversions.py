@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.files import PtFile
@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writin
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
+from mindspeed_mm.checkpoint.keymap import made_by
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
 from mindspeed_mm.checkpoint.megatron.expected import check_whole, expected_shapes
@@ -89,32 +90,37 @@ def hf_to_megatron(
     layout = layout_of(said, model.depths, canonical=canonical, u_shape=u_shape)
     layout.check(model.depths, model.experts)
     with open_weights(hf_dir, MAPPED_BYTES) as stored, _opened(text_dir) as of_text:
-        # Both folders may have the same keys.
-        own_keys = {key: f"{text_dir}/{key}" for key in of_text}
         ledger = SourceLedger(stored, hf_dir)
-        text_ledger = SourceLedger({own_keys[key]: tensor for key, tensor in of_text.items()}, text_dir or hf_dir)
+        ledgers, sources = [ledger], [hf_dir]
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
         tensors: dict[str, LazyTensor] = dict(ledger.tensors)
+        incomparable = ""
         if text_dir is not None:
-            replaced = text_keys(tensors, model)
-            left_out |= dict.fromkeys(replaced, f"comes from {text_dir}")
+            # Both folders may have the same keys: those of the language model are counted under its folder's name.
+            counted_as = {key: f"{text_dir}/{key}" for key in of_text}
+            text_ledger = SourceLedger({counted_as[key]: tensor for key, tensor in of_text.items()}, text_dir)
+            ledgers.append(text_ledger)
+            sources.append(text_dir)
+            left_out |= dict.fromkeys(text_keys(tensors, model), f"comes from {text_dir}")
             tensors = {key: tensor for key, tensor in tensors.items() if key not in left_out}
-            of_text = {key: text_ledger.tensors[own_key] for key, own_key in own_keys.items()}
-            tensors |= renamed_text(of_text, model, text_dir)
+            counted = {key: text_ledger.tensors[counted_key] for key, counted_key in counted_as.items()}
+            tensors |= renamed_text(counted, model, text_dir)
+            incomparable = _OTHER_TEXT
         whole = megatron_tensors(tensors, model)
         shapes = expected_shapes(hf_dir, family, config, canonical=canonical, weights=False)
         check_whole(whole, shapes, model, text_dir or hf_dir, hf_dir)
         if vision_only:
             whole, model, layout = _vision_alone(whole, model, layout)
-            kept = {source for step in model.key_map.inverse.steps(whole) for source in step.targets}
+            kept = made_by(model.key_map.inverse.steps(whole))
             left_out |= {key: _VISION_ALONE for key in stored if key not in kept}
+            incomparable = _VISION_ALONE
         conversion = Conversion(
-            sources=[hf_dir, *([text_dir] if text_dir is not None else [])],
-            ledgers=[ledger, text_ledger],
+            sources=sources,
+            ledgers=ledgers,
             **_megatron_output(divided_files(whole, model, layout), layout),
             times=times_written(whole, model, layout),
             left_out=left_out,
-            incomparable=_VISION_ALONE if vision_only else _OTHER_TEXT if text_dir is not None else "",
+            incomparable=incomparable,
             copies={path.name: path for path in asset_files(hf_dir)},
         )
         return convert(conversion, mm_dir, writing, stream=sys.stderr)
@@ -145,8 +151,11 @@ def megatron_to_hf(
         MMError: As `convert`; or files are missing, damaged, or divided otherwise than was said.
     """
     with _joined(family, mm_dir, hf_dir, said, facts) as joined:
-        twice = _copy_of_tied_head(joined)
-        tensors = {**joined.tensors, **twice}
+        tensors = dict(joined.tensors)
+        times: dict[str, int | None] = {}
+        for key, embedding in _copy_of_tied_head(joined).items():
+            tensors[key] = embedding
+            times |= dict.fromkeys(stored_keys(embedding), 2)
         if joined.own:
             check_same_tensors(tensors, mm_dir, hf_dir)
         files, texts = safetensors_files(tensors)
@@ -155,7 +164,7 @@ def megatron_to_hf(
             ledgers=[joined.ledger],
             files=files,
             layout={"kind": "hf"},
-            times={key: 2 for tensor in twice.values() for key in stored_keys(tensor)},
+            times=times,
             left_out=joined.left_out,
             dropped=joined.dropped,
             copies={path.name: path for path in asset_files(hf_dir)},
@@ -345,7 +354,8 @@ def adapters_to_hf(
         MMError: As `convert`; or files are missing, or nobody says how they are divided.
     """
     step = find_step(mm_dir)
-    wanted, kept = (_adapter_layout(said, naming) if said else None), read_layout(step)
+    kept = read_layout(step)
+    wanted = _adapter_layout(said, naming) if said else None
     layout = kept or wanted
     if layout is None:
         raise UsageError(
@@ -374,7 +384,15 @@ def adapters_to_hf(
     return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
 
 
-def _megatron_output(files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]], layout: MegatronLayout) -> Any:
+class _MegatronOutput(TypedDict):
+    files: dict[str, PtFile]
+    layout: dict[str, object]
+    texts: dict[str, str]
+
+
+def _megatron_output(
+    files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]], layout: MegatronLayout
+) -> _MegatronOutput:
     """Files and texts of a step called `release`, as arguments of `Conversion`."""
     extras = {"checkpoint_version": CHECKPOINT_VERSION}
     return {
@@ -387,17 +405,13 @@ def _megatron_output(files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]]
 def _vision_alone(
     whole: Mapping[str, LazyTensor], model: MegatronModel, layout: MegatronLayout
 ) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
-    vision = next(tower for tower in model.towers if tower.name == "vision")
-    model = replace(
-        model,
-        towers=(vision,),
-        depths={"vision": model.depths["vision"]},
-        rules=[rule for rule in model.rules if all(name.startswith(vision.prefix) for name in rule.targets)],
-        tied_head=False,
-        experts=0,
-    )
+    (vision,) = [tower for tower in model.towers if tower.name == "vision"]
+    rules = [rule for rule in model.rules if all(name.startswith(vision.prefix) for name in rule.targets)]
+    depths = {"vision": model.depths["vision"]}
+    model = replace(model, towers=(vision,), depths=depths, rules=rules, tied_head=False, experts=0)
     layout = replace(layout, layers={"vision": layout.layers["vision"]}, ep=1)
-    return {name: tensor for name, tensor in whole.items() if name.startswith(vision.prefix)}, model, layout
+    of_vision = {name: tensor for name, tensor in whole.items() if name.startswith(vision.prefix)}
+    return of_vision, model, layout
 
 
 @contextmanager
@@ -412,12 +426,12 @@ def _opened(folder: Path | None) -> Iterator[Mapping[str, LazyTensor]]:
 
 def _copy_of_tied_head(joined: _Joined) -> dict[str, LazyTensor]:
     """The head, where the model's folder stores it though it is the embedding."""
-    model, tensors = joined.model, joined.tensors
-    ends = (model.embedding, model.head)
-    name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in ends}
-    embedding, head = (name_of[end] for end in ends)
-    is_stored = model.tied_head and head in joined.own and head not in tensors
-    return {head: tensors[embedding]} if is_stored else {}
+    model = joined.model
+    names = {rule.targets[0]: rule.sources[0] for rule in model.rules}
+    embedding, head = names[model.embedding], names[model.head]
+    if model.tied_head and head in joined.own and head not in joined.tensors:
+        return {head: joined.tensors[embedding]}
+    return {}
 
 
 def _is_canonical(folder: Path, said: bool) -> bool:
@@ -440,7 +454,7 @@ def _home_of_config(source_dir: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise UsageError(
-        "holds no config.json, and without it nobody knows what is cut where",
+        "holds no config.json, and without it there is no telling what is cut where",
         where=str(source_dir),
         way_out="Name the model's folder with --cfg.hf_config.hf_dir.",
     )

@@ -10,10 +10,10 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, ExitCode, MMError, ModelFolderError, Problem
@@ -25,6 +25,12 @@ from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.data.dataset import MMDataset
+    from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+    from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
+    from mindspeed_mm.fsdp.plan.outline import Outline
 
 
 @dataclass(frozen=True)
@@ -89,20 +95,20 @@ def run(
     check.accepts_data_change = accept_data_change
     check.attempt("configuration", check.configuration)
     if check.nproc:
-        check.attempt("parallel sizes", check.parallel_sizes, needs="configuration")
+        check.attempt("parallel sizes", check.parallel_sizes, needs=["configuration"])
     if not config_only:
-        check.attempt("plugins", check.plugins, needs="configuration")
-        check.attempt("features", check.features, needs="configuration")
-        check.attempt("paths", check.paths, needs="configuration")
-        check.attempt("module patterns", check.module_patterns, needs="plugins")
-        check.attempt("first samples", check.first_samples, needs="plugins")
-        check.attempt("resume", check.resume, needs=("paths", "first samples"))
-        check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
-        check.attempt("samples", check.samples, needs="module patterns")
-        check.attempt("held-out questions", check.held_out_questions, needs=("paths", "module patterns"))
+        check.attempt("plugins", check.plugins, needs=["configuration"])
+        check.attempt("features", check.features, needs=["configuration"])
+        check.attempt("paths", check.paths, needs=["configuration"])
+        check.attempt("module patterns", check.module_patterns, needs=["plugins"])
+        check.attempt("first samples", check.first_samples, needs=["plugins"])
+        check.attempt("resume", check.resume, needs=["paths", "first samples"])
+        check.attempt("batch keys", check.batch_keys, needs=["module patterns", "first samples"])
+        check.attempt("samples", check.samples, needs=["module patterns"])
+        check.attempt("held-out questions", check.held_out_questions, needs=["paths", "module patterns"])
         # Of ranks that cannot be, nothing is predicted.
-        ranks_fit = ("parallel sizes",) if check.nproc else ()
-        check.attempt("memory", check.memory, needs=(*ranks_fit, "features", "batch keys"))
+        ranks_fit = ["parallel sizes"] if check.nproc else []
+        check.attempt("memory", check.memory, needs=[*ranks_fit, "features", "batch keys"])
     return check.result
 
 
@@ -113,24 +119,33 @@ class _Check:
         self.given = given
         self.overrides = overrides
         world_size = os.environ.get("WORLD_SIZE", "")
-        self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
+        if not nproc and world_size.isdigit():
+            nproc = int(world_size)
+        self.nproc = nproc or 0
         self.result = CheckResult(given if isinstance(given, Path) else Path(CONFIGURATION))
         self.accepts_data_change = False
         self.failed = set[str]()
-        self.config: ResolvedConfig
-        self.outline: Any = None
-        self.plan: Any = None
-        self.dataset: Any = None
-        self.batching: dict[str, Any] = {}
+        self.read: ResolvedConfig | None = None
+        # What stages find for those that need them:
+        self.outline: Outline
+        self.plan: ModelPlan
+        self.dataset: MMDataset
+        self.batching: dict[str, object] = {}
         self.batch: Batch = {}
-        self.processor: Any = None
+        self.processor: object = None
 
-    def attempt(self, name: str, stage: Callable[[], None], needs: str | tuple[str, ...] = ()) -> None:
+    @property
+    def config(self) -> ResolvedConfig:
+        """The configuration, for the stages that need it."""
+        assert self.read is not None
+        return self.read
+
+    def attempt(self, name: str, stage: Callable[[], None], needs: Sequence[str] = ()) -> None:
         """Run a stage unless one that it needs has not passed."""
-        missing = [need for need in ((needs,) if isinstance(needs, str) else needs) if need not in self.result.passed]
-        if missing:
-            self.result.skipped[name] = self.result.skipped.get(missing[0], missing[0])
-            return
+        for need in needs:
+            if need not in self.result.passed:
+                self.result.skipped[name] = self.result.skipped.get(need, need)
+                return
         self.stage = name
         try:
             stage()
@@ -141,20 +156,23 @@ class _Check:
 
     def add(self, error: MMError) -> None:
         """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
-        located = self.config.locate(error.problems) if hasattr(self, "config") else error.problems
-        known = {finding.problem for finding in self.result.findings}
-        absent = {finding.problem.key for finding in self.result.findings if finding.stage == "paths" != self.stage}
-        new = [problem for problem in located if problem not in known and problem.key not in absent]
-        found = [Finding(self.stage, problem, int(error.exit_code)) for problem in new]
+        problems = error.problems if self.read is None else self.read.locate(error.problems)
+        known, absent = set(), set()
+        for finding in self.result.findings:
+            known.add(finding.problem)
+            if finding.stage == "paths" != self.stage:
+                absent.add(finding.problem.key)
+        for problem in problems:
+            if problem not in known and problem.key not in absent:
+                self.result.findings.append(Finding(self.stage, problem, int(error.exit_code)))
         self.failed.add(self.stage)
-        self.result.findings += found
 
     def configuration(self) -> None:
         """Text, keys, values and the rules between them."""
         self._keep(load_config(self.given, self.overrides, ranks=self.nproc or None))
 
     def _keep(self, config: ResolvedConfig) -> None:
-        self.config = config
+        self.read = config
         self.result.warnings = list(config.warnings)
         self.result.unchecked = list(config.unchecked)
 
@@ -167,19 +185,21 @@ class _Check:
         from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
         from mindspeed_mm.fsdp.utils.torchvision_guard import clash
 
-        self.result.notes += [note] if (note := clash()) else []
+        if note := clash():
+            self.result.notes.append(note)
         plugins, model_id, dataset_type = read_plugins(self.given, self.overrides)
         self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
-        lookups = [(model_register, model_id), (data_register, dataset_type)]
-        self._collect([partial(registry.get, name) for registry, name in lookups if name])
-        keys = PluginKeys(
-            model=model_register.config_keys(model_id) if model_id else {},
-            dataset=data_register.config_keys(dataset_type) if dataset_type else {},
-        )
+        keys = PluginKeys()
+        if model_id:
+            self._collect([partial(model_register.get, model_id)])
+            keys = replace(keys, model=model_register.config_keys(model_id))
+        if dataset_type:
+            self._collect([partial(data_register.get, dataset_type)])
+            keys = replace(keys, dataset=data_register.config_keys(dataset_type))
         if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
             self._keep(load_config(self.given, self.overrides, plugin_keys=keys, ranks=self.nproc or None))
 
-    def _collect(self, steps: Iterable[Callable[[], Any]]) -> None:
+    def _collect(self, steps: Iterable[Callable[[], object]]) -> None:
         """Run independent steps; one that fails does not stop the next."""
         for step in steps:
             try:
@@ -190,13 +210,12 @@ class _Check:
     def features(self) -> None:
         """Nothing is asked for that this version does not have."""
         from mindspeed_mm.fsdp.train.run.start_checks import check_save_format
+        from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 
         problems = unbuilt_features(self.config.arguments)
         if problems:
             raise ConfigError("features", problems=problems)
         check_save_format(self.config.arguments)
-        from mindspeed_mm.fsdp.train.run.trackers import check_trackers
-
         check_trackers(self.config.arguments.training.report_to)
         self._profilers()
 
@@ -274,13 +293,15 @@ class _Check:
         if param is arguments.data.dataset_param:
             self._collect([partial(check_encoders, (dataset, validation))])
         if reference_kind(arguments) == "stored":
-            self._collect([partial(self._stored_reference, [each for each in (dataset, validation) if each])])
+            sets = [each for each in (dataset, validation) if each]
+            self._collect([partial(self._stored_reference, sets)])
         if arguments.posttrain.dpo.histogram_path:
             self._collect([partial(self._histogram, arguments.posttrain.dpo.histogram_path)])
         self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
+        in_this_process = {"num_workers": 0, "prefetch_factor": None}
         loader = build_mm_dataloader(
             dataset,
-            arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),
+            arguments.data.dataloader_param.model_copy(update=in_this_process),
             micro_batch_size=arguments.training.micro_batch_size,
             gradient_accumulation_steps=arguments.training.gradient_accumulation_steps,
             dp_rank=0,
@@ -311,7 +332,7 @@ class _Check:
         longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
         self.batch = first_answers(arguments, self.dataset, prompts, longest)
 
-    def _stored_reference(self, sets: list[Any]) -> None:
+    def _stored_reference(self, sets: list[MMDataset]) -> None:
         """The reference's log-probabilities are there, and are of these weights and rows."""
         from mindspeed_mm.fsdp.train.stored_reference import opened_reference
 
@@ -343,24 +364,24 @@ class _Check:
             return
         from mindspeed_mm.fsdp.train.run.resume import ResumeOptions, find_resume_point
 
-        by_size = {"verify_checkpoint": "none" if training.verify_checkpoint == "none" else "size"}
-        as_checked = training.model_copy(update=by_size | {"save_async": False})
+        verify = "none" if training.verify_checkpoint == "none" else "size"
+        as_checked = training.model_copy(update={"verify_checkpoint": verify, "save_async": False})
         arguments = self.config.arguments.model_copy(update={"training": as_checked})
         options = ResumeOptions(accept_data_change=self.accepts_data_change)
         # A run may be saving there right now: nothing is cleared.
         silent: Callable[[str], None] = lambda _line: None  # noqa: E731
         find_resume_point(arguments, options, self._context(), note=silent, say=silent, clears_drafts=False)
 
-    def _context(self) -> dict[str, Any]:
+    def _context(self) -> dict[str, object]:
         from mindspeed_mm.fsdp.train.run.context import run_context
         from mindspeed_mm.fsdp.train.run.introduction import global_batch
 
         training, parallel = self.config.arguments.training, self.config.arguments.parallel
         data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
         samples = global_batch(training, data_ranks) or None
-        of_step = {"micro_batches_per_step": training.gradient_accumulation_steps * data_ranks}
-        is_of_samples = self.batching and not draws_from_prompts(self.config.arguments)
-        batching = self.batching | (of_step if is_of_samples else {})
+        batching = dict(self.batching)
+        if batching and not draws_from_prompts(self.config.arguments):
+            batching["micro_batches_per_step"] = training.gradient_accumulation_steps * data_ranks
         context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
         return context | {"batching": batching}
 
@@ -371,12 +392,15 @@ class _Check:
         model = self.outline.model
         self._collect([partial(check_processor, model, self.processor)])
         parameters = inspect.signature(model.forward).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         has_tokens = self.outline.kind.has_tokens
         given = self.batch.keys() - ENGINE_KEYS if has_tokens else set(self._generator_inputs())
-        too_many = [] if takes_any else sorted(given - parameters.keys())
-        required = {name for name, parameter in parameters.items() if _is_required(parameter)}
-        missing = sorted(required - given)
+        too_many = sorted(given - parameters.keys())
+        missing = []
+        for name, parameter in sorted(parameters.items()):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                too_many = []  # it takes any
+            if _is_required(parameter) and name not in given:
+                missing.append(name)
         if too_many or missing:
             raise ConfigError(
                 f"{type(model).__name__}.forward does not take {too_many} and misses {missing}",
@@ -392,7 +416,12 @@ class _Check:
         import torch
 
         model = self.outline.model
-        inputs = {key: _without_data(self.batch[key]) for key in given}
+        inputs = dict(self.batch)
+        for key in inputs.keys() - given:
+            del inputs[key]
+        for key, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[key] = value.to("meta")
         try:
             with torch.no_grad():
                 model(**inputs)
@@ -408,20 +437,22 @@ class _Check:
             return  # an operator that needs data
 
     @property
-    def adapter(self) -> Any:
+    def adapter(self) -> DiffusionAdapter | None:
         """The family's adapter when the model is a generator, else None."""
         return self.outline.adapter
 
-    def _generator_inputs(self) -> dict[str, Any]:
+    def _generator_inputs(self) -> dict[str, object]:
         """What the family makes of the first batch."""
         import torch
 
         from mindspeed_mm.fsdp.distributed.context.plan import check_sample_tokens
         from mindspeed_mm.fsdp.train.memory.forecast import features_of
 
-        batch = features_of(self.batch, self.adapter) if "pixels" in self.batch else self.batch
+        adapter = self.adapter
+        assert adapter is not None  # asked of generators alone
+        batch = features_of(self.batch, adapter) if "pixels" in self.batch else self.batch
         latents = batch["latents"]
-        inputs: dict[str, Any] = self.adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
+        inputs: dict[str, object] = adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
         if self.plan.parallel.context is not None:
             check_sample_tokens(self.outline.model, latents, self.plan.parallel.context)
         return inputs
@@ -461,16 +492,12 @@ def draws_from_prompts(arguments: Arguments) -> bool:
     return arguments.posttrain.method in methods.get(arguments.data.dataset_param.dataset_type or "", ())
 
 
-_MADE: dict[str, Any] = {"huggingface": "texts", "generation_prompts": "pictures"}
+_MADE: dict[str, Literal["texts", "pictures"]] = {"huggingface": "texts", "generation_prompts": "pictures"}
 """Type of a data set → what a model makes of its prompts."""
 _ABOUT_KEYS = re.compile(
     r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
 )
 """What a `forward` says of arguments that it lacks or does not know."""
-
-
-def _without_data(value: Any) -> Any:
-    return value.to("meta") if hasattr(value, "to") else value
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,8 +15,8 @@ from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.key_ops import Concat, Stack
-from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, in_natural_order, made_by
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
@@ -172,10 +173,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
         step = find_step(dcp_dir)
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         rule = DtypeRule.of_source(hf_dir)
-        made = {
-            key: tensor if tensor.dtype == rule(key, tensor.dtype) else Cast(tensor, rule(key, tensor.dtype))
-            for key, tensor in _mapped(_EXPERTS.inverse, ledger).items()
-        }
+        made = {key: rule.cast(key, tensor) for key, tensor in _mapped(_EXPERTS.inverse, ledger).items()}
         if any(hf_dir.glob("*.safetensors")):
             check_same_tensors(made, step, hf_dir)
         files, texts = safetensors_files(made, max_shard_bytes)
@@ -192,11 +190,12 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
 
 def _mapped(key_map: KeyMap, ledger: SourceLedger) -> dict[str, LazyTensor]:
     steps = key_map.steps(ledger.tensors)
-    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    made = made_by(steps)
     if made.keys() == ledger.tensors.keys():
+        patterns = chain.from_iterable(rule.sources for rule in key_map.rules)
         raise ModelFolderError(
-            f"no key is one of {' or '.join(pattern for rule in key_map.rules for pattern in rule.sources)}",
+            f"no key is one of {' or '.join(patterns)}",
             where=str(ledger.where),
             way_out="Use GenericDCPConverter for a model whose experts stay as they are.",
         )
-    return {key: made[key] for key in sorted(made, key=natural_order)}
+    return in_natural_order(made)

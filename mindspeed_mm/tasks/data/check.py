@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -9,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
-from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
@@ -26,6 +25,7 @@ from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
 from mindspeed_mm.tasks.data.template_checks import template_findings
+from mindspeed_mm.tasks.data.tokens import special_texts
 
 _COMPARED_ROWS = 16
 
@@ -54,7 +54,7 @@ class DataCheck:
         """4 when a finding is an error."""
         return int(ExitCode.DATA if any(finding.is_error for finding in self.findings) else ExitCode.OK)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines; bad rows are in `--bad-rows`."""
         return {
             "path": str(self.path),
@@ -120,9 +120,7 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
         tally.leave_out(data.dataset.left_out)
         return tally
-    tokenizer = data.tokenizer()
-    specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
-    look = RowLook(data.dataset, decode=decode, specials=specials)
+    look = RowLook(data.dataset, decode=decode, specials=special_texts(data.tokenizer()))
     return RowStatistics.of(scan(rows, look, workers=workers))
 
 
@@ -135,11 +133,11 @@ def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
 
 def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     """One JSON object a line: index, file, row, kind, what is wrong, and the way out."""
-    target = check_output_file(
-        path, first_line_has("index", "file", "row", "kind", "what", "key", "way_out"), "--bad-rows"
-    )
+    is_ours = first_line_has("index", "file", "row", "kind", "what", "key", "way_out")
+    target = check_output_file(path, is_ours, "--bad-rows")
     make_writable_folder(target.parent)
-    atomic_write_text(target, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
+    lines = [json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad]
+    atomic_write_text(target, "".join(lines))
 
 
 def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:
@@ -149,19 +147,26 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
         global_batch = data.global_batch(ranks)
     except ConfigError:
         global_batch = data.global_batch(_smallest(data))
-    rows = data.rows
-    loader, repeated = data.arguments.data.dataloader_param, len(dataset) - data.distinct
-    terms = Terms(basic, loader, 0 if data.is_validation else global_batch, rows, repeated)
-    result.rows, result.read, result.usable = rows, tally.rows, tally.usable
+    terms = Terms(
+        basic,
+        data.arguments.data.dataloader_param,
+        global_batch=0 if data.is_validation else global_batch,
+        rows=data.rows,
+        repeated=len(dataset) - data.distinct,
+    )
+    result.rows, result.read, result.usable = data.rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
-    result.findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere) + _of_template(data, tally)
+    findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere)
+    findings += _of_template(data, tally)
     if is_denoised(dataset):
-        found = [*result.findings, *denoised_findings(dataset, tally)]
-        result.findings = sorted(found, key=lambda finding: not finding.is_error)
+        findings += denoised_findings(dataset, tally)
+        findings.sort(key=lambda finding: not finding.is_error)
+    result.findings = findings
     lengths = tally.full_lengths()
-    result.tokens = histogram(lengths) if lengths.any() else []  # those of generators have other sizes
-    result.patches = histogram([n for n in tally.patches if n])
+    if lengths.any():  # samples of generators have other sizes
+        result.tokens = histogram(lengths)
+    result.patches = histogram([count for count in tally.patches if count])
     result.shares = shares(dataset, basic, tally)
 
 
@@ -185,8 +190,10 @@ def _smallest(data: OpenedData) -> int:
 
 
 def _ranks(nproc: int | None) -> int:
+    if nproc:
+        return nproc
     world = os.environ.get("WORLD_SIZE", "")
-    return nproc or (int(world) if world.isdigit() else 1)
+    return int(world) if world.isdigit() else 1
 
 
 def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
@@ -194,20 +201,17 @@ def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     template = data.dataset.template
     if template is None:
         return []
-    first = [_sample(data.dataset, row) for row in tally.index[:_COMPARED_ROWS]]
-    return list(template_findings(template, data.processor(), [sample for sample in first if sample is not None]))
-
-
-def _sample(dataset: MMDataset, row: int) -> Sample | None:
-    try:
-        return dataset.sample(row)
-    except MMError:
-        return None
+    samples: list[Sample] = []
+    for row in tally.index[:_COMPARED_ROWS]:
+        with contextlib.suppress(MMError):  # a finding of its own
+            samples.append(data.dataset.sample(row))
+    return list(template_findings(template, data.processor(), samples))
 
 
 def _does_not_open(error: DataError) -> DataFinding:
-    problem = error.problems[0]
-    where = " ".join(part for part in (problem.where, problem.key) if part)
-    return DataFinding(
-        "error", "the data set does not open", f"{where}  {problem}" if error.headline else str(error), 0
-    )
+    what = str(error)
+    if error.headline:
+        problem = error.problems[0]
+        where = " ".join(part for part in (problem.where, problem.key) if part)
+        what = f"{where}  {problem}"
+    return DataFinding("error", "the data set does not open", what, 0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypedDict
 
 import numpy as np
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
@@ -21,8 +23,28 @@ from mindspeed_mm.tasks.data.tally import RowStatistics
 SIZES = "data.dataset_param.preprocess_parameters"
 _EXAMPLES = 3
 _MOST_BUCKETS = 12
+_MOST_RATES = 8
 
 Told = tuple[str, DenoisedFacts]
+"""A row's place and its facts."""
+
+
+class DenoisedStats(TypedDict):
+    """Statistics of a generator's samples; percentiles by name (`p50`, `max` …), empty where there is nothing."""
+
+    buckets: dict[str, int]
+    """Bucket → samples, the fullest first."""
+    captions_of_a_row: dict[int, int]
+    """Number of captions → rows that have as many."""
+    caption_tokens: dict[str, float]
+    captions_cut: int
+    captions_empty: int
+    frames: dict[str, float]
+    """Of clips."""
+    fps: dict[str, int]
+    """Frame rate → samples, the most frequent first."""
+    cut_share: dict[str, float]
+    enlarged: dict[str, float]
 
 
 def is_denoised(dataset: MMDataset) -> bool:
@@ -43,52 +65,69 @@ def lengths_of(dataset: MMDataset) -> CaptionLengths | None:
 
 def denoised_findings(dataset: MMDataset, tally: RowStatistics) -> list[DataFinding]:
     """What a person should know of captions, declarations, scaling, and of features whose rows have changed."""
-    told = tally.denoised
-    found = [
-        _finding(
-            "cut captions",
-            "have a caption that is longer than what the text encoder reads: its end is cut off",
-            [each for each in told if each[1].caption_tokens > each[1].most_tokens > 0],
-            lambda facts: f"{facts.caption_tokens} tokens, {facts.most_tokens} are read",
-            "shorten the captions, or put what matters first",
-        ),
-        _finding(
-            "empty captions",
-            "have an empty caption: they are trained without one",
-            [each for each in told if each[1].has_empty_caption],
-            lambda facts: f"one of {facts.captions}" if facts.captions > 1 else "its only caption",
-            "write captions, or keep them if they are meant as caption dropout (training.diffusion.caption_dropout)",
-        ),
-        _finding(
-            "declarations",
-            "declare facts about their medium that differ from the file",
-            [each for each in told if each[1].contradiction],
-            lambda facts: facts.contradiction,
-            "correct the rows, or leave the declarations out: the files' own headers are read then",
-        ),
-        _finding(
+    found = list(_of_changed_rows(dataset))
+    for kind, what, is_meant, say, fix in _FINDINGS:
+        rows = [(place, facts) for place, facts in tally.denoised if is_meant(facts)]
+        if rows:
+            found.append(_finding(kind, what, rows, say, fix))
+    found += _much_scaled(tally.denoised)
+    return found
+
+
+def _is_cut(facts: DenoisedFacts) -> bool:
+    """Whether a caption is longer than what is read of it, where that is known."""
+    return facts.caption_tokens > facts.most_tokens > 0
+
+
+_FINDINGS: tuple[tuple[str, str, Callable[[DenoisedFacts], bool], Callable[[DenoisedFacts], str], str], ...] = (
+    (
+        "cut captions",
+        "have a caption that is longer than what the text encoder reads: its end is cut off",
+        _is_cut,
+        lambda facts: f"{facts.caption_tokens} tokens, {facts.most_tokens} are read",
+        "shorten the captions, or put what matters first",
+    ),
+    (
+        "empty captions",
+        "have an empty caption: they are trained without one",
+        lambda facts: facts.has_empty_caption,
+        lambda facts: f"one of {facts.captions}" if facts.captions > 1 else "its only caption",
+        "write captions, or keep them if they are meant as caption dropout (training.diffusion.caption_dropout)",
+    ),
+    (
+        "declarations",
+        "declare facts about their medium that differ from the file",
+        lambda facts: bool(facts.contradiction),
+        lambda facts: facts.contradiction,
+        "correct the rows, or leave the declarations out: the files' own headers are read then",
+    ),
+)
+"""Kind, what is wrong with rows, which rows, what is said of an example, and the way out."""
+
+
+def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
+    """Media that are enlarged or cut a lot, the worst as examples."""
+    enlarged = [(place, facts) for place, facts in told if facts.enlarged > MUCH_ENLARGED]
+    if enlarged:
+        yield _finding(
             "enlarged",
             f"have a medium that is enlarged more than {MUCH_ENLARGED:g} times along one side",
-            sorted((each for each in told if each[1].enlarged > MUCH_ENLARGED), key=lambda each: -each[1].enlarged),
+            sorted(enlarged, key=lambda each: each[1].enlarged, reverse=True),
             lambda facts: f"{facts.enlarged:.3g} times, to {facts.bucket}",
             f"{SIZES}.max_enlargement={MUCH_ENLARGED:g} makes them bad samples; or add a smaller size",
-        ),
-        _finding(
+        )
+    cut = [(place, facts) for place, facts in told if facts.cut > MUCH_CUT]
+    if cut:
+        yield _finding(
             "cut away",
             "have a medium that loses more than a third of its area",
-            sorted((each for each in told if each[1].cut > MUCH_CUT), key=lambda each: -each[1].cut),
+            sorted(cut, key=lambda each: each[1].cut, reverse=True),
             lambda facts: f"{facts.cut:.0%}, to {facts.bucket}",
             f"{SIZES}.max_cut={MUCH_CUT:.2f} makes them bad samples; or add sizes of other aspects to buckets",
-        ),
-    ]
-    return [*_of_changed_rows(dataset), *(each for each in found if each is not None)]
+        )
 
 
-def _finding(
-    kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str
-) -> DataFinding | None:
-    if not rows:
-        return None
+def _finding(kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str) -> DataFinding:
     count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
     examples = tuple(f"{place}  {say(facts)}" for place, facts in rows[:_EXAMPLES])
     return DataFinding("warning", kind, f"{count} {what}", len(rows), examples, (Fix(fix, 0),))
@@ -110,58 +149,78 @@ def _of_changed_rows(dataset: MMDataset) -> Iterator[DataFinding]:
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-def denoised_stats(tally: RowStatistics) -> dict[str, Any]:
-    """Buckets with their samples, frames, fps, caption lengths, and how much is cut away and enlarged, for machines."""
-    facts = [each for _, each in tally.denoised]
-    if not facts:
-        return {}
-    sources = [each for each in facts if each.enlarged]
-    lengths = [each.caption_tokens for each in facts if each.most_tokens]
-    rates = Counter(round(each.fps, 2) for each in facts if each.fps)
+def denoised_stats(tally: RowStatistics) -> DenoisedStats | None:
+    """Buckets with their samples, frames, fps, caption lengths, and how much is cut away and enlarged, for machines;
+    None where there are no samples of a generator."""
+    if not tally.denoised:
+        return None
+    buckets: Counter[str] = Counter()
+    captions: Counter[int] = Counter()
+    rates: Counter[float] = Counter()
+    tokens, frames = [], []
+    cut, enlarged = [], []
+    captions_cut = captions_empty = 0
+    for _, facts in tally.denoised:
+        buckets[facts.bucket] += 1
+        captions[facts.captions] += 1
+        captions_cut += _is_cut(facts)
+        captions_empty += facts.has_empty_caption
+        if facts.most_tokens:
+            tokens.append(facts.caption_tokens)
+        if facts.source_frames > 1:
+            frames.append(facts.source_frames)
+        if facts.fps:
+            rates[round(facts.fps, 2)] += 1
+        if facts.enlarged:  # 0: the header of the medium was not read
+            cut.append(facts.cut)
+            enlarged.append(facts.enlarged)
     return {
-        "buckets": dict(Counter(each.bucket for each in facts).most_common()),
-        "captions_of_a_row": dict(sorted(Counter(each.captions for each in facts).items())),
-        "caption_tokens": percentiles(lengths),
-        "captions_cut": sum(each.caption_tokens > each.most_tokens > 0 for each in facts),
-        "captions_empty": sum(each.has_empty_caption for each in facts),
-        "frames": percentiles([each.source_frames for each in facts if each.source_frames > 1]),
+        "buckets": dict(buckets.most_common()),
+        "captions_of_a_row": dict(sorted(captions.items())),
+        "caption_tokens": percentiles(tokens),
+        "captions_cut": captions_cut,
+        "captions_empty": captions_empty,
+        "frames": percentiles(frames),
         "fps": {f"{rate:g}": count for rate, count in rates.most_common()},
-        "cut_share": _shares([each.cut for each in sources]),
-        "enlarged": _shares([each.enlarged for each in sources]),
+        "cut_share": _shares(cut),
+        "enlarged": _shares(enlarged),
     }
 
 
 def _shares(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    names = {"p50": 50, "p95": 95, "max": 100}
-    marks = np.percentile(values, list(names.values()), method="inverted_cdf")
-    return {"mean": round(float(np.mean(values)), 3)} | {
-        n: round(float(m), 3) for n, m in zip(names, marks, strict=True)
-    }
+    shares = {"mean": float(np.mean(values))}
+    for name, percent in {"p50": 50, "p95": 95, "max": 100}.items():
+        shares[name] = float(np.percentile(values, percent, method="inverted_cdf"))
+    return {name: round(share, 3) for name, share in shares.items()}
 
 
-def denoised_lines(stats: dict[str, Any]) -> list[str]:
+def denoised_lines(stats: DenoisedStats) -> list[str]:
     """The statistics for people."""
-    buckets = list(stats["buckets"].items())
-    total = sum(stats["buckets"].values())
-    lines = [f"  {size:>16}  {count:>9,}  {count / total:>6.1%}" for size, count in buckets[:_MOST_BUCKETS]]
+    buckets = stats["buckets"]
+    total = sum(buckets.values())
+    lines = []
+    for size, count in islice(buckets.items(), _MOST_BUCKETS):
+        lines.append(f"  {size:>16}  {count:>9,}  {count / total:>6.1%}")
     if len(buckets) > _MOST_BUCKETS:
         lines.append(f"  … and {len(buckets) - _MOST_BUCKETS} more")
-    words = {
-        "caption_tokens": "tokens of the longest caption",
-        "frames": "frames of a clip",
-        "cut_share": "share of a medium that is cut away",
-        "enlarged": "times that a medium is enlarged",
-    }
-    for name, title in words.items():
-        if stats[name]:
-            lines.append(f"  {title}: " + ", ".join(f"{key} {value:,}" for key, value in stats[name].items()))
+    lines += _percentile_line("tokens of the longest caption", stats["caption_tokens"])
+    lines += _percentile_line("frames of a clip", stats["frames"])
+    lines += _percentile_line("share of a medium that is cut away", stats["cut_share"])
+    lines += _percentile_line("times that a medium is enlarged", stats["enlarged"])
     if stats["fps"]:
-        lines.append("  frames a second: " + ", ".join(f"{rate} ({n:,})" for rate, n in list(stats["fps"].items())[:8]))
-    lines.append("  captions of a row: " + ", ".join(f"{n:,} × {k}" for k, n in stats["captions_of_a_row"].items()))
+        rates = [f"{rate} ({count:,})" for rate, count in stats["fps"].items()]
+        lines.append(f"  frames a second: {', '.join(rates[:_MOST_RATES])}")
+    captions = [f"{rows:,} × {captions}" for captions, rows in stats["captions_of_a_row"].items()]
+    lines.append(f"  captions of a row: {', '.join(captions)}")
     lines.append(f"  captions cut: {stats['captions_cut']:,}, empty: {stats['captions_empty']:,}")
     return lines
+
+
+def _percentile_line(title: str, values: Mapping[str, float]) -> Iterator[str]:
+    if values:
+        yield f"  {title}: " + ", ".join(f"{name} {value:,}" for name, value in values.items())
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
@@ -169,18 +228,25 @@ def denoised_lines(stats: dict[str, Any]) -> list[str]:
 
 def sample_notes(found: SampleDescription, lengths: CaptionLengths | None) -> list[str]:
     """What a preview tells of a sample: its bucket, what is done to the medium, and its captions."""
-    notes = [f"size {found.size}"]
+    size = f"size {found.size}"
     if found.header is not None:
-        header, change = found.header, SizeChange.of(found.header, found.size)
-        clip = f", {header.frames} frames at {header.fps:g} a second" if header.frames > 1 else ""
-        scaled = "enlarged" if change.enlarged > 1 else "scaled"
-        notes[0] += (
-            f", of a medium of {header.height}×{header.width}{clip}: {scaled} {change.enlarged:.3g} times, "
-            f"{change.cut:.1%} cut away"
-        )
-    measured = lengths(found.captions) if lengths is not None else [None] * len(found.captions)
-    for number, (caption, length) in enumerate(zip(found.captions, measured, strict=True)):
-        tokens = f" ({length.tokens} tokens{', cut off' if length.is_cut else ''})" if length is not None else ""
-        drawn = ", drawn in the first epoch" if len(found.captions) > 1 and number == found.drawn else ""
-        notes.append(f"caption{tokens}{drawn}: {caption!r}")
-    return [*notes, *([found.contradiction] if found.contradiction else [])]
+        size += f", of a medium of {_medium_words(found.header, SizeChange.of(found.header, found.size))}"
+    notes = [size]
+    measured = lengths(found.captions) if lengths is not None else []
+    for number, caption in enumerate(found.captions):
+        title = "caption"
+        if measured:
+            cut_off = ", cut off" if measured[number].is_cut else ""
+            title += f" ({measured[number].tokens} tokens{cut_off})"
+        if len(found.captions) > 1 and number == found.drawn:
+            title += ", drawn in the first epoch"
+        notes.append(f"{title}: {caption!r}")
+    if found.contradiction:
+        notes.append(found.contradiction)
+    return notes
+
+
+def _medium_words(header: MediaHeader, change: SizeChange) -> str:
+    clip = f", {header.frames} frames at {header.fps:g} a second" if header.frames > 1 else ""
+    scaled = "enlarged" if change.enlarged > 1 else "scaled"
+    return f"{header.height}×{header.width}{clip}: {scaled} {change.enlarged:.3g} times, {change.cut:.1%} cut away"

@@ -7,18 +7,23 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, MMError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
 
 TOO_LONG = "too long"
 _HASH_BYTES = 8
@@ -155,9 +160,11 @@ class DenoisedLook:
             facts.fault = _fault(error)
             return facts
         header = found.header or MediaHeader(0, 0, found.size.frames)
-        change = SizeChange.of(header, found.size) if found.header is not None else SizeChange(0.0, 0.0)
+        change = SizeChange(0.0, 0.0)
+        if found.header is not None:
+            change = SizeChange.of(found.header, found.size)
         lengths = self._lengths(found.captions) if self._lengths is not None else []
-        longest = max(lengths, key=lambda length: length.tokens, default=None)
+        longest = max(lengths, key=lambda length: length.tokens, default=CaptionLength(0, 0))
         facts.denoised = DenoisedFacts(
             *(found.size.frames, found.size.height, found.size.width),
             source_frames=header.frames,
@@ -166,22 +173,14 @@ class DenoisedLook:
             cut=change.cut,
             captions=len(found.captions),
             has_empty_caption=not all(caption.strip() for caption in found.captions),
-            caption_tokens=longest.tokens if longest is not None else 0,
-            most_tokens=longest.limit if longest is not None else 0,
+            caption_tokens=longest.tokens,
+            most_tokens=longest.limit,
             contradiction=found.contradiction,
         )
         kind = "video" if header.frames > 1 else "image"
-        facts.media = (medium_facts(kind, _Header(header.width, header.height, header.frames, header.fps)),)
+        seconds = header.frames / header.fps if header.fps else 0.0
+        facts.media = (MediumFacts(kind, header.width, header.height, header.frames, seconds),)
         return facts
-
-
-class _Header(NamedTuple):
-    """As `MediaLoader.probe` gives it."""
-
-    width: int
-    height: int
-    total_frames: int
-    fps: float
 
 
 class RowLook:
@@ -196,7 +195,8 @@ class RowLook:
 
     def __init__(self, dataset: MMDataset, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
         self.dataset, self._decode = dataset, decode
-        self._specials = re.compile("|".join(map(re.escape, specials))) if specials else None
+        # Of no special tokens a pattern that matches nothing.
+        self._specials = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
     def __call__(self, index: int) -> RowFacts:
         """The facts of a row; what is wrong with it is one of them."""
@@ -224,11 +224,13 @@ class RowLook:
             return None
         sample = self.dataset.sample(index)
         facts.roles = tuple(message["role"] for message in sample.messages)
-        texts = [text for part in both(sample) for text in texts_of(part)]
         facts.content = content_hash(sample)
-        found = next((m for text in texts if (m := self._specials.search(text))), None) if self._specials else None
-        facts.special = found.group() if found else ""
-        facts.has_empty_answer = any(map(has_empty_answer, both(sample)))
+        for part in both(sample):
+            facts.has_empty_answer |= has_empty_answer(part)
+            for text in texts_of(part):
+                found = self._specials.search(text)
+                if found and not facts.special:
+                    facts.special = found.group()
         return sample
 
     def _measure(self, facts: RowFacts, index: int, row: Sample | None) -> None:
@@ -250,7 +252,9 @@ class RowLook:
                 facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
                 facts.trained += trained_tokens(sample.get("labels"), sample.get("loss_weights"))
                 facts.shrunk |= bool(sample.get("shrunk"))
-                facts.media += tuple(MediumFacts(getattr(item, "kind", "medium")) for item in sample.get("media") or ())
+                for item in sample.get("media") or ():
+                    kind = item.kind if isinstance(item, MediaFeatures) else "medium"
+                    facts.media += (MediumFacts(kind),)
 
     def _header(self, item: MediaItem) -> MediumFacts:
         media = self.dataset.media
@@ -269,24 +273,27 @@ def both(sample: Sample) -> list[Sample]:
     return [sample] if sample.rejected is None else [sample, sample.rejected]
 
 
-def trained_tokens(labels: Any, weights: Any = None) -> int:
+def trained_tokens(labels: npt.ArrayLike | None, weights: npt.ArrayLike | None = None) -> int:
     """Labels that the loss counts: the first token has nothing before it to be told from."""
     if labels is None:
         return 0
     counted = np.asarray(labels)[1:] != IGNORED_LABEL
-    return int((counted & (np.asarray(weights)[1:] != 0)).sum() if weights is not None else counted.sum())
+    if weights is not None:
+        counted &= np.asarray(weights)[1:] != 0
+    return int(counted.sum())
 
 
 def has_empty_answer(sample: Sample) -> bool:
     """Whether a turn of the model that counts has neither words nor media, thoughts or calls of tools: only its end
     mark would be trained."""
-    return any(
-        message["role"] == "assistant"
-        and weight != 0
-        and not (message["content"].strip() if isinstance(message["content"], str) else message["content"])
-        and not (message.get("tool_calls") or message.get("reasoning_content"))
-        for message, weight in zip(sample.messages, sample.weights, strict=True)
-    )
+    for message, weight in zip(sample.messages, sample.weights, strict=True):
+        if message["role"] != "assistant" or weight == 0:
+            continue
+        content = message["content"]
+        says = content.strip() if isinstance(content, str) else content
+        if not (says or message.get("tool_calls") or message.get("reasoning_content")):
+            return True
+    return False
 
 
 def texts_of(sample: Sample) -> list[str]:
@@ -294,19 +301,23 @@ def texts_of(sample: Sample) -> list[str]:
     found = [sample.text] if sample.text is not None else []
     for message in sample.messages:
         content = message.get("content")
-        parts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
-        found += [part for part in parts if part]
+        if isinstance(content, str):
+            content = [{"text": content}]
+        for part in content or ():
+            text = part.get("text")
+            if text:
+                found.append(text)
     return found
 
 
 def content_hash(sample: Sample) -> int:
     """A number that two rows share when they say the same about the same media."""
-    parts = [
-        [each.messages, each.text, [_named(item) for item in each.media], each.weights, each.tools]
-        for each in both(sample)
-    ]
-    text = json.dumps(parts, ensure_ascii=False, default=repr)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_HASH_BYTES).digest(), "big")
+    parts = []
+    for each in both(sample):
+        media = list(map(_named, each.media))
+        parts.append([each.messages, each.text, media, each.weights, each.tools])
+    text = json.dumps(parts, ensure_ascii=False, default=repr).encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_HASH_BYTES).digest(), "big")
 
 
 def _named(item: MediaItem) -> str:
@@ -316,16 +327,17 @@ def _named(item: MediaItem) -> str:
     return f"{item.kind} {source!r}"
 
 
-def medium_facts(kind: str, header: Any) -> MediumFacts:
-    """The numbers of what `MediaLoader.probe` gives, whichever of them it has."""
-
-    def number(name: str) -> float:
-        value = getattr(header, name, 0)
-        return value if isinstance(value, int | float) else 0
-
-    frames, fps = int(number("total_frames")), number("fps")
-    seconds = number("seconds") or (frames / fps if fps else 0.0)
-    return MediumFacts(kind, int(number("width")), int(number("height")), frames, float(seconds))
+def medium_facts(kind: str, header: ImageHeader | ClipHeader | AudioHeader | None) -> MediumFacts:
+    """The numbers of what `MediaLoader.probe` gives: a picture's, a clip's or a recording's header."""
+    match header:
+        case ImageHeader():
+            return MediumFacts(kind, header.width, header.height)
+        case ClipHeader():
+            seconds = header.total_frames / header.fps if header.fps else 0.0
+            return MediumFacts(kind, header.width, header.height, header.total_frames, seconds)
+        case AudioHeader():
+            return MediumFacts(kind, seconds=header.seconds)
+    return MediumFacts(kind)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -334,16 +346,15 @@ def medium_facts(kind: str, header: Any) -> MediumFacts:
 def kind_of(what: str) -> str:
     """The kind of fault that a message tells of."""
     beginning = what[:_TELLING_CHARACTERS]  # behind it stands what users wrote
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, beginning)), "other")
+    for kind, pattern in _KINDS:
+        if re.search(pattern, beginning):
+            return kind
+    return "other"
 
 
 def _too_long(error: TooLongError) -> RowFault:
     problem = error.problems[0]
-    tokens = getattr(error, "tokens", None)
-    if tokens is None:  # a plugin's own
-        said = re.search(r"has (\d+) tokens", problem.what)
-        tokens = int(said.group(1)) if said else None
-    return RowFault(TOO_LONG, problem.what, problem.key, problem.way_out, tokens)
+    return RowFault(TOO_LONG, problem.what, problem.key, problem.way_out, error.tokens)
 
 
 def fault_of_reason(place: str, reason: str) -> RowFault:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Fix:
 class DataFinding:
     """Something about the rows that a person should know before training."""
 
-    severity: str
+    severity: Literal["error", "warning"]
     """error: the run would stop, or train on nothing; warning: it would go on."""
     kind: str
     what: str
@@ -97,7 +97,9 @@ def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None =
     kinds = sorted(by_kind, key=lambda kind: -len(by_kind[kind]))
     for kind in kinds:
         rows = by_kind[kind]
-        fixes = [*(elsewhere(rows) if elsewhere is not None and kind == "missing media" else ())]
+        fixes: list[Fix] = []
+        if elsewhere is not None and kind == "missing media":
+            fixes += elsewhere(rows)
         fixes += [Fix(way_out, 0) for way_out in _ways_out(rows)]
         if not may_skip and kind == kinds[0] and kind != "configuration":
             fixes.append(_skipping(share, len(tally.broken)))
@@ -134,16 +136,14 @@ _SENTENCES = {
 
 def _label(row: BadRow) -> str:
     """The field; a key of the configuration stands in the remedy."""
-    return f"{row.fault.key}  " if row.fault.key and not row.fault.key.startswith("data.") else ""
+    key = row.fault.key
+    return f"{key}  " if key and not key.startswith("data.") else ""
 
 
 def _ways_out(rows: Sequence[BadRow]) -> list[str]:
     """What the errors themselves advise, the most frequent first."""
-    counts: dict[str, int] = defaultdict(int)
-    for row in rows:
-        if row.fault.way_out:
-            counts[row.fault.way_out] += 1
-    return sorted(counts, key=lambda text: -counts[text])[:2]
+    counts = Counter(row.fault.way_out for row in rows if row.fault.way_out)
+    return [way_out for way_out, _ in counts.most_common(2)]
 
 
 def _skipping(share: float, rows: int) -> Fix:
@@ -167,15 +167,19 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
         return
     lengths = np.sort([row.fault.tokens for row in rows if row.fault.tokens is not None])
     fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
-    turns = sum(count for count in tally.turns.values()) - tally.turns[1] - tally.turns[0]
-    if policy != "shrink" and turns:
+    has_several_turns = any(rows for turns, rows in tally.turns.items() if turns > 1)
+    if policy != "shrink" and has_several_turns:
         fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
-    losing = "are left out" if policy == "drop" else "cannot be shortened and are left out"
+    consequence = {
+        "error": "would stop the run",
+        "drop": "are left out",
+        "shrink": "cannot be shortened and are left out",
+    }[policy]
+    share = len(rows) / max(tally.rows, 1)
     yield DataFinding(
         "error" if policy == "error" or not tally.usable else "warning",
         "too long",
-        f"{_count(len(rows))} ({len(rows) / max(tally.rows, 1):.1%}) have more tokens than cutoff_len {cutoff}"
-        + (" and would stop the run" if policy == "error" else f" and {losing}"),
+        f"{_count(len(rows))} ({share:.1%}) have more tokens than cutoff_len {cutoff} and {consequence}",
         len(rows),
         tuple(f"{row.place}  {row.fault.what}" for row in rows[:_EXAMPLES]),
         tuple(fixes),
@@ -189,7 +193,9 @@ def lengths_that_save(lengths: np.ndarray) -> list[tuple[int, int]]:
         lengths: Of these rows, ascending.
     """
     found: dict[int, int] = {}
-    for share in _SAVED_SHARES if len(lengths) else ():
+    if not len(lengths):
+        return []
+    for share in _SAVED_SHARES:
         needed = int(lengths[int(np.ceil(share * len(lengths))) - 1])
         length = _rounded(needed)
         found[length] = int((lengths <= length).sum())
@@ -207,21 +213,14 @@ def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     if tally.usable == 0 and tally.bad:
         yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
     elif tally.usable + terms.repeated < terms.global_batch:
-        may_repeat = not terms.dataloader.drop_last
-        yield DataFinding(
-            "warning" if may_repeat else "error",
-            "too few rows",
-            f"{_count(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}",
-            tally.usable,
-            fixes=()
-            if may_repeat
-            else (
-                Fix(
-                    "data.dataloader_param.drop_last=false: a step then takes rows of the next epoch too", tally.usable
-                ),
-                Fix("lower training.micro_batch_size or gradient_accumulation_steps", tally.usable),
-            ),
-        )
+        what = f"{_count(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}"
+        if not terms.dataloader.drop_last:
+            yield DataFinding("warning", "too few rows", what, tally.usable)
+            return
+        keep_last = "data.dataloader_param.drop_last=false: a step then takes rows of the next epoch too"
+        smaller = "lower training.micro_batch_size or gradient_accumulation_steps"
+        fixes = (Fix(keep_last, tally.usable), Fix(smaller, tally.usable))
+        yield DataFinding("error", "too few rows", what, tally.usable, fixes=fixes)
 
 
 def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
@@ -232,15 +231,17 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
     }
     for name, sizes in budgets.items():
         most = terms.dataloader.get(name)
-        over = int((sizes > most).sum()) if most is not None and len(sizes) else 0
+        if most is None or not len(sizes):
+            continue
+        over = int((sizes > most).sum())
         if over:
             # Where none fits there is no step to be made of them, whatever the policy.
             stops = terms.basic.truncation == "error" or over == len(sizes)
+            consequence = "would stop the run" if stops else "are left out"
             yield DataFinding(
                 "error" if stops else "warning",
                 f"above {name}",
-                f"{_count(over)} alone are larger than {name} {most} and "
-                + ("would stop the run" if stops else "are left out"),
+                f"{_count(over)} alone are larger than {name} {most} and {consequence}",
                 over,
                 fixes=(Fix(f"data.dataloader_param.{name}={int(sizes.max())}", over),),
             )
@@ -276,11 +277,12 @@ def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
     """Answers without a word."""
     if tally.empty_answers:
         rows = len(tally.empty_answers)
+        has = "has" if rows == 1 else "have"
         yield DataFinding(
             "warning",
             "empty answers",
-            f"{_count(rows)} {'has' if rows == 1 else 'have'} an empty answer: only its end mark is trained, which "
-            "teaches the model to say nothing",
+            f"{_count(rows)} {has} an empty answer: only its end mark is trained, which teaches the model to say "
+            "nothing",
             rows,
             tuple(tally.empty_answers[:_EXAMPLES]),
             (Fix("write the answers or drop the rows, unless silence is meant", 0),),
@@ -291,14 +293,6 @@ def _count(rows: int) -> str:
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 
-def to_dict(finding: DataFinding) -> dict[str, Any]:
+def to_dict(finding: DataFinding) -> dict[str, object]:
     """For machines."""
-    fixes = [{"what": fix.what, "saves_rows": fix.saves_rows} for fix in finding.fixes]
-    return {
-        "severity": finding.severity,
-        "kind": finding.kind,
-        "what": finding.what,
-        "rows": finding.rows,
-        "examples": list(finding.examples),
-        "fixes": fixes,
-    }
+    return asdict(finding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def _nice_above(value: float) -> int:
     return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= value)
 
 
-def percentiles(values: Sequence[int] | np.ndarray) -> dict[str, Any]:
+def percentiles(values: Sequence[int] | np.ndarray) -> dict[str, float]:
     """Mean, total, extremes and percentiles; empty for no values."""
     found = np.asarray(values)
     if not len(found):

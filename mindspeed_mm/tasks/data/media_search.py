@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
-from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry
 from mindspeed_mm.tasks.data.findings import BASIC, Fix
 from mindspeed_mm.tasks.data.tally import BadRow
 
@@ -18,36 +18,52 @@ _SUBFOLDERS = ("images", "image", "media", "videos", "audios", "data")
 def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
     """Settings of `dataset_dir` under which the media of rows would be found: the best; none when nothing helps."""
     tried = rows[:_MOST_TRIED]
-    names = [_paths(dataset.sample(row.index)) for row in tried] if dataset.has_rows else []
+    if not dataset.has_rows:
+        return []
+    paths_of_rows = []
+    for row in tried:
+        if paths := _paths(dataset.sample(row.index)):
+            paths_of_rows.append(paths)
     found = []
     for folder in _candidates(basic):
-        saved = sum(bool(paths) and all((folder / path).is_file() for path in paths) for paths in names)
+        saved = 0
+        for paths in paths_of_rows:
+            saved += all((folder / path).is_file() for path in paths)
         if saved:
             found.append(Fix(f"{BASIC}.dataset_dir={folder}", round(saved * len(rows) / len(tried))))
     return sorted(found, key=lambda fix: -fix.saves_rows)[:1]
 
 
 def _paths(sample: Sample) -> list[str]:
-    sources = [item.source.get("path") if isinstance(item.source, dict) else item.source for item in sample.media]
-    flat = [name for source in sources for name in (source if isinstance(source, list) else [source])]
-    return [name for name in flat if isinstance(name, str)]
+    found = []
+    for item in sample.media:
+        source = item.source.get("path") if isinstance(item.source, dict) else item.source
+        names = source if isinstance(source, list) else [source]  # a list: the frames of a clip
+        found += [name for name in names if isinstance(name, str)]
+    return found
 
 
 def _candidates(basic: BasicParameters) -> list[Path]:
     """The folders of the files of rows, those around them, and their usual sub-folders."""
     files = _named_files(basic)
-    bases = list(dict.fromkeys([*(file.parent for file in files), *(file.parent.parent for file in files)]))
+    beside, around = [file.parent for file in files], [file.parent.parent for file in files]
+    bases = list(dict.fromkeys([*beside, *around]))
     bases.append(Path(basic.dataset_dir))
-    tried = [*bases, *(base / name for base in bases for name in _SUBFOLDERS)]
+    tried = list(bases)
+    for base in bases:
+        tried += [base / name for name in _SUBFOLDERS]
     here = Path(basic.dataset_dir).resolve()
     return [folder for folder in dict.fromkeys(tried) if folder.is_dir() and folder.resolve() != here]
 
 
 def _named_files(basic: BasicParameters) -> list[Path]:
+    """The files of rows that are there; a folder of them counts as a file in it."""
     entries = basic.dataset.split(",") if isinstance(basic.dataset, str) else list(basic.dataset or ())
     found = []
-    for entry in (str(getattr(entry, "path", entry)).strip() for entry in entries):
-        path = next((p for p in (Path(entry), Path(basic.dataset_dir) / entry) if p.exists()), None)
-        if path is not None:
-            found.append(path if path.is_file() else path / "rows")
+    for entry in entries:
+        name = str(entry.path if isinstance(entry, DataEntry) else entry).strip()
+        for path in (Path(name), Path(basic.dataset_dir) / name):
+            if path.exists():
+                found.append(path if path.is_file() else path / "rows")
+                break
     return found

@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import wave
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import click
 import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 
 PICTURE_PIXELS, FRAME_PIXELS = 320, 128
@@ -42,7 +41,7 @@ class MediumView:
     trouble: str = ""
 
 
-def view_medium(media: Any, item: MediaItem) -> MediumView:
+def view_medium(media: MediaLoader | None, item: MediaItem) -> MediumView:
     """Open a medium as training does; what is wrong with it is told in its place.
 
     Args:
@@ -57,22 +56,24 @@ def view_medium(media: Any, item: MediaItem) -> MediumView:
         return MediumView(item.kind, trouble=error.problems[0].what)
 
 
-def _image(media: Any, source: Any) -> MediumView:
+def _image(media: MediaLoader, source: object) -> MediumView:
     image = media.load_image(source)
     return MediumView("image", f"{image.width} × {image.height}", [image])
 
 
-def _video(media: Any, source: Any) -> MediumView:
+def _video(media: MediaLoader, source: object) -> MediumView:
     clip = media.load_video(source)
-    frames, header = [Image.fromarray(frame) for frame in clip.frames], clip.header
+    header, frames = clip.header, len(clip.frames)
     times = header.timestamps
     whole_s = header.total_frames / header.fps
-    facts = f"{header.width} × {header.height}, {whole_s:.1f} s, {len(frames)} of {header.total_frames} frames taken"
-    taken = sorted({round(n * (len(frames) - 1) / max(MOST_FRAMES - 1, 1)) for n in range(MOST_FRAMES)})
-    return MediumView("video", facts, [frames[n] for n in taken], [times[n] for n in taken])
+    facts = f"{header.width} × {header.height}, {whole_s:.1f} s, {frames} of {header.total_frames} frames taken"
+    # The first, the last, and others evenly between them; of a short clip each once.
+    taken = sorted({round(n * (frames - 1) / (MOST_FRAMES - 1)) for n in range(MOST_FRAMES)})
+    pictures = [Image.fromarray(clip.frames[n]) for n in taken]
+    return MediumView("video", facts, pictures, [times[n] for n in taken])
 
 
-def _audio(media: Any, source: Any) -> MediumView:
+def _audio(media: MediaLoader, source: object) -> MediumView:
     clip = media.load_audio(source)
     return MediumView("audio", f"{clip.seconds:.2f} s at {clip.rate:,} Hz", sound=clip.samples, rate=clip.rate)
 
@@ -85,13 +86,11 @@ def thumbnail(image: Image.Image) -> list[str]:
     small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL[0], 2 * _THUMBNAIL[1]))
     pixels = np.asarray(small.resize((small.width, small.height + small.height % 2)))
-    return [
-        "".join(
-            click.style("▀", fg=_rgb(upper), bg=_rgb(lower))
-            for upper, lower in zip(pixels[y], pixels[y + 1], strict=True)
-        )
-        for y in range(0, len(pixels), 2)
-    ]
+    lines = []
+    for upper_row, lower_row in zip(pixels[::2], pixels[1::2], strict=True):
+        pairs = zip(upper_row, lower_row, strict=True)
+        lines.append("".join(click.style("▀", fg=_rgb(upper), bg=_rgb(lower)) for upper, lower in pairs))
+    return lines
 
 
 def _rgb(pixel: np.ndarray) -> tuple[int, int, int]:
@@ -106,10 +105,14 @@ def picture_uri(image: Image.Image, longest: int = PICTURE_PIXELS) -> str:
     """A picture inside the page: small ones without loss."""
     small = image.copy()
     small.thumbnail((longest, longest))
-    is_small = max(image.size) <= FRAME_PIXELS
     data = io.BytesIO()
-    small.save(data, "PNG" if is_small else "JPEG", **({} if is_small else {"quality": 80}))
-    return f"data:image/{'png' if is_small else 'jpeg'};base64,{base64.b64encode(data.getvalue()).decode()}"
+    if max(image.size) <= FRAME_PIXELS:
+        kind = "png"
+        small.save(data, "PNG")
+    else:
+        kind = "jpeg"
+        small.save(data, "JPEG", quality=80)
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def sound_uri(samples: np.ndarray, rate: int) -> str:
@@ -130,10 +133,9 @@ def wave_points(samples: np.ndarray, width: int = 300, height: int = 60) -> str:
     heights = [float(part.max()) if len(part) else 0.0 for part in parts]
     loudest = max([*heights, 1e-9])
     step, middle = width / max(len(heights) - 1, 1), height / 2
-    upper = [(n * step, middle - middle * value / loudest) for n, value in enumerate(heights)]
-    lower = [(n * step, middle + middle * value / loudest) for n, value in reversed(list(enumerate(heights)))]
-    return _points([*upper, *lower])
-
-
-def _points(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    upper, lower = [], []
+    for n, value in enumerate(heights):
+        half = middle * value / loudest
+        upper.append(f"{n * step:.1f},{middle - half:.1f}")
+        lower.append(f"{n * step:.1f},{middle + half:.1f}")
+    return " ".join([*upper, *reversed(lower)])  # along the top to the right, and back along the bottom

@@ -8,10 +8,12 @@ from typing import Any
 
 import jinja2
 
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.histogram import Bin
 from mindspeed_mm.tasks.data.media_views import (
     FRAME_PIXELS,
+    PICTURE_PIXELS,
     MediumView,
     picture_uri,
     sound_uri,
@@ -76,19 +78,23 @@ def _charts(found: dict[str, Sequence[Bin]]) -> list[dict[str, Any]]:
     charts = []
     for title, bins in found.items():
         most = max((each.rows for each in bins), default=0)
-        if most:
-            bars = [
-                {"label": f"{b.low:,}–{b.high - 1:,}" if b.high - b.low > 1 else f"{b.low:,}", "count": b.rows}
-                | {"share": 100 * b.rows / most}
-                for b in bins
-            ]
-            charts.append({"title": title, "bars": bars})
+        if not most:
+            continue
+        bars = []
+        for each in bins:
+            last = each.high - 1
+            label = f"{each.low:,}" if last == each.low else f"{each.low:,}–{last:,}"
+            bars.append({"label": label, "count": each.rows, "share": 100 * each.rows / most})
+        charts.append({"title": title, "bars": bars})
     return charts
 
 
-def shown_row(row: ShownRow, media: Any) -> dict[str, Any]:
+def shown_row(row: ShownRow, media: MediaLoader | None) -> dict[str, Any]:
     """What the template shows of a row."""
-    views = [(item, tokens, view_medium(media, item)) for item, tokens in row.media]
+    shown_media = []
+    for item, tokens in row.media:
+        view = _medium(view_medium(media, item))
+        shown_media.append({"name": media_name(item.source), "tokens": tokens, **view})
     return {
         "index": row.index,
         "place": row.place,
@@ -96,14 +102,14 @@ def shown_row(row: ShownRow, media: Any) -> dict[str, Any]:
         "when": str(row.when) if row.when else "",
         "fault": row.fault,
         "notes": row.notes,
-        "media": [{"name": media_name(item.source), "tokens": n, **_medium(view)} for item, n, view in views],
+        "media": shown_media,
         "answers": [_answer(answer) for answer in row.answers],
     }
 
 
 def _medium(view: MediumView) -> dict[str, Any]:
-    longest = FRAME_PIXELS if view.kind == "video" else None
-    images = [picture_uri(image, longest) if longest else picture_uri(image) for image in view.images]
+    longest = FRAME_PIXELS if view.kind == "video" else PICTURE_PIXELS
+    images = [picture_uri(image, longest) for image in view.images]
     times = [f"{time:.1f} s" for time in view.times_s] or [""] * len(images)
     return {
         "kind": view.kind,
@@ -120,14 +126,17 @@ def _answer(answer: TokenizedConversation) -> dict[str, Any]:
     """Stretches with their tokens; behind the first thousands of tokens a stretch is one piece."""
     stretches = []
     for stretch in answer.stretches:
-        apart = stretch.first < _MOST_TOKENS and not stretch.repeated
-        pieces = [
-            {"text": p.text, "title": f"token {p.first}, id {' '.join(map(str, p.ids))}, weight {p.weight:g}"}
-            for p in stretch.pieces
-        ]
+        pieces = []
+        if stretch.first < _MOST_TOKENS and not stretch.repeated:
+            for piece in stretch.pieces:
+                ids = " ".join(map(str, piece.ids))
+                title = f"token {piece.first}, id {ids}, weight {piece.weight:g}"
+                pieces.append({"text": piece.text, "title": title})
+        else:
+            pieces.append({"text": stretch.text, "title": f"from token {stretch.first}"})
         stretches.append(
             {
-                "pieces": pieces if apart else [{"text": stretch.text, "title": f"from token {stretch.first}"}],
+                "pieces": pieces,
                 "trained": stretch.weight != 0,
                 "weight": f"{stretch.weight:g}" if stretch.weight not in (0, 1) else "",
                 "repeated": stretch.repeated,
@@ -147,11 +156,8 @@ def _batch(batch: MicroBatchView) -> dict[str, Any]:
     """Each row of a micro-batch as parts with widths in percent."""
     rows: list[list[dict[str, Any]]] = [[] for _ in range(batch.rows)]
     for document in batch.documents:
-        size = document.end - document.first
-        told = (
-            f"{document.sample_id or 'padding'}: tokens {document.first}–{document.end - 1}, {document.trained} trained"
-        )
-        rows[document.row].append(
-            {"title": told, "share": 100 * size / max(batch.length, 1), "name": document.sample_id}
-        )
+        name = document.sample_id or "padding"
+        title = f"{name}: tokens {document.first}–{document.end - 1}, {document.trained} trained"
+        share = 100 * (document.end - document.first) / max(batch.length, 1)
+        rows[document.row].append({"title": title, "share": share, "name": document.sample_id})
     return {**batch.to_dict(), "bars": rows, "fill": batch.fill}

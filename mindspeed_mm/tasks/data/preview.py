@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
@@ -55,6 +56,22 @@ class TokenizedConversation:
     trained: int
     shrunk: bool
 
+    def to_dict(self) -> dict[str, object]:
+        """For machines."""
+        stretches = []
+        for each in self.stretches:
+            stretches.append({"text": each.text, "first": each.first, "tokens": each.tokens, "weight": each.weight})
+        return {
+            "name": self.name,
+            "tokens": len(self.ids),
+            "trained": self.trained,
+            "shrunk": self.shrunk,
+            "input_ids": self.ids,
+            "labels": self.labels,
+            "loss_weights": self.weights,
+            "stretches": stretches,
+        }
+
 
 @dataclass
 class ShownRow:
@@ -72,27 +89,19 @@ class ShownRow:
     notes: list[str] = field(default_factory=list)
     """Notes on a generator's sample: its size, what is done to the medium, its captions."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
-        answers = [
-            {
-                "name": each.name,
-                "tokens": len(each.ids),
-                "trained": each.trained,
-                "shrunk": each.shrunk,
-                "input_ids": each.ids,
-                "labels": each.labels,
-                "loss_weights": each.weights,
-                "stretches": [
-                    {"text": s.text, "first": s.first, "tokens": s.tokens, "weight": s.weight} for s in each.stretches
-                ],
-            }
-            for each in self.answers
-        ]
-        media = [{"kind": item.kind, "name": media_name(item.source), "tokens": n} for item, n in self.media]
-        found = {"index": self.index, "place": self.place, "id": self.row_id, "fault": self.fault or None}
-        found |= {"notes": self.notes} if self.notes else {}
-        return {**found, "when": str(self.when) if self.when else None, "answers": answers, "media": media}
+        media = []
+        for item, tokens in self.media:
+            media.append({"kind": item.kind, "name": media_name(item.source), "tokens": tokens})
+        content: dict[str, object] = {"index": self.index, "place": self.place, "id": self.row_id}
+        content["fault"] = self.fault or None
+        if self.notes:
+            content["notes"] = self.notes
+        content["when"] = str(self.when) if self.when else None
+        content["answers"] = [answer.to_dict() for answer in self.answers]
+        content["media"] = media
+        return content
 
 
 @dataclass
@@ -107,10 +116,10 @@ class Preview:
     batch: MicroBatchView | None = None
     """The first one of training."""
     batch_trouble: str = ""
-    media: Any = None
+    media: MediaLoader | None = None
     """The loader that opens them, where the data set has one."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
         return {
             "path": str(self.path),
@@ -157,8 +166,9 @@ def run(
     found = Preview(config_path, len(data.dataset), data.param.basic_parameters.cutoff_len, shown)
     found.media, found.batch_trouble = data.dataset.media, trouble
     if loader is not None:
-        for row, when in places_in_epoch(loader, chosen).items():
-            next(each for each in shown if each.index == row).when = when
+        places = places_in_epoch(loader, chosen)
+        for row in shown:
+            row.when = places.get(row.index)
         found.batch, found.batch_trouble = _first_batch(loader)
     return found
 
@@ -179,12 +189,11 @@ def _show_row(dataset: MMDataset, index: int, reader: TokenReader) -> ShownRow:
     row = ShownRow(index, str(dataset.place(index)))
     try:
         row.row_id = _row_id(dataset, index)
-        sample = dataset.item(index, 0)
-        encoded = as_pair(sample)
+        encoded = as_pair(dataset.item(index, 0))
         names = ("chosen", "rejected") if len(encoded) > 1 else ("",)
-        row.answers = [
-            _answer(name, each, reader) for name, each in zip(names, encoded, strict=False) if _has_ids(each)
-        ]
+        for name, sample in zip(names, encoded, strict=False):
+            if isinstance(sample, dict) and "input_ids" in sample:
+                row.answers.append(_answer(name, sample, reader))
         row.media = _media(dataset, index, encoded)
     except MMError as error:
         row.fault = str(error)
@@ -208,18 +217,14 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
     return row
 
 
-def _has_ids(sample: Any) -> bool:
-    return isinstance(sample, dict) and "input_ids" in sample
-
-
 def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> TokenizedConversation:
     labels, weights = sample.get("labels"), sample.get("loss_weights")
-    ids = [int(i) for i in sample["input_ids"]]
+    ids = list(map(int, sample["input_ids"]))
     return TokenizedConversation(
         name,
         ids,
-        [int(label) for label in labels] if labels is not None else [],
-        [float(weight) for weight in weights] if weights is not None else None,
+        list(map(int, labels)) if labels is not None else [],
+        list(map(float, weights)) if weights is not None else None,
         reader.stretches(ids, labels, weights),
         trained_tokens(labels, weights),
         bool(sample.get("shrunk")),
@@ -229,12 +234,16 @@ def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> Tokenized
 def _media(dataset: MMDataset, index: int, encoded: list[Any]) -> list[tuple[MediaItem, int]]:
     if not dataset.has_rows:
         return []
-    counts = [len(features.token_ids) for each in encoded for features in each.get("media") or ()]
-    items = [item for part in both(dataset.sample(index)) for item in part.media]
+    counts: list[int] = []
+    for each in encoded:
+        counts += [len(features.token_ids) for features in each.get("media") or ()]
+    items: list[MediaItem] = []
+    for part in both(dataset.sample(index)):
+        items += part.media
     return list(zip(items, counts, strict=False))
 
 
-def media_name(source: Any) -> str:
+def media_name(source: object) -> str:
     """What to call a medium."""
     if isinstance(source, dict):
         source = source.get("path") or source.get("bytes")
@@ -254,13 +263,12 @@ def find_rows(dataset: MMDataset, names: Sequence[str]) -> list[int]:
     """
     found: dict[str, int] = {}
     missing = set(names)
-    for index in range(len(dataset)) if missing else ():
-        told = {str(dataset.place(index)), _row_id(dataset, index)}
-        for name in missing & told:
-            found[name] = index
-        missing -= found.keys()
+    for index in range(len(dataset)):
         if not missing:
             break
+        for name in missing & {str(dataset.place(index)), _row_id(dataset, index)}:
+            found[name] = index
+        missing -= found.keys()
     if missing:
         raise UsageError(
             f"no row has the id or location {', '.join(sorted(missing))}",
@@ -308,15 +316,20 @@ def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
     while len(rows) < min(count, size) and position.epoch == 0:
         planned = loader.order.step(position)
         position = planned.after
-        rows += [pick.row for micro_batch in planned.step for pick in micro_batch.picks if pick.row not in rows]
+        for micro_batch in planned.step:
+            for pick in micro_batch.picks:
+                if pick.row not in rows:
+                    rows.append(pick.row)
     return rows[:count]
 
 
 def places_in_epoch(loader: MMDataLoader, rows: Sequence[int]) -> dict[int, PlaceInEpoch]:
     """When the first epoch takes rows; those that come too late to be looked for are missing."""
-    wanted, found = set(rows), dict[int, PlaceInEpoch]()
-    position, number, began = DataPosition(0, 0), 0, time.monotonic()
-    while wanted and position.epoch == 0 and time.monotonic() - began < _MOST_SECONDS:
+    wanted = set(rows)
+    found: dict[int, PlaceInEpoch] = {}
+    position, number = DataPosition(0, 0), 0
+    latest = time.monotonic() + _MOST_SECONDS
+    while wanted and position.epoch == 0 and time.monotonic() < latest:
         planned = loader.order.step(position)
         number, position = number + 1, planned.after
         for place, micro_batch in enumerate(planned.step, 1):

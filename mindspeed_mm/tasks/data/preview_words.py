@@ -16,9 +16,10 @@ _STRIP_CHARACTERS = 64
 
 def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list[str]:
     """Everything shown."""
-    key = "trained tokens are coloured" if paint.colour else "trained tokens stand between « and »"
-    has_tokens = any(row.answers for row in found.shown)
-    lines = [f"{found.path}: {len(found.shown)} of {found.rows:,} rows" + (f"; {key}" if has_tokens else "")]
+    title = f"{found.path}: {len(found.shown)} of {found.rows:,} rows"
+    if any(row.answers for row in found.shown):
+        title += "; trained tokens are coloured" if paint.colour else "; trained tokens stand between « and »"
+    lines = [title]
     for row in found.shown:
         lines += ["", *_row_lines(row, found, paint, tokens)]
     if found.batch is not None:
@@ -29,15 +30,21 @@ def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list
 
 
 def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Iterator[str]:
-    names = [f"row {row.index}"] + [f"id {row.row_id}"] * (row.row_id is not None) + [str(row.when)] * bool(row.when)
+    names = [f"row {row.index}"]
+    if row.row_id is not None:
+        names.append(f"id {row.row_id}")
+    if row.when:
+        names.append(str(row.when))
     yield paint.head(row.place) + paint.soft("  " + ", ".join(names))
     if row.fault:
         yield "  " + paint.bad("cannot be used: ") + row.fault
     yield from (f"  {_visible(note)}" for note in row.notes)
     for number, (item, count) in enumerate(row.media, 1):
         view = view_medium(found.media, item)
-        told = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}"
-        yield paint.medium(told + (f"  → {count:,} tokens" if count else ""))
+        line = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}"
+        if count:
+            line += f"  → {count:,} tokens"
+        yield paint.medium(line)
         if paint.colour and view.images:
             yield from (f"    {line}" for line in thumbnail(view.images[0]))
     for answer in row.answers:
@@ -62,7 +69,9 @@ def _stretch_text(stretch: TokenSpan, paint: Paint) -> str:
     text = _visible(stretch.text)
     if not stretch.weight:
         return text
-    return paint.trained(text) + (f"(weight {stretch.weight:g})" if stretch.weight != 1 else "")
+    if stretch.weight == 1:
+        return paint.trained(text)
+    return f"{paint.trained(text)}(weight {stretch.weight:g})"
 
 
 def _token_table(answer: TokenizedConversation, paint: Paint) -> Iterator[str]:
@@ -82,22 +91,29 @@ def _visible(text: str) -> str:
 
 def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
     """A micro-batch: a strip for each row, and where its samples begin and end."""
-    kind = "packed" if batch.is_packed else "padded"
-    told = f"{batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
-    lines = [paint.head("first micro-batch of training") + f"  {told if batch.length else f'{batch.rows} samples'}"]
+    size = f"{batch.rows} samples"
+    if batch.length:
+        kind = "packed" if batch.is_packed else "padded"
+        size = f"{batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
+    lines = [f"{paint.head('first micro-batch of training')}  {size}"]
     shown = [document for document in batch.documents if document.sample_id or batch.is_packed]
     lines += [_document_line(document, batch, paint) for document in shown[:_MOST_DOCUMENTS]]
     if len(shown) > _MOST_DOCUMENTS:
         lines.append(paint.soft(f"  … and {len(shown) - _MOST_DOCUMENTS} more"))
-    return [*lines, paint.soft("  " + ", ".join(f"{name} {shape}" for name, shape in batch.shapes.items()))]
+    shapes = [f"{name} {shape}" for name, shape in batch.shapes.items()]
+    return [*lines, paint.soft("  " + ", ".join(shapes))]
 
 
 def _document_line(document: PackedDocument, batch: MicroBatchView, paint: Paint) -> str:
     """Where a sample stands in its row; dots are padding."""
     scale = _STRIP_CHARACTERS / max(batch.length, 1)
-    first, end = round(scale * document.first), max(round(scale * document.end), round(scale * document.first) + 1)
-    name = f"{document.sample_id}, {document.trained:,} trained" if document.sample_id else paint.soft("padding")
-    filled = ("█" if document.sample_id else "·") * (end - first)
-    behind = "" if batch.is_packed else "·" * (_STRIP_CHARACTERS - end)
-    strip = " " * first + filled + paint.soft(behind) + " " * (_STRIP_CHARACTERS - end - len(behind))
+    first = round(scale * document.first)
+    end = max(round(scale * document.end), first + 1)  # the shortest sample is seen too
+    if document.sample_id:
+        name, mark = f"{document.sample_id}, {document.trained:,} trained", "█"
+    else:
+        name, mark = paint.soft("padding"), "·"
+    behind = _STRIP_CHARACTERS - end
+    rest = " " * behind if batch.is_packed else paint.soft("·" * behind)
+    strip = " " * first + mark * (end - first) + rest
     return f"  {document.row:>3}: {document.first:>6,}–{document.end - 1:<6,} {strip}  {name}"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 from mindspeed_mm.tasks.data.check import look_through
-from mindspeed_mm.tasks.data.denoised import denoised_stats
+from mindspeed_mm.tasks.data.denoised import DenoisedStats, denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, histogram, percentiles
 from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import open_data
@@ -42,8 +41,8 @@ class MediaStats:
     """Items of a row → rows."""
     sizes: list[tuple[str, int]]
     """The most frequent sizes as `width × height`, and how many sizes' items are left over."""
-    pixels: dict[str, Any]
-    seconds: dict[str, Any]
+    pixels: dict[str, float]
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ class DataStats:
     roles: dict[str, int] = field(default_factory=dict)
     turns: dict[int, int] = field(default_factory=dict)
     """Turns of the model → rows."""
-    tokens: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
     trained_share: float = 0.0
-    patches: dict[str, Any] = field(default_factory=dict)
+    patches: dict[str, float] = field(default_factory=dict)
     token_bins: list[Bin] = field(default_factory=list)
     patch_bins: list[Bin] = field(default_factory=list)
     media: list[MediaStats] = field(default_factory=list)
@@ -85,20 +84,19 @@ class DataStats:
     """Share of a batch that is not padding, with rows padded to the longest of a random micro-batch."""
     packing: list[PackingEstimate] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
-    denoised: dict[str, Any] = field(default_factory=dict)
-    """Statistics of a generator's samples: see `denoised_stats`."""
+    denoised: DenoisedStats | None = None
+    """Statistics of a generator's samples."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
-        return {
-            **{name: value for name, value in vars(self).items() if isinstance(value, int | float | dict)},
+        return vars(self) | {
             "path": str(self.path),
             "shares": [each.to_dict() for each in self.shares],
             "token_bins": [each._asdict() for each in self.token_bins],
             "patch_bins": [each._asdict() for each in self.patch_bins],
-            "media": [vars(each) for each in self.media],
-            "packing": [vars(each) for each in self.packing],
-            "suggestions": self.suggestions,
+            "media": list(map(vars, self.media)),
+            "packing": list(map(vars, self.packing)),
+            "denoised": self.denoised or {},
         }
 
 
@@ -131,7 +129,10 @@ def run(
     stats = DataStats(config_path, data.rows, tally.rows, tally.usable, basic.cutoff_len)
     stats.shares = shares(data.dataset, basic, tally)
     stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
-    stats.media = [_of_media(tally, kind) for kind in MEDIA if sum(tally.media[kind].values()) > tally.media[kind][0]]
+    for kind in MEDIA:
+        rows_without = tally.media[kind][0]
+        if sum(tally.media[kind].values()) > rows_without:
+            stats.media.append(_of_media(tally, kind))
     budget = data.arguments.data.dataloader_param.max_tokens_per_batch
     stats.batch_tokens = budget or training.micro_batch_size * basic.cutoff_len
     stats.denoised = denoised_stats(tally)
@@ -143,23 +144,26 @@ def run(
 
 
 def _describe_sizes(stats: DataStats, tally: RowStatistics) -> None:
-    stats.tokens, stats.patches = percentiles(tally.tokens), percentiles([n for n in tally.patches if n])
-    stats.token_bins, stats.patch_bins = histogram(tally.full_lengths()), histogram([n for n in tally.patches if n])
+    patches = [count for count in tally.patches if count]
+    stats.tokens, stats.patches = percentiles(tally.tokens), percentiles(patches)
+    stats.token_bins, stats.patch_bins = histogram(tally.full_lengths()), histogram(patches)
     stats.trained_share = round(sum(tally.trained) / max(sum(tally.tokens), 1), 4)
 
 
 def _of_media(tally: RowStatistics, kind: str) -> MediaStats:
     per_row, sides = tally.media[kind], tally.sides[kind]
-    pixels = np.repeat([w * h for w, h in sides], list(sides.values())) if sides else np.zeros(0, dtype=np.int64)
+    pixels: list[int] = []
+    for (width, height), count in sides.items():
+        pixels += [width * height] * count
     return MediaStats(
         kind,
-        sum(items * rows for items, rows in per_row.items()),
-        sum(rows for items, rows in per_row.items() if items),
-        max(per_row),
-        dict(sorted(per_row.items())),
-        [(f"{w} × {h}", count) for (w, h), count in sides.most_common(5)],
-        percentiles(pixels),
-        {name: round(value, 2) for name, value in _of_seconds(tally, kind).items()},
+        items=sum(items * rows for items, rows in per_row.items()),
+        rows=sum(rows for items, rows in per_row.items() if items),
+        most_in_a_row=max(per_row),
+        per_row=dict(sorted(per_row.items())),
+        sizes=[(f"{width} × {height}", count) for (width, height), count in sides.most_common(5)],
+        pixels=percentiles(pixels),
+        seconds=_of_seconds(tally, kind),
     )
 
 
@@ -168,10 +172,10 @@ def _of_seconds(tally: RowStatistics, kind: str) -> dict[str, float]:
     if not len(found):
         return {}
     return {
-        "total": float(found.sum()),
-        "mean": float(found.mean()),
-        "p50": float(found[len(found) // 2]),
-        "max": float(found[-1]),
+        "total": round(float(found.sum()), 2),
+        "mean": round(float(found.mean()), 2),
+        "p50": round(float(found[len(found) // 2]), 2),
+        "max": round(float(found[-1]), 2),
     }
 
 
@@ -183,14 +187,18 @@ def _describe_batches(stats: DataStats, tally: RowStatistics, micro_batch_size: 
     lengths = _some(tally.full_lengths(), seed)
     kept = lengths[lengths <= stats.cutoff_len]
     stats.padded_fill = round(padded_fill(kept, micro_batch_size, seed), 4)
-    tried = [round(factor * stats.batch_tokens) for factor in _BATCH_FACTORS]
-    stats.packing = [each for size in tried if (each := packing_at(lengths, size, stats.cutoff_len)) is not None]
+    for factor in _BATCH_FACTORS:
+        estimate = packing_at(lengths, round(factor * stats.batch_tokens), stats.cutoff_len)
+        if estimate is not None:
+            stats.packing.append(estimate)
     suggested = _rounded(int(np.quantile(lengths, _KEPT_SHARE, method="inverted_cdf")))
     stats.suggestions = _suggestions(stats, lengths, suggested, micro_batch_size)
 
 
 def _some(lengths: np.ndarray, seed: int) -> np.ndarray:
-    return lengths if len(lengths) <= _PACKED_ROWS else lengths[permutation(len(lengths), seed, 0)[:_PACKED_ROWS]]
+    if len(lengths) <= _PACKED_ROWS:
+        return lengths
+    return lengths[permutation(len(lengths), seed, 0)[:_PACKED_ROWS]]
 
 
 def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
@@ -199,8 +207,9 @@ def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
         return 0.0
     drawn = lengths[permutation(len(lengths), seed, 0)]
     starts = np.arange(0, len(drawn), micro_batch_size)
-    rows = np.diff([*starts, len(drawn)])
-    return float(drawn.sum() / (np.maximum.reduceat(drawn, starts) * rows).sum())
+    rows = np.diff([*starts, len(drawn)])  # of each micro-batch; the last may have fewer
+    longest = np.maximum.reduceat(drawn, starts)
+    return float(drawn.sum() / (longest * rows).sum())
 
 
 def packing_at(lengths: np.ndarray, tokens: int, cutoff_len: int) -> PackingEstimate | None:
@@ -227,9 +236,10 @@ def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_ba
             f"max_tokens_per_batch={_rounded(most)} takes the memory of today's largest micro-batch of "
             f"{micro_batch_size} and holds {most / float(kept.mean()):.1f} rows on average"
         )
-    packed = next((each for each in stats.packing if each.tokens == stats.batch_tokens), None)
-    if packed is not None and packed.packs >= _LEAST_PACKS and packed.fill > stats.padded_fill:
-        found.append(f"packing=true fills micro-batches to {packed.fill:.1%}, padding to {stats.padded_fill:.1%}")
+    for packed in stats.packing:
+        is_configured = packed.tokens == stats.batch_tokens and packed.packs >= _LEAST_PACKS
+        if is_configured and packed.fill > stats.padded_fill:
+            found.append(f"packing=true fills micro-batches to {packed.fill:.1%}, padding to {stats.padded_fill:.1%}")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
-from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, own_template
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix
 
@@ -64,8 +64,7 @@ def _is_one_token(mark: str, tokenizer: Any) -> bool:
 
 def _own_template(processor: Any, used: ChatTemplate) -> ChatTemplate | None:
     """The template of the model's folder, where another one is in use."""
-    source = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
-    source = source.get("default") if isinstance(source, dict) else source
+    source = own_template(processor)
     return ChatTemplate(processor, source) if source and source != used.source else None
 
 

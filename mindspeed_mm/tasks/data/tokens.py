@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_BYTES = 8
 """Tokens that a character may be spread over."""
@@ -65,12 +69,14 @@ class TokenReader:
         tokenizer: Of the model; None: ids are shown as numbers.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(getattr(tokenizer, "all_special_ids", ())) | _added_special(tokenizer)
+        self._special = special_ids(tokenizer)
         self._known: dict[tuple[int, ...], str] = {}
 
-    def stretches(self, ids: Sequence[int], labels: Sequence[int] | None, weights: Any = None) -> list[TokenSpan]:
+    def stretches(
+        self, ids: Sequence[int], labels: Sequence[int] | None, weights: npt.ArrayLike | None = None
+    ) -> list[TokenSpan]:
         """The sample as stretches.
 
         Args:
@@ -78,7 +84,7 @@ class TokenReader:
             labels: (L,), -100 where not trained; None: nothing is.
             weights: (L,) of the loss, or None.
         """
-        numbers = [int(i) for i in ids]
+        numbers = list(map(int, ids))
         counted = _weights(len(numbers), labels, weights)
         found: list[TokenSpan] = []
         pending: list[TokenPiece] = []
@@ -91,7 +97,9 @@ class TokenReader:
                 found.append(stretch)
             else:
                 pending.append(piece)
-        return [*found, TokenSpan(tuple(pending))] if pending else found
+        if pending:
+            found.append(TokenSpan(tuple(pending)))
+        return found
 
     def _parts(self, ids: list[int], weights: list[float]) -> Iterator[TokenSpan]:
         """Pieces one by one, repeated special tokens as one."""
@@ -127,26 +135,36 @@ class TokenReader:
 
     def _text(self, before: tuple[int, ...], ids: tuple[int, ...]) -> str:
         """What tokens say behind others: some tokenizers drop the blank in front of what they decode first."""
-        together, ahead = self._decode(before + ids), self._decode(before)
-        return together[len(ahead) :] if before and together.startswith(ahead) else self._decode(ids)
+        if before:
+            together, ahead = self._decode(before + ids), self._decode(before)
+            if together.startswith(ahead):
+                return together[len(ahead) :]
+        return self._decode(ids)
 
     def _decode(self, ids: tuple[int, ...]) -> str:
         if ids not in self._known:
             if self._tokenizer is None:
-                self._known[ids] = "".join(f"{i} " for i in ids)
+                text = "".join(f"{number} " for number in ids)
             else:
-                self._known[ids] = self._tokenizer.decode(
-                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
+                text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._known[ids] = text
         return self._known[ids]
 
 
-def _added_special(tokenizer: Any) -> frozenset[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(number for number, token in added.items() if token.special)
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Ids of special tokens, those that were added included; none of a model without a tokenizer."""
+    if tokenizer is None:
+        return frozenset()
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | added
 
 
-def _weights(length: int, labels: Sequence[int] | None, weights: Any) -> list[float]:
+def special_texts(tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """Special tokens as text; none of a model without a tokenizer."""
+    return tuple(tokenizer.all_special_tokens) if tokenizer is not None else ()
+
+
+def _weights(length: int, labels: Sequence[int] | None, weights: npt.ArrayLike | None) -> list[float]:
     if labels is None:
         return [0.0] * length
     counted = np.ones(length) if weights is None else np.asarray(weights, dtype=np.float64)

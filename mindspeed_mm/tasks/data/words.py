@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.denoised import denoised_lines
@@ -17,17 +16,17 @@ def check_lines(result: DataCheck, paint: Paint) -> list[str]:
     """The verdict, the findings with their fixes, and how long rows are."""
     errors = sum(finding.is_error for finding in result.findings)
     warnings = len(result.findings) - errors
-    verdict = ", ".join(
-        [paint.bad(_count(errors, "error"))] * bool(errors) + [paint.odd(_count(warnings, "warning"))] * bool(warnings)
-    )
-    lines = [f"{result.path}: {verdict or paint.good('ok')}"]
+    verdict = []
+    if errors:
+        verdict.append(paint.bad(_count(errors, "error")))
+    if warnings:
+        verdict.append(paint.odd(_count(warnings, "warning")))
+    lines = [f"{result.path}: {', '.join(verdict) or paint.good('ok')}"]
     if result.rows:
-        part = "" if result.read == result.rows else f" of {result.rows:,}"
         how = "media decoded" if result.decoded else "media by their headers"
-        lines.append(
-            f"  {result.read:,}{part} rows read, {result.usable:,} usable"
-            + paint.soft(f"  ({how}, {result.seconds:.1f} s, {result.read / max(result.seconds, 1e-9):,.0f} rows/s)")
-        )
+        speed = result.read / max(result.seconds, 1e-9)
+        pace = paint.soft(f"  ({how}, {result.seconds:.1f} s, {speed:,.0f} rows/s)")
+        lines.append(f"  {_rows_read(result.read, result.rows, result.usable)}{pace}")
     for finding in result.findings:
         lines += _finding(finding, paint)
     lines += bars("tokens of a row, before truncation", result.tokens, paint)
@@ -63,11 +62,8 @@ def share_lines(shares: Sequence[SourceShare], paint: Paint) -> list[str]:
 
 def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     """Everything of `mm data stats`."""
-    part = "" if stats.read == stats.rows else f" of {stats.rows:,}"
-    lines = [
-        f"{stats.path}: {stats.read:,}{part} rows read, {stats.usable:,} usable"
-        + paint.soft(f"  ({stats.seconds:.1f} s)")
-    ]
+    pace = paint.soft(f"  ({stats.seconds:.1f} s)")
+    lines = [f"{stats.path}: {_rows_read(stats.read, stats.rows, stats.usable)}{pace}"]
     lines += share_lines(stats.shares, paint)
     if stats.denoised:
         lines += ["", paint.head("samples by size"), *denoised_lines(stats.denoised)]
@@ -75,8 +71,8 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         lines += ["", paint.head("messages")]
         roles = ", ".join(f"{count:,} of {role}" for role, count in stats.roles.items())
         lines.append(f"  {roles or 'none'}")
-    if stats.turns and not stats.denoised:
-        lines.append("  turns of the model in a row: " + _distribution(stats.turns))
+        if stats.turns:
+            lines.append("  turns of the model in a row: " + _distribution(stats.turns))
     if stats.tokens:
         lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]
         lines.append(f"  trained: {stats.trained_share:.1%}")
@@ -86,7 +82,14 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         lines += bars("patches of a row", stats.patch_bins, paint)
     for kind in stats.media:
         lines += _media_lines(kind, paint)
-    return lines + (_batch_lines(stats, paint) if stats.tokens else [])
+    if stats.tokens:
+        lines += _batch_lines(stats, paint)
+    return lines
+
+
+def _rows_read(read: int, rows: int, usable: int) -> str:
+    part = "" if read == rows else f" of {rows:,}"
+    return f"{read:,}{part} rows read, {usable:,} usable"
 
 
 def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
@@ -112,7 +115,7 @@ def _batch_lines(stats: DataStats, paint: Paint) -> list[str]:
     return lines + [f"  → {text}" for text in stats.suggestions]
 
 
-def _numbers(values: dict[str, Any]) -> str:
+def _numbers(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:,}" for name, value in values.items())
 
 

@@ -68,18 +68,17 @@ def write_model_card(
 
 
 def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
-    return "\n".join(
-        [
-            "---",
-            f"library_name: {use.library}",
-            f"pipeline_tag: {use.tag}",
-            f"base_model: {model_folder.name}",
-            "tags:",
-            "- mindspeed-mm",
-            *(["- lora"] if is_adapter else []),
-            "---",
-        ]
-    )
+    lines = [
+        "---",
+        f"library_name: {use.library}",
+        f"pipeline_tag: {use.tag}",
+        f"base_model: {model_folder.name}",
+        "tags:",
+        "- mindspeed-mm",
+    ]
+    if is_adapter:
+        lines.append("- lora")
+    return "\n".join([*lines, "---"])
 
 
 def _origin(config: Mapping[str, Any], step: int | None, model_folder: Path) -> str:
@@ -92,26 +91,27 @@ def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     files = config.get("data.dataset_param.basic_parameters.dataset")
     if not files:
         return ""
-    names = [Path(str(name).strip()).name for name in (files if isinstance(files, list) else str(files).split(","))]
+    paths = files if isinstance(files, list) else str(files).split(",")
+    parts = [f"`{Path(str(path).strip()).name}`" for path in paths]
     rows = (record.get("dataset") or {}).get("rows")
-    held = f", {rows:,} rows" if isinstance(rows, int) else ""
-    return f"## Data\n\n{', '.join(f'`{name}`' for name in names)}{held}."
+    if isinstance(rows, int):
+        parts.append(f"{rows:,} rows")
+    return f"## Data\n\n{', '.join(parts)}."
 
 
 def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, has_tokens: bool) -> str:
-    labels = {
-        **_SETTINGS,
-        **(_TEXT_SETTINGS if has_tokens else {}),
-        **(_LORA_SETTINGS if config.get("training.lora.enable") else {}),
-    }
-    rows = {
-        "steps": step,
-        "samples a step": record.get("global_batch"),
-        "ranks": record.get("world_size"),
-        **{label: config.get(key) for key, label in labels.items()},
-    }
-    shown = {label: value for label, value in rows.items() if value not in (None, [], "")}
-    return _table("Training", ("setting", "value"), [(k, _plain(v)) for k, v in shown.items()]) if config else ""
+    if not config:
+        return ""
+    labels = dict(_SETTINGS)
+    if has_tokens:
+        labels |= _TEXT_SETTINGS
+    if config.get("training.lora.enable"):
+        labels |= _LORA_SETTINGS
+    values = {"steps": step, "samples a step": record.get("global_batch"), "ranks": record.get("world_size")}
+    for key, label in labels.items():
+        values[label] = config.get(key)
+    rows = [(label, _plain(value)) for label, value in values.items() if value not in (None, [], "")]
+    return _table("Training", ("setting", "value"), rows)
 
 
 def _numbers(run: RunFolder | None, step: int | None) -> str:
@@ -119,10 +119,10 @@ def _numbers(run: RunFolder | None, step: int | None) -> str:
         return ""
     rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
     results = _json(run.evaluation / "results.json") if _is_newest(run, step) else {}
+    measure = results.get("measure", "accuracy")
     for name, score in (results.get("tasks") or {}).items():
         interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
         share = score["rate"] if "rate" in score else score["accuracy"]
-        measure = results.get("measure", "accuracy")
         rows.append((f"{measure}, {name}", f"{100 * share:.1f} %", f"n={score['n']:,}, {interval}"))
     return _table("Numbers", ("what", "value", "where"), rows) if rows else ""
 
@@ -183,19 +183,23 @@ def _flat_config(run: RunFolder | None) -> dict[str, Any]:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, tuple("---" for _ in head), *rows)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join([f"## {title}", "", *lines])
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_number else str(value)
 
 
 def _json(path: Path) -> dict[str, Any]:

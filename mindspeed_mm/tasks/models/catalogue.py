@@ -87,28 +87,35 @@ def find(name: str) -> list[ModelCard]:
     _refuse_planned(wanted)
     found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
-        known = sorted({each for card in families() for each in (card.name, *card.ids, card.title)})
+        known: set[str] = set()
+        for card in families():
+            known |= {card.name, *card.ids, card.title}
         raise UsageError(
             f"no family is called '{name}'",
-            way_out=f"{did_you_mean(name, known)}`mm models` lists all. A model of transformers that is not listed "
-            "trains by its class alone: try `mm check` with its folder.",
+            way_out=f"{did_you_mean(name, sorted(known))}`mm models` lists all. A model of transformers that is not "
+            "listed trains by its class alone: try `mm check` with its folder.",
         )
     return found
 
 
 def _akin(name: str) -> list[ModelCard]:
     """Families whose names begin so, or else, of a name on the hub, that whose name it begins with."""
-    starts = {
-        card.name: [bare(each) for each in (card.name, *card.ids, card.title.split(",")[0])] for card in families()
-    }
-    wanted = bare(name)
-    found = [card for card in families() if len(wanted) > 2 and any(n.startswith(wanted) for n in starts[card.name])]
-    if found or "/" not in name:
-        return found
-    size = bare(name.rpartition("/")[2])
-    lengths = {card: max((len(n) for n in names if size.startswith(n)), default=0) for card, names in starts.items()}
-    longest = max(lengths.values())
-    return [card for card in families() if longest and lengths[card.name] == longest]
+    wanted, size = bare(name), bare(name.rpartition("/")[2])
+    beginning: list[ModelCard] = []
+    begun: list[ModelCard] = []
+    longest = 1
+    for card in families():
+        names = [bare(each) for each in (card.name, *card.ids, card.title.split(",")[0])]
+        if len(wanted) > 2 and any(each.startswith(wanted) for each in names):
+            beginning.append(card)
+        length = max((len(each) for each in names if size.startswith(each)), default=0)
+        if length > longest:
+            longest, begun = length, []
+        if length == longest:
+            begun.append(card)
+    if beginning or "/" not in name:
+        return beginning
+    return begun
 
 
 def _refuse_planned(wanted: str) -> None:
@@ -163,13 +170,14 @@ def as_text(cards: Sequence[ModelCard]) -> str:
         group = [card for card in cards if card.task == task]
         if group:
             lines += ["", heading] if lines else [heading]
-        lines += [
-            f"  {card.name:{width}}  {card.title:{title}}  {sizes(card):>11}  {', '.join(card.proven) or '-'}"
-            for card in group
-        ]
-    lines += ["", "Planned, not built yet", *(f"  {name:{width}}  {title}" for name, title in PLANNED.items())]
-    legend = [f"  {name:8} {proof.what}" for name, proof in PROOFS.items()]
-    return "\n".join([*lines, "", "Proven by tests, `mm models NAME` tells which:", *legend])
+        for card in group:
+            proven = ", ".join(card.proven) or "-"
+            lines.append(f"  {card.name:{width}}  {card.title:{title}}  {sizes(card):>11}  {proven}")
+    lines += ["", "Planned, not built yet"]
+    lines += [f"  {name:{width}}  {about}" for name, about in PLANNED.items()]
+    lines += ["", "Proven by tests, `mm models NAME` tells which:"]
+    lines += [f"  {name:8} {proof.what}" for name, proof in PROOFS.items()]
+    return "\n".join(lines)
 
 
 def as_card(card: ModelCard) -> str:
@@ -181,12 +189,15 @@ def as_card(card: ModelCard) -> str:
         f"  class     {card.model_class}",
         f"  takes     {', '.join(card.modalities)}",
         f"  chosen by {names_id}the class that config.json names",
-        *(f"  released  {hub}{_billions(size)}" for hub, size in card.released.items()),
     ]
+    for hub, size in card.released.items():
+        lines.append(f"  released  {hub}" + (f", {size:g} B" if size is not None else ""))
     for name, case in card.proven.items():
         lines += [f"  {name:9} {PROOFS[name].what}", f"            {_test(name, case)}"]
-    lines += ["  tasks     values of model.task, and the test of each"] if card.tasks else []
-    lines += [f"            {task:6} {_test('generate', case)}" for task, case in card.tasks.items()]
+    if card.tasks:
+        lines.append("  tasks     values of model.task, and the test of each")
+    for task, case in card.tasks.items():
+        lines.append(f"            {task:6} {_test('generate', case)}")
     return "\n".join(lines)
 
 
@@ -199,7 +210,9 @@ def as_markdown(cards: Sequence[ModelCard]) -> str:
     """The table of the README."""
     rows = [f"| family | `mm models` | takes | released | {' | '.join(PROOFS)} |", "|---" * (4 + len(PROOFS)) + "|"]
     for task in TASKS:
-        for card in (card for card in cards if card.task == task):
+        for card in cards:
+            if card.task != task:
+                continue
             ticks = " | ".join("✓" if name in card.proven else "" for name in PROOFS)
             rows.append(f"| {card.title} | `{card.name}` | {', '.join(card.modalities)} | {sizes(card)} | {ticks} |")
     return "\n".join(rows)
@@ -210,9 +223,9 @@ def sizes(card: ModelCard) -> str:
     known = sorted(size for size in card.released.values() if size is not None)
     if not known:
         return ""
-    ends = dict.fromkeys(f"{size:.0f}" if size >= 10 else f"{size:.1f}" for size in (known[0], known[-1]))
-    return f"{'–'.join(ends)} B"
+    smallest, largest = _rounded(known[0]), _rounded(known[-1])
+    return f"{smallest} B" if smallest == largest else f"{smallest}–{largest} B"
 
 
-def _billions(size: float | None) -> str:
-    return f", {size:g} B" if size is not None else ""
+def _rounded(size: float) -> str:
+    return f"{size:.0f}" if size >= 10 else f"{size:.1f}"

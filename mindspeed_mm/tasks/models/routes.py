@@ -249,6 +249,17 @@ ANY_MODEL: tuple[Topic, ...] = (
         "docs/data.md",
     ),
     Topic(
+        "Train a model on preferences or rewards",
+        ("dpo", "grpo", "nft", "ppo", "rlhf", "reward", "preference", "reinforce", "rejected"),
+        {
+            "look at every row": "mm data check run.yaml",
+            "train on pairs of a better and a worse answer": "mm posttrain dpo run.yaml",
+            "train on rewards of the model's own answers": "mm posttrain grpo run.yaml",
+            "see what was drawn, with its rewards": "mm posttrain rollouts runs/mine",
+        },
+        "docs/posttrain.md",
+    ),
+    Topic(
         "Find out why a loss is wrong",
         ("nan", "inf", "diverg", "spike", "explod", "wrong", "loss"),
         {
@@ -327,7 +338,6 @@ _ABSENT = {
     ("classif",): "no family here has a head for classes; one that answers questions about pictures can answer "
     "with the class",
     ("upscal", "super-res", "superres", "denois"): "no family here makes pictures larger or cleaner",
-    ("dpo", "grpo", "ppo", "rlhf", "reward", "preference"): "post-training with preferences or rewards is not here yet",
 }
 """What people ask for in vain."""
 
@@ -361,32 +371,34 @@ def find(wish: str) -> Route:
         if _shared(stems, words):
             raise UsageError(answer, way_out="`mm models` lists what there is.")
     named = [card for card in families() if _is_named(card, words)]
-    topics = [
-        (_shared(topic.stems, words), Route(topic.title, named, topic.stages, topic.page, topic.note))
-        for topic in ANY_MODEL
-    ]
-    tasks = [
-        (_shared(task.stems, words) + sum(card.task == key for card in named), _of_task(key, task, named, words))
-        for key, task in TASKS.items()
-    ]
-    best, route = max([*tasks, *topics], key=lambda scored: scored[0])
+    scored: list[tuple[int, Route]] = []
+    for key, task in TASKS.items():
+        named_of_task = sum(card.task == key for card in named)
+        scored.append((_shared(task.stems, words) + named_of_task, _of_task(key, task, named, words)))
+    also: list[str] = []
+    for topic in ANY_MODEL:
+        score = _shared(topic.stems, words)
+        scored.append((score, Route(topic.title, named, topic.stages, topic.page, topic.note)))
+        if score:
+            also.append(f"{topic.title}: {topic.page}")
+    best, route = max(scored, key=lambda each: each[0])
     if not best:
+        titles = [each.title.lower() for each in (*TASKS.values(), *ANY_MODEL)]
         raise UsageError(
             f"no word of '{wish}' is known",
-            way_out="Say in English what the model is to do, or what you want to do with it: "
-            f"{'; '.join(each.title.lower() for each in (*TASKS.values(), *ANY_MODEL))}.",
+            way_out=f"Say in English what the model is to do, or what you want to do with it: {'; '.join(titles)}.",
         )
-    others = [f"{other.title}: {other.page}" for score, other in topics if score and other.title != route.title]
-    return replace(route, also=others)
+    return replace(route, also=[other for other in also if other != f"{route.title}: {route.page}"])
 
 
 def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
-    return sum(any(word.startswith(stem) for stem in stems) for word in words)
+    """Words that begin with one of the stems."""
+    return sum(word.startswith(tuple(stems)) for word in words)
 
 
 def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
-    names = {card.name, *card.ids, card.title.lower().split(",")[0]}
-    return any(bare(name) == bare(word) for name in names for word in words)
+    names = {bare(name) for name in (card.name, *card.ids, card.title.split(",")[0])}
+    return not names.isdisjoint(map(bare, words))
 
 
 def bare(name: str) -> str:
@@ -397,13 +409,18 @@ def bare(name: str) -> str:
 def _of_task(key: str, task: Topic, named: Sequence[ModelCard], words: Sequence[str]) -> Route:
     """A task's route: what is named, else those that do all that the wish speaks of, most proven first."""
     aspects = {name: each for name, each in ASPECTS.items() if each.task == key and _shared(each.stems, words)}
-    stages = dict(task.stages) | {each.stage: each.command for each in aspects.values() if each.stage}
+    stages = dict(task.stages)
+    for aspect in aspects.values():
+        if aspect.stage:
+            stages[aspect.stage] = aspect.command
     mine = [card for card in named if card.task == key]
     if not mine:
-        mine = sorted((card for card in families() if card.task == key), key=lambda card: -len(card.proven))
+        of_task = [card for card in families() if card.task == key]
+        mine = sorted(of_task, key=lambda card: len(card.proven), reverse=True)
         for name, aspect in aspects.items():
             doing = [card for card in mine if name in card.does or aspect.medium in card.modalities]
-            mine = doing if doing and aspect.stage else [*doing, *(card for card in mine if card not in doing)]
+            others = [card for card in mine if card not in doing]
+            mine = doing if doing and aspect.stage else doing + others
     return Route(task.title, mine, stages, task.page, task.note)
 
 
@@ -415,14 +432,14 @@ def as_text(route: Route) -> str:
     width = max(len(stage) for stage in route.stages)
     lines = [route.title]
     if route.families:
-        titles = [card.title for card in route.families]
-        more = len(titles) - _MOST_FAMILIES
-        shown = "; ".join(titles[:_MOST_FAMILIES])
-        lines += [f"  with {shown}" + (f"; and {more} more: mm models" if more > 0 else "")]
-    lines += [
-        f"  {number}  {stage:{width}}  {command}"
-        for number, (stage, command) in enumerate(route.stages.items(), start=1)
-    ]
-    lines += [f"  note: {route.note}"] if route.note else []
+        shown = [card.title for card in route.families[:_MOST_FAMILIES]]
+        more = len(route.families) - len(shown)
+        if more:
+            shown.append(f"and {more} more: mm models")
+        lines.append(f"  with {'; '.join(shown)}")
+    for number, (stage, command) in enumerate(route.stages.items(), start=1):
+        lines.append(f"  {number}  {stage:{width}}  {command}")
+    if route.note:
+        lines.append(f"  note: {route.note}")
     lines += [f"  also: {other}" for other in route.also]
     return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])

@@ -5,15 +5,34 @@ The table answers `--help` without torch; what a fault swaps is imported when it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+    from mindspeed_mm.core.batch import Batch
+    from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
+    from mindspeed_mm.fsdp.loss.objectives import Terms, TokenCrossEntropy
+    from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
+    from mindspeed_mm.fsdp.optimizer.ema import Ema
+    from mindspeed_mm.fsdp.train.run.resume import ResumePoint
+    from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
+    from mindspeed_mm.fsdp.train.step.tally import Tally
+
+Planting = AbstractContextManager[None]
+"""Inside, the mistake is made."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +52,8 @@ class PlantedFault:
     shows_in: Callable[[PlannedRun], bool]
     needs: str
     """The plan in which it shows, for the message when it cannot."""
-    plant: Callable[[], Any]
-    """A context manager: inside, the mistake is made."""
+    plant: Callable[[], Planting]
+    """Makes the mistake."""
 
 
 @contextmanager
@@ -72,7 +91,7 @@ def check_fault(name: str, planned: PlannedRun) -> None:
 
 
 @contextmanager
-def swapped(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
     """While inside, an attribute of a module or class is another one."""
     own = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)
@@ -91,11 +110,11 @@ _INHERITED = object()
 # --- sums over ranks --------------------------------------------------------------------------------------------------
 
 
-def _dropped_all_reduce() -> Any:
+def _dropped_all_reduce() -> Planting:
     from mindspeed_mm.fsdp.distributed import torch_parallelize
     from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules, sum_gradients
 
-    def sum_without_copies(model: Any) -> None:
+    def sum_without_copies(model: nn.Module) -> None:
         sum_gradients(model)
         for module in fsdp_modules(model):
             _leave_copies_alone(module)
@@ -103,7 +122,7 @@ def _dropped_all_reduce() -> Any:
     return swapped(torch_parallelize, "sum_gradients", sum_without_copies)
 
 
-def _leave_copies_alone(module: Any) -> None:
+def _leave_copies_alone(module: FSDPModule) -> None:
     """Sharding never sums this module's gradients over copies, whatever it is told of the next backward pass."""
     tell = module.set_requires_gradient_sync
 
@@ -115,43 +134,52 @@ def _leave_copies_alone(module: Any) -> None:
     module.set_requires_all_reduce(False, recurse=False)
 
 
-def _averaged_gradients() -> Any:
+def _averaged_gradients() -> Planting:
     from mindspeed_mm.fsdp.distributed import torch_parallelize
 
     return swapped(torch_parallelize, "sum_gradients", lambda model: None)
 
 
-def _wrong_divisor() -> Any:
+def _wrong_divisor() -> Planting:
     from mindspeed_mm.fsdp.train.step.tally import Tally
 
     summed = Tally.summed_over
 
-    def with_own_counts(tally: Tally, *args: Any, **kwargs: Any) -> Tally:
-        return replace(summed(tally, *args, **kwargs), counts=tally.counts)
+    def with_own_counts(tally: Tally, group: dist.ProcessGroup, counts_samples: bool = True) -> Tally:
+        return replace(summed(tally, group, counts_samples), counts=tally.counts)
 
     return swapped(Tally, "summed_over", with_own_counts)
 
 
-def _averaged_micro_batches() -> Any:
+def _averaged_micro_batches() -> Planting:
     from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 
     plain = PlainForwardBackward.__call__
 
-    def averaged(self: Any, micro_batches: Any, denominators: Any) -> Any:
-        return plain(self, micro_batches, {name: n * len(micro_batches) for name, n in denominators.items()})
+    def averaged(
+        self: PlainForwardBackward, micro_batches: Sequence[Batch], denominators: Mapping[str, float]
+    ) -> Terms:
+        too_large = {name: count * len(micro_batches) for name, count in denominators.items()}
+        return plain(self, micro_batches, too_large)
 
     return swapped(PlainForwardBackward, "__call__", averaged)
 
 
-def _local_clip_norm() -> Any:
+def _local_clip_norm() -> Planting:
     import torch
+    from torch.distributed.tensor import DTensor
 
     from mindspeed_mm.fsdp.train import train_engine
 
-    def norm_of_shards(parameters: Any, *_groups: Any) -> torch.Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-        return torch.stack([g.norm() for g in own]).norm()
+    def norm_of_shards(parameters: Iterable[nn.Parameter], *_groups: object) -> torch.Tensor:
+        norms = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            if gradient is not None:
+                norms.append(gradient.norm())
+        return torch.stack(norms).norm()
 
     return swapped(train_engine, "grad_norm", norm_of_shards)
 
@@ -159,44 +187,46 @@ def _local_clip_norm() -> Any:
 # --- tensor, context, expert and pipeline parallelism -----------------------------------------------------------------
 
 
-def _missing_norm_sum() -> Any:
+def _missing_norm_sum() -> Planting:
     from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
 
     return swapped(tensor_parallel_forward, "sum_gradient", lambda parameter, ranks: parameter)
 
 
-def _dropped_tensor_sum() -> Any:
+def _dropped_tensor_sum() -> Planting:
     from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
 
     return swapped(tensor_parallel_forward, "sum_over_ranks", lambda tensor, ranks: tensor)
 
 
-def _lost_border_token() -> Any:
+def _lost_border_token() -> Planting:
     import torch
 
     from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 
     attend = ContextShare.attend
 
-    def forgetful(share: Any, queries: Any, keys: Any, values: Any, **how: Any) -> Any:
-        rest = values[:, 1:]
-        return attend(share, queries, keys, torch.cat([torch.zeros_like(values[:, :1]), rest], dim=1), **how)
+    def forgetful(
+        share: ContextShare, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        without_first = torch.cat([torch.zeros_like(values[:, :1]), values[:, 1:]], dim=1)
+        return attend(share, queries, keys, without_first, **how)
 
     return swapped(ContextShare, "attend", forgetful)
 
 
-def _doubled_expert_gradient() -> Any:
+def _doubled_expert_gradient() -> Planting:
     from mindspeed_mm.fsdp.ops import experts
 
     own = experts.local
 
-    def counted_twice(parameter: Any) -> Any:
+    def counted_twice(parameter: torch.Tensor) -> torch.Tensor:
         return 2 * own(parameter) - own(parameter).detach()
 
     return swapped(experts, "local", counted_twice)
 
 
-def _stage_norm() -> Any:
+def _stage_norm() -> Planting:
     from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
     from mindspeed_mm.fsdp.train import train_engine
 
@@ -206,26 +236,26 @@ def _stage_norm() -> Any:
 # --- labels and resuming ----------------------------------------------------------------------------------------------
 
 
-def _labels_off_by_one() -> Any:
+def _labels_off_by_one() -> Planting:
     from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 
     prepare = TokenCrossEntropy.prepare
 
-    def shifted(self: Any, batch: Any, **how: Any) -> Any:
+    def shifted(self: TokenCrossEntropy, batch: Batch, **how: Any) -> Batch:
         prepared = prepare(self, batch, **how)
         return prepared | {"_targets": prepared["_targets"].roll(1)}
 
     return swapped(TokenCrossEntropy, "prepare", shifted)
 
 
-def _packed_leak() -> Any:
+def _packed_leak() -> Planting:
     import torch
 
     from mindspeed_mm.fsdp.data.data_utils import data_collator
     from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
 
-    def as_one_document(*args: Any) -> Any:
-        row = packed_row(*args)
+    def as_one_document(documents: Sequence[Mapping[str, np.ndarray]], *how: Any) -> Batch:
+        row = packed_row(documents, *how)
         tokens = row["input_ids"].shape[1]
         borders = torch.tensor([0, tokens], dtype=torch.int32)
         one = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": tokens, "max_length_k": tokens}
@@ -234,13 +264,15 @@ def _packed_leak() -> Any:
     return swapped(data_collator, "packed_row", as_one_document)
 
 
-def _lost_optimizer_state() -> Any:
+def _lost_optimizer_state() -> Planting:
     from mindspeed_mm.fsdp.train.run.resume import ResumePoint
 
     load = ResumePoint.load
 
-    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return load(replace(self, with_optimizer=False), *args, **kwargs)
+    def forgetful(
+        self: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None
+    ) -> LoopState | None:
+        return load(replace(self, with_optimizer=False), model, optimizer, ema)
 
     return swapped(ResumePoint, "load", forgetful)
 

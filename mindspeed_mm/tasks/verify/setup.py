@@ -163,13 +163,15 @@ def smallest_plan(parallel: ParallelArguments, nproc: int | None) -> tuple[Paral
         return parallel, resolve_parallel_sizes(parallel, nproc)
     plan, world = _with_data_axes(parallel)
     if world > MOST_PROCESSES:
-        cut = {axis: min(getattr(parallel, axis), SMALLEST_AXIS) for axis in _AXES}
-        encoder = parallel.encoder_plan
-        own = {axis: min(size, SMALLEST_AXIS) for axis in _AXES[1:] if (size := getattr(encoder, axis)) is not None}
-        plan, world = _with_data_axes(
-            parallel.model_copy(update=cut | {"encoder_plan": encoder.model_copy(update=own)}),
-            was_context=parallel.ring_attention_size * parallel.ulysses_parallel_size,
-        )
+        cut: dict[str, Any] = {axis: min(parallel[axis], SMALLEST_AXIS) for axis in _AXES}
+        own = {}
+        for axis in _AXES[1:]:  # a tower has no pipeline
+            size = parallel.encoder_plan[axis]
+            if size is not None:
+                own[axis] = min(size, SMALLEST_AXIS)
+        cut["encoder_plan"] = parallel.encoder_plan.model_copy(update=own)
+        context = parallel.ring_attention_size * parallel.ulysses_parallel_size
+        plan, world = _with_data_axes(parallel.model_copy(update=cut), was_context=context)
     return plan, resolve_parallel_sizes(plan, world)
 
 
@@ -179,15 +181,20 @@ def _with_data_axes(parallel: ParallelArguments, was_context: int | None = None)
     was_context = was_context or context
     asked, data_ranks = parallel.fully_shard_parallel_size, parallel.data_parallel_size
     experts = min(parallel.expert_parallel_size, SMALLEST_AXIS)
-    within = parallel.expert_fully_shard_parallel_size and min(parallel.expert_fully_shard_parallel_size, SMALLEST_AXIS)
+    within = parallel.expert_fully_shard_parallel_size
+    if within:
+        within = min(within, SMALLEST_AXIS)
     is_auto = asked == "auto"
+    shards, copies = SMALLEST_AXIS, 1
+    if data_ranks == 1:
+        shards = 1
     if not is_auto:
         resolve_parallel_sizes(parallel.model_copy(update={"expert_parallel_size": 1}), _ranks_of(parallel))
-    shards = 1 if data_ranks == 1 or (not is_auto and int(asked) <= was_context) else SMALLEST_AXIS
+        if int(asked) <= was_context:  # the sharding group is the context group: no data axis in it
+            shards = 1
+        if data_ranks is None or data_ranks * was_context > int(asked):  # several sharding groups
+            copies = SMALLEST_AXIS
     shards = max(shards, math.ceil(experts * (within or 1) / context))
-    copies = 1
-    if not is_auto and (data_ranks is None or data_ranks * was_context > int(asked)):
-        copies = SMALLEST_AXIS
     update = {
         "data_parallel_size": None,
         "fully_shard_parallel_size": "auto" if is_auto else shards * context,
@@ -202,9 +209,9 @@ def _ranks_of(parallel: ParallelArguments) -> int:
     """The fewest ranks of a plan that names its sharding group: what is off about it is found with these."""
     model_ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
     context = parallel.ring_attention_size * parallel.ulysses_parallel_size
-    group = int(parallel.fully_shard_parallel_size)
-    return model_ranks * (math.lcm(group, context) if parallel.data_parallel_size is None else
-                          parallel.data_parallel_size * context)  # fmt: skip
+    if parallel.data_parallel_size is None:
+        return model_ranks * math.lcm(int(parallel.fully_shard_parallel_size), context)
+    return model_ranks * parallel.data_parallel_size * context
 
 
 def _exact_plan(plan: FsdpPlan, sizes: ParallelSizes) -> FsdpPlan:
@@ -221,7 +228,9 @@ def _exact_plan(plan: FsdpPlan, sizes: ParallelSizes) -> FsdpPlan:
 
 def _comparable_training(training: TrainingArguments, *, full: bool) -> TrainingArguments:
     """Two steps at a constant rate that writes nothing; the optimizer's state is saved and loaded where runs resume."""
-    adapters: dict[str, Any] = {"dropout": 0.0} if full else {"dropout": 0.0, "pretrained_lora_path": None}
+    adapters: dict[str, Any] = {"dropout": 0.0}
+    if not full:
+        adapters["pretrained_lora_path"] = None
     update: dict[str, Any] = {
         "train_iters": STEPS, "train_epochs": None, "lr_decay_style": "constant", "lr_warmup_ratio": 0.0,
         "adam_fused": False, "adam_eps": max(training.adam_eps, LEAST_ADAM_EPS), "allow_hf32": None,
@@ -231,14 +240,17 @@ def _comparable_training(training: TrainingArguments, *, full: bool) -> Training
         "sampling": training.sampling.model_copy(update={"interval": 0}),
         "lora": training.lora.model_copy(update=adapters),
     }  # fmt: skip
-    return training.model_copy(update=update if full else update | {"load": None})
+    if not full:
+        update["load"] = None
+    return training.model_copy(update=update)
 
 
 def _comparable_data(data: DataArguments, cache: Path) -> DataArguments:
     """The training rows alone, read by the ranks themselves; what is converted of them goes to `cache`."""
     basic = data.dataset_param.basic_parameters
     update: dict[str, Any] = {"val_dataset": None, "cache_dir": str(cache)}
-    update |= {"val_features_dir": None} if "val_features_dir" in basic else {}
+    if "val_features_dir" in basic:
+        update["val_features_dir"] = None
     dataset = data.dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
     loading: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
     if not basic.packs:
@@ -260,7 +272,9 @@ def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, Any]:
 
 def _kernels(arguments: Arguments) -> dict[str, Any]:
     """An attention kernel that a CPU has."""
-    return {"attn_implementation": None} if arguments.model.attn_implementation in _NO_CPU_KERNEL else {}
+    if arguments.model.attn_implementation in _NO_CPU_KERNEL:
+        return {"attn_implementation": None}
+    return {}
 
 
 _TOLD = (
@@ -276,16 +290,16 @@ _TOLD = (
 
 def _told_changes(before: Arguments, now: Arguments) -> Iterator[str]:
     for key in _TOLD:
-        old, new = (value_at(arguments, key) for arguments in (before, now))
+        old, new = value_at(before, key), value_at(now, key)
         if old != new:
             yield change_line(key, old, new)
 
 
-def change_line(key: str, old: Any, new: Any) -> str:
+def change_line(key: str, old: object, new: object) -> str:
     """`key: before → now`."""
     return f"{key}: {_short(old)} → {_short(new)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 32 else f"{text[:29]}…"

@@ -84,17 +84,19 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
     text = next((part for name, part in parts if name.endswith(("text_config", "llm_config"))), small)
     text_width = text.get("hidden_size")
     for name, part in parts:
-        is_tower = _is_tower(name)
-        for key in _LAYERS:
-            if _is_count(part.get(key)):
-                _cut_layers(part, key, FEWEST_LAYERS if is_tower else max(FEWEST_LAYERS, room.stages))
+        fewest = FEWEST_LAYERS if _is_tower(name) else max(FEWEST_LAYERS, room.stages)
+        for key in _counts_in(part, _LAYERS):
+            _cut_layers(part, key, fewest)
         _cut_experts(part, room.experts)
         if widths:
             _narrow(part, room.tensor)
-    for part in _tables(small):
-        for key in _TEXT_WIDTHS:
-            if part is not text and part.get(key) == text_width is not None and key != _width_key(part):
-                part[key] = text["hidden_size"]
+    if text_width is not None:
+        for part in _tables(small):
+            if part is text:
+                continue
+            for key in _TEXT_WIDTHS:
+                if part.get(key) == text_width and key != _width_key(part):
+                    part[key] = text["hidden_size"]
     return Shrunk(small, dict(_differences(config, small)))
 
 
@@ -117,7 +119,7 @@ def _parts(section: Config, name: str = "") -> Iterator[tuple[str, Config]]:
             yield from _parts(value, f"{name}.{key}" if name else key)
 
 
-def _tables(value: Any) -> Iterator[Config]:
+def _tables(value: object) -> Iterator[Config]:
     """Every table in a configuration, itself first."""
     if isinstance(value, dict):
         yield value
@@ -129,8 +131,18 @@ def _is_tower(name: str) -> bool:
     return re.search("vision|visual|audio", name) is not None
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _counts_in(part: Config, keys: Sequence[str]) -> list[str]:
+    """Those of the settings that the section has, as whole numbers above 0."""
+    return [key for key in keys if _is_count(part.get(key))]
+
+
+def _first_count(part: Config, keys: Sequence[str]) -> str | None:
+    """The first of them."""
+    return next(iter(_counts_in(part, keys)), None)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ def _cut_layers(part: Config, key: str, fewest: int) -> None:
 
 
 def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
-    period = max((part[key] for key in _PERIODS if _is_count(part.get(key))), default=1)
+    period = max((part[key] for key in _counts_in(part, _PERIODS)), default=1)
     kinds = [_kind(part, layer, count) for layer in range(count)]
     firsts = {kinds.index(kind) for kind in kinds}
     if period > 1:  # what repeats counts from the first layer: nothing between may go
@@ -164,8 +176,11 @@ def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
     return sorted(firsts)
 
 
-def _kind(part: Config, layer: int, count: int) -> tuple[Any, ...]:
-    facts: list[Any] = [layer < part[_DENSE_ONES]] if _is_count(part.get(_DENSE_ONES)) else []
+def _kind(part: Config, layer: int, count: int) -> tuple[object, ...]:
+    """What tells a layer from others: layers of one kind are equal in all of it."""
+    facts: list[object] = []
+    if _is_count(part.get(_DENSE_ONES)):
+        facts.append(layer < part[_DENSE_ONES])
     for name, value in part.items():
         if _is_list_of_layers(value, count):
             facts.append(value[layer])
@@ -174,12 +189,15 @@ def _kind(part: Config, layer: int, count: int) -> tuple[Any, ...]:
     return tuple(facts)
 
 
-def _is_list_of_layers(value: Any, count: int) -> bool:
-    plain = (str, int, float, bool, type(None))
-    return isinstance(value, list) and len(value) == count > 1 and all(isinstance(each, plain) for each in value)
+def _is_list_of_layers(value: object, count: int) -> bool:
+    """Whether it has one plain value for each layer."""
+    if not isinstance(value, list) or not len(value) == count > 1:
+        return False
+    return all(each is None or isinstance(each, str | int | float) for each in value)
 
 
-def _is_list_of_numbers(name: str, value: Any, count: int) -> bool:
+def _is_list_of_numbers(name: str, value: object, count: int) -> bool:
+    """Whether it holds numbers of some of the layers."""
     if not isinstance(value, list) or not _LAYER_NUMBERS.search(name):
         return False
     return 0 < len(value) < count and all(isinstance(each, int) and 0 <= each < count for each in value)
@@ -190,19 +208,19 @@ def _is_list_of_numbers(name: str, value: Any, count: int) -> bool:
 
 def _cut_experts(part: Config, ranks: int) -> None:
     """Fewer experts, of which fewer are chosen; groups of experts, where there are, become fewer too."""
-    key = next((key for key in _EXPERTS if _is_count(part.get(key))), None)
+    key = _first_count(part, _EXPERTS)
     if key is None or part[key] % ranks:
         return
-    chosen = next((key for key in _CHOSEN if _is_count(part.get(key))), None)
+    chosen, is_grouped = _first_count(part, _CHOSEN), _is_count(part.get("n_group"))
     most = min(part[chosen], MOST_EXPERTS_CHOSEN) if chosen else 1
-    groups = min(part["n_group"], 2) if _is_count(part.get("n_group")) else 1
+    groups = min(part["n_group"], 2) if is_grouped else 1
     fewest = _up_to_multiple(max(FEWEST_EXPERTS, 2 * most), math.lcm(ranks, groups))
     if fewest >= part[key]:
         return
     part[key] = fewest
     if chosen:
         part[chosen] = most
-    if _is_count(part.get("n_group")):
+    if is_grouped:
         part |= {"n_group": groups, "topk_group": min(part.get("topk_group", 1), groups)}
 
 
@@ -211,19 +229,22 @@ def _cut_experts(part: Config, ranks: int) -> None:
 
 def _narrow(part: Config, ranks: int) -> None:
     """Fewer and narrower heads, and with them narrower layers."""
-    heads_key = next((key for key in _HEADS if _is_count(part.get(key))), None)
+    heads_key = _first_count(part, _HEADS)
     width_key = _width_key(part)
-    head_key = next((key for key in _HEAD_WIDTHS if _is_count(part.get(key))), None)
-    measured = head_key or width_key
-    if heads_key is None or measured is None:
+    head_key = _first_count(part, _HEAD_WIDTHS)
+    if heads_key is None:
         return
-    head = part[measured] // (1 if head_key else part[heads_key])
+    if head_key:
+        head = part[head_key]
+    elif width_key:
+        head = part[width_key] // part[heads_key]
+    else:
+        return
     heads, key_heads = _fewer_heads(part[heads_key], _key_heads(part), ranks)
     narrow = head if _LATENT_ATTENTION in part else _narrower_head(part, head)
     part[heads_key] = heads
-    for key in _KEY_HEADS:
-        if _is_count(part.get(key)):
-            part[key] = key_heads
+    for key in _counts_in(part, _KEY_HEADS):
+        part[key] = key_heads
     if head_key:
         part[head_key] = narrow
     _scale_rotary_parts(part, narrow, head)
@@ -231,19 +252,19 @@ def _narrow(part: Config, ranks: int) -> None:
     if width_key:
         width = part[width_key] = min(width, part[width_key])
     inner = dict.fromkeys(_INNER_WIDTHS, 2 * width) | dict.fromkeys(_EXPERT_WIDTHS, width)
-    for key, wanted in inner.items():
-        if _is_count(part.get(key)) and part[key] % ranks == 0:
-            part[key] = min(part[key], _up_to_multiple(wanted, math.lcm(ranks, 8)))
+    for key in _counts_in(part, list(inner)):
+        if part[key] % ranks == 0:
+            part[key] = min(part[key], _up_to_multiple(inner[key], math.lcm(ranks, 8)))
 
 
 def _width_key(part: Config) -> str | None:
     """The setting that says how wide a section's own layers are."""
-    has_heads = any(_is_count(part.get(key)) for key in _HEADS)
-    return next((key for key in _WIDTHS if _is_count(part.get(key)) and has_heads), None)
+    return _first_count(part, _WIDTHS) if _counts_in(part, _HEADS) else None
 
 
 def _key_heads(part: Config) -> int | None:
-    return next((part[key] for key in _KEY_HEADS if _is_count(part.get(key))), None)
+    key = _first_count(part, _KEY_HEADS)
+    return part[key] if key else None
 
 
 def _fewer_heads(heads: int, key_heads: int | None, ranks: int) -> tuple[int, int]:
@@ -257,28 +278,36 @@ def _fewer_heads(heads: int, key_heads: int | None, ranks: int) -> tuple[int, in
 
 
 def _narrower_head(part: Config, head: int) -> int:
+    """The narrowest head that rotary positions still fit: its turned share is an even number of features, and each of
+    the parts that they are cut into, scaled with the head, stays a multiple of its step."""
     share = part.get("partial_rotary_factor")
     for width in NARROW_HEADS:
-        sections = [(size * width, step) for sizes, step in _rotary_parts(part) for size in sizes]
-        fits = all(scaled % (head * step) == 0 for scaled, step in sections)
         turned = width * share if isinstance(share, int | float) else width
-        if width < head and fits and turned == int(turned) and int(turned) % 2 == 0:
+        if width >= head or turned % 2:
+            continue
+        if all(size * width % (head * step) == 0 for size, step in _rotary_sizes(part)):
             return width
     return head
 
 
-def _rotary_parts(part: Config) -> Iterator[tuple[Sequence[int], int]]:
-    for table in _own_tables(part):
-        for key, step in _ROTARY_PARTS.items():
-            if isinstance(table.get(key), list):
-                yield table[key], step
-
-
-def _scale_rotary_parts(part: Config, narrow: int, head: int) -> None:
+def _rotary_parts(part: Config) -> Iterator[tuple[Config, str]]:
+    """The tables, with the setting, that hold the parts of rotary positions."""
     for table in _own_tables(part):
         for key in _ROTARY_PARTS:
             if isinstance(table.get(key), list):
-                table[key] = [size * narrow // head for size in table[key]]
+                yield table, key
+
+
+def _rotary_sizes(part: Config) -> Iterator[tuple[int, int]]:
+    """Each part of rotary positions, and what it must be a multiple of."""
+    for table, key in _rotary_parts(part):
+        for size in table[key]:
+            yield size, _ROTARY_PARTS[key]
+
+
+def _scale_rotary_parts(part: Config, narrow: int, head: int) -> None:
+    for table, key in _rotary_parts(part):
+        table[key] = [size * narrow // head for size in table[key]]
 
 
 def _own_tables(part: Config) -> Iterator[Config]:

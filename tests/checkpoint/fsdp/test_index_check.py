@@ -118,5 +118,5 @@ def test_an_index_of_thousands_of_chunks_is_checked_at_once() -> None:
 def test_a_tracker_that_names_no_step_is_refused(said: str, folder: Path) -> None:
     (folder.parent / layout.TRACKER).write_text(said)
     folder.rename(folder.parent / "release")
-    with pytest.raises(CheckpointError, match="which is no step"):
+    with pytest.raises(CheckpointError, match="which is not a step"):
         find_step(folder.parent)

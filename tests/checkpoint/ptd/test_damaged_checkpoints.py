@@ -331,7 +331,7 @@ def test_a_folder_of_a_rank_that_is_none_of_the_division_is_refused(damaged: Dam
 @pytest.mark.parametrize(
     ("number", "told"),
     [
-        *((number, "no number") for number in ("foo", "\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT ZERO}", "00")),
+        *((number, "not a number") for number in ("foo", "\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT ZERO}", "00")),
         ("7", "counted from 0"),
     ],
 )
@@ -385,4 +385,6 @@ def test_a_chunk_that_the_division_does_not_have_is_refused(damaged: Damage) -> 
     file = it.mm / "release/mp_rank_00_000/model_optim_rng.pt"
     content = torch.load(file, weights_only=True)
     torch.save({**content, "model2": {NORM: torch.ones(32)}}, file)
-    assert re.search(r"model_optim_rng\.pt  model2  is no chunk of this division, which has model$", it.refused(*BACK))
+    assert re.search(
+        r"model_optim_rng\.pt  model2  is not a chunk of this division, which has model$", it.refused(*BACK)
+    )
