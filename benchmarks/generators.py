@@ -69,7 +69,7 @@ WAN = Shape(
     "wan",
     batch_size=16,
     samples=336,
-    sizes={"height": 16, "width": 16, "num_frames": 5},
+    sizes={"height": 16, "width": 16, "num_frames": 5, "frame_interval": 1},
     transformer={
         "num_layers": 4,
         "attention_head_dim": 32,

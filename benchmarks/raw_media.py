@@ -47,7 +47,7 @@ class Kind:
 
 
 PICTURES = Kind("pictures", "flux", 8, 160, (1, 120, 160), {"height": 96, "width": 96})
-CLIPS = Kind("clips", "wan", 4, 60, (12, 72, 96), {"height": 64, "width": 64, "num_frames": 9})
+CLIPS = Kind("clips", "wan", 4, 60, (12, 72, 96), {"height": 64, "width": 64, "num_frames": 9, "frame_interval": 1})
 KINDS = {kind.name: kind for kind in (PICTURES, CLIPS)}
 
 # Narrower than the released VAEs, and the text encoder is tiny beside T5-XXL: decoding files weighs more here than in a

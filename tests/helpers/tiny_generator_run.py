@@ -54,7 +54,10 @@ def _write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def generator_config(folder: Path, preprocess: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    """The YAML's content; `sections` are merged into it, one level deep."""
+    """The YAML's content; `sections` are merged into it, one level deep. Every frame of clips is taken, whatever the rate
+    that the family makes."""
+    if "num_frames" in preprocess and "fps" not in preprocess:
+        preprocess = {"frame_interval": 1, **preprocess}
     basic = {"dataset": str(folder / "rows.jsonl"), "dataset_dir": str(folder)}
     config: dict[str, Any] = {
         "model": {"model_name_or_path": str(folder / "model")},

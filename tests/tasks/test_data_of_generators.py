@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.loader import load_config
 from tests.helpers.runs import lines, mm
 from tests.helpers.tiny_generator_run import generator_config, make_clips
 from tests.helpers.tiny_generators import TEXT_TOKENS, make_tiny_flux, make_tiny_wan
+from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_media_pairs import PAIRS, make_tiny_media_pairs
 from tests.tasks.extraction_run import write_yaml
 
 pytestmark = pytest.mark.edge("G5", "G8", "G9")
 
 BASIC = "data.dataset_param.basic_parameters"
+SIZES = "data.dataset_param.preprocess_parameters"
 SKIP = (f"{BASIC}.on_bad_sample=skip", f"{BASIC}.max_bad_fraction=0.9")
 
 
@@ -125,12 +129,38 @@ def test_clips_have_frames_and_rates(tmp_path: Path) -> None:
     assert found["frames"]["mean"] == 9
     assert "9 frames at 8.33" in mm("data", "preview", run).out
     told = "4 of 4 clips are read with 8.333 frames a second, and the model makes 16"
-    resampled = "data.dataset_param.preprocess_parameters.fps=16"
     with pytest.warns(UserWarning, match=told):
         mm("data", "check", run)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*the model makes")
-        assert mm("data", "check", run, resampled).code == 0
+        assert mm("data", "check", run, f"{SIZES}.fps=16", f"{SIZES}.frame_interval=null").code == 0
+
+
+def test_clips_of_another_rate_are_resampled_with_a_note(tmp_path: Path) -> None:
+    """Wan makes 16 frames a second; features of every frame are not taken for those."""
+    make_tiny_wan(tmp_path / "model")
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for name, fps in (("own", 16), ("near", 15), ("other", 32)):
+        write_video(clips / f"{name}.mp4", range(0, 250, 25), fps=fps)
+        (clips / f"{name}.txt").write_text("a clip")
+    run = write_yaml(tmp_path / "run.yaml", generator_config(tmp_path, {"height": 16, "width": 16, "num_frames": 5}))
+    resampled = (f"{BASIC}.dataset={clips}", f"{SIZES}.frame_interval=null")
+    with pytest.warns(UserWarning, match=r"1 of 3 clips have 32 frames a second: they are resampled to the 16"):
+        dataset = build_mm_dataset(load_config(run, resampled).arguments.data.dataset_param)[0]
+    grays = [np.array(dataset[index]["pixels"][0, :, -1, 0], dtype=int) for index in range(3)]
+    steps = [np.diff(each).mean() for each in grays]
+    assert steps == pytest.approx([25, 50, 25], abs=3)  # near, other, own
+
+    features = f"{BASIC}.features_dir={tmp_path / 'features'}"
+    every_frame = (resampled[0], f"{SIZES}.frame_interval=1")
+    assert mm("extract", run, features, *every_frame).code == 0
+    said = mm("check", run, features, *resampled)
+    assert said.code == 4
+    assert "fps  was each clip's own, is 16 of clips of another rate. Set frame_interval: 1" in said.out
+    made = json.loads(mm("extract", run, features, *resampled, "--json").out)
+    assert (made["samples"], made["kept"]) == (3, 2)
+    assert mm("check", run, features, *resampled).code == 0
 
 
 def test_features_that_are_there_are_looked_at(yaml: Path, tmp_path: Path) -> None:

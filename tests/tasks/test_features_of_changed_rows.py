@@ -141,7 +141,7 @@ def test_features_of_an_older_version_are_compared_by_medium_and_caption(prepare
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("fps=8", r"fps  was not set, is 8"),
+        ("fps=8", r"fps  was each clip's own, is 8"),
         ("clip_position=middle", r"clip_position  was start, is middle"),
         ("frame_interval=2", r"frame_interval  was 1, is 2"),
         ("short_clips=repeat", r"short_clips  was error, is repeat"),

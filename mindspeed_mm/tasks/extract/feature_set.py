@@ -148,7 +148,8 @@ class SetExtraction:
         stream: TextIO,
     ) -> None:
         self.folder = FeatureFolder(folder)
-        self._preprocess, self._encoders, self._adapter = preprocess, encoders, encoders.adapter
+        self._encoders, self._adapter = encoders, encoders.adapter
+        self._settings = SizeSettings.read(preprocess, self._adapter.frames_per_second)
         self._ranks, self._is_first = ranks, ranks.rank == 0
         self._options, self._stop = options, stop
         self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
@@ -161,7 +162,7 @@ class SetExtraction:
             roles=roles_of_rows(self._adapter.media_roles, basic),
             sound=self._adapter.sound,
             reads_fps=self._adapter.reads_fps,
-            family_fps=self._adapter.frames_per_second,
+            model_fps=self._adapter.frames_per_second,
         )
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
@@ -243,7 +244,9 @@ class SetExtraction:
         if before is None:
             return now
         first = before.first_batch
-        is_same = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now)
+        has_same_rows = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now)
+        # Frames, cuts and mirrored views change what is made of a row whose size stays.
+        is_same = has_same_rows and SizeSettings.noted(before.preprocessing) == self._settings
         if is_same and self._plan_from(first, now.batch_size).digest == before.plan:
             return replace(before, model_folder=now.model_folder, components=now.components)
         first = self.folder.next_batch
@@ -266,7 +269,7 @@ class SetExtraction:
             geometry=asdict(self._adapter.geometry),
             model_folder=str(self._adapter.folder.absolute()),
             components=measure_components(self._adapter, before.components if before else None),
-            preprocessing=asdict(SizeSettings.read(self._preprocess)),
+            preprocessing=asdict(self._settings),
             dtype=self._options.dtype,
             batch_size=self._options.batch_size or (before.batch_size if before else None),
             rows=len(self._source),

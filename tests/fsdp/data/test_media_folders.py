@@ -153,15 +153,16 @@ def test_entries_are_cut_at_their_own_number_of_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "told"),
+    ("rates", "is_resampled", "told"),
     [
-        ([16.0, 0.0, 15.0, 17.5], ""),
-        ([30.0, 16.0, 0.0, 24.0], "2 of 3 clips are read with 24 to 30 frames a second, and the model makes 16"),
-        ([8.0, 8.001], "2 of 2 clips are read with 8 frames a second"),
+        ([16.0, 15.0, 17.5], True, ""),
+        ([30.0, 16.0, 24.0], True, "2 of 3 clips have 24 to 30 frames a second: they are resampled to the 16 that"),
+        ([30.0, 16.0, 24.0], False, "2 of 3 clips are read with 24 to 30 frames a second, and the model makes 16"),
+        ([8.0, 8.001], False, "2 of 2 clips are read with 8 frames a second"),
     ],
 )
-def test_other_rates_than_the_model_makes_are_told(rates: list[float], told: str) -> None:
-    found = rates_note(rates, 16.0)
+def test_other_rates_than_the_model_makes_are_told(rates: list[float], is_resampled: bool, told: str) -> None:
+    found = rates_note(rates, 16.0, is_resampled=is_resampled)
     assert found.startswith(told) and bool(found) == bool(told)
 
 

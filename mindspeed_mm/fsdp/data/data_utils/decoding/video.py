@@ -69,10 +69,21 @@ class ClipSampling:
     """Which part of a longer video is taken."""
     repeats_short: bool = False
     """Repeat the last frame of a video that is too short, instead of refusing it."""
+    model_fps: float | None = None
+    """Frames a second that the model makes, where neither `fps` nor `frame_interval` is chosen: so many are taken of
+    videos of another rate, and every frame of the others."""
 
     def step_s(self, source_fps: float) -> float:
         """Seconds between two frames of the clip."""
-        return 1 / self.fps if self.fps is not None else self.frame_interval / source_fps
+        taken_fps = self.taken_fps(source_fps)
+        return self.frame_interval / source_fps if taken_fps is None else 1 / taken_fps
+
+    def taken_fps(self, source_fps: float) -> float | None:
+        """Frames taken a second of a video of this rate; None: every `frame_interval`-th."""
+        if self.fps is not None or self.model_fps is None or source_fps <= 0:  # 0: a still picture
+            return self.fps
+        # A rate that is only written otherwise (24 and 23.976) would cost a clip of exact length its last frame.
+        return None if is_near_rate(source_fps, self.model_fps) else self.model_fps
 
     def frames_of(self, frames: int, source_fps: float) -> int:
         """Frames that a whole video gives."""
@@ -89,6 +100,15 @@ class ClipSampling:
         """Numbers of the frames of a clip, where all are shown equally long; those beyond the end are its last."""
         times_s = self.start_s(frames, source_fps, taken) + self.step_s(source_fps) * np.arange(taken)
         return np.minimum(np.floor(times_s * source_fps + _NEAR), frames - 1).clip(0).astype(int).tolist()
+
+
+_NEAR_RATE = 0.1
+"""Share by which two rates may differ and still be taken for one: motion looks the same."""
+
+
+def is_near_rate(fps: float, other_fps: float) -> bool:
+    """Whether clips of these rates may be played at either."""
+    return abs(fps / other_fps - 1) <= _NEAR_RATE
 
 
 def probe_video(file: BinaryIO, name: str = "video") -> VideoHeader:

@@ -67,7 +67,7 @@ class FeatureSource:
                 way_out="Extract rows with file_rejected by this configuration into another folder.",
             )
         self.sizes: list[MediaSize] = [record.size for record in self._records]
-        self._check_preprocessing(SizeSettings.read(preprocess))
+        self._check_preprocessing(SizeSettings.read(preprocess, adapter.frames_per_second))
         self._warn_of_duplicates()
         self._warn_of_captions()
 
@@ -175,7 +175,7 @@ class FeatureSource:
             self._check_sizes(settings)
             return
         problems = [
-            replace(problem, where=str(self._folder), way_out=_OTHERS)
+            replace(problem, where=str(self._folder), way_out=problem.way_out or _OTHERS)
             for problem in differences(SizeSettings.noted(known), settings, self._adapter.geometry)
         ]
         if problems:

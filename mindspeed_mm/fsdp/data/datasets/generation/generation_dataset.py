@@ -73,7 +73,7 @@ class GenerationDataset(MMDataset):
                 roles=roles_of_rows(adapter.media_roles, basic_param),
                 sound=adapter.sound,
                 reads_fps=adapter.reads_fps,
-                family_fps=adapter.frames_per_second,
+                model_fps=adapter.frames_per_second,
             )
             self.media = self._source.media
         else:

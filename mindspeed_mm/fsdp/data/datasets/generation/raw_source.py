@@ -16,6 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import is_near_rate
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -50,11 +51,9 @@ _PROBED_AT_ONCE = 4096
 _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
-_NEAR_RATE = 0.1
-"""Share by which the rate of a clip may differ from what the model makes, without a word."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
-_TAKEN = ("fps", "frame_interval", "clip_position", "short_clips", "crop", "flip")
-"""Settings that decide which pixels are taken of a medium for a size."""
+_TAKEN = ("frame_interval", "clip_position", "short_clips", "crop", "flip")
+"""Settings that decide, beside the frames a second, which pixels are taken of a medium for a size."""
 _SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"} | {
     each.name for each in fields(CaptionRules)
 }
@@ -71,7 +70,7 @@ class RawSource:
         roles: Further media of a sample, `DiffusionAdapter.media_roles`.
         sound: What is made of the sound of clips, `DiffusionAdapter.sound`; None: it is not looked at.
         reads_fps: Whether the model is told how fast clips are, `DiffusionAdapter.reads_fps`.
-        family_fps: Frames a second that the model makes, `DiffusionAdapter.frames_per_second`; None: any.
+        model_fps: Frames a second that the model makes, `DiffusionAdapter.frames_per_second`; None: any.
 
     Raises:
         DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
@@ -87,14 +86,14 @@ class RawSource:
         roles: Sequence[MediaRole] = (),
         sound: SoundGeometry | None = None,
         reads_fps: bool = False,
-        family_fps: float | None = None,
+        model_fps: float | None = None,
     ) -> None:
         self._known, self._roles = marks or MediaMarks(), tuple(roles)
         self._sound, self._reads_fps = sound, reads_fps
-        self._basic, self._settings = basic, SizeSettings.read(preprocess)
+        self._basic, self._settings = basic, SizeSettings.read(preprocess, model_fps)
         self._geometry, self._sampling = geometry, self._settings.sampling
         files = open_row_files(basic)
-        self._buckets = [buckets_of(preprocess, file, geometry) for file in files]
+        self._buckets = [buckets_of(preprocess, file, geometry, model_fps) for file in files]
         self.media = build_media_loader(basic, files)
         self.rows = read_rows(basic, self._declared, files, self._roles)
         self._has_prior = any(file.is_prior for file in self.rows.files)
@@ -104,7 +103,7 @@ class RawSource:
         """Size of each row's pixels."""
         self._check_left_out()
         self._warn_of_scaling()
-        self._warn_of_rates(family_fps)
+        self._warn_of_rates(model_fps)
         self.seed = 0
         self._keys: dict[int, str] = {}
         self._digests: dict[int, bytes] = {}
@@ -268,6 +267,7 @@ class RawSource:
     def pixels_key(self, index: int) -> str:
         """What latents are made of: a function of the file, of the size, and of which frames and views are taken."""
         taken = {name: vars(self._settings)[name] for name in _TAKEN}
+        taken["fps"] = self._sampling.taken_fps(self.headers[index].fps)
         said = (self.digest(index).hex(), str(self.sizes[index]), self.views, sorted(taken.items()))
         return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
@@ -340,9 +340,14 @@ class RawSource:
         may_move = is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix in _MAY_BE_ANIMATED
         if not may_move:
             return MediaHeader(row.height, row.width)
-        if row.num_frames is None or (row.fps is None and (self._reads_fps or self._sampling.fps is not None)):
+        if row.num_frames is None or (row.fps is None and self._needs_rates):
             return None
         return MediaHeader(row.height, row.width, row.num_frames, row.fps or 1.0)
+
+    @property
+    def _needs_rates(self) -> bool:
+        """Whether the frames a second of a clip decide what is made of it."""
+        return self._reads_fps or self._sampling.fps is not None or self._sampling.model_fps is not None
 
     def contradiction(self, row: GenerationRow) -> Contradiction | None:
         """What a row declares of its medium and the file does not hold; None where both agree, or it declares nothing.
@@ -382,15 +387,16 @@ class RawSource:
         for note in scaling_notes(self.headers, self.sizes, self.place):
             warnings.warn(note, stacklevel=2)
 
-    def _warn_of_rates(self, family_fps: float | None) -> None:
-        """How many clips are shown faster or slower than the model makes them."""
-        if family_fps is None:
+    def _warn_of_rates(self, model_fps: float | None) -> None:
+        """How many clips are resampled, or shown faster or slower than the model makes them."""
+        if model_fps is None:
             return
-        rates = [
-            1 / self._sampling.step_s(header.fps) if header.fps > 0 and size.frames > 1 else 0.0
-            for header, size in zip(self.headers, self.sizes, strict=True)
-        ]
-        if note := rates_note(rates, family_fps):
+        rates = []
+        for header, size in zip(self.headers, self.sizes, strict=True):
+            if header.fps > 0 and size.frames > 1:
+                is_own = self._sampling.model_fps is not None
+                rates.append(header.fps if is_own else 1 / self._sampling.step_s(header.fps))
+        if note := rates_note(rates, model_fps, is_resampled=self._sampling.model_fps is not None):
             warnings.warn(note, stacklevel=2)
 
     def _probe(self, row: GenerationRow, declared: MediaHeader | None, cache: HeaderCache) -> MediaHeader | DataError:
@@ -462,21 +468,26 @@ def _kind(role: str, row: GenerationRow) -> MediaKind:
     return "audio" if role == SOUND.name else "video" if is_video(row) else "image"
 
 
-def rates_note(rates: Sequence[float], family_fps: float) -> str:
+def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) -> str:
     """What to say of clips that have another rate than the model makes; empty where none differs by a tenth.
 
     Args:
-        rates: Frames a second of each sample as it is read; 0 of pictures.
-        family_fps: What the model makes.
+        rates: Frames a second of each clip: of its file where it is resampled, else as it is read.
+        model_fps: What the model makes.
+        is_resampled: Whether `model_fps` are taken of clips of another rate.
     """
-    others = [rate for rate in rates if rate > 0 and abs(rate / family_fps - 1) > _NEAR_RATE]
+    others = [rate for rate in rates if not is_near_rate(rate, model_fps)]
     if not others:
         return ""
-    clips = sum(rate > 0 for rate in rates)
     found = f"{min(others):.4g}" if max(others) - min(others) < 0.01 else f"{min(others):.4g} to {max(others):.4g}"
+    if is_resampled:
+        return (
+            f"{len(others)} of {len(rates)} clips have {found} frames a second: they are resampled to the {model_fps:g} "
+            "that the model makes. preprocess_parameters.frame_interval: 1 takes every frame"
+        )
     return (
-        f"{len(others)} of {clips} clips are read with {found} frames a second, and the model makes {family_fps:g}: "
-        f"it would learn another speed. preprocess_parameters.fps: {family_fps:g} resamples them"
+        f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes {model_fps:g}: "
+        "it would learn another speed. Without preprocess_parameters.fps and frame_interval they are resampled"
     )
 
 

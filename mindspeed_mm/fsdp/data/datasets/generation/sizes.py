@@ -62,10 +62,18 @@ class SizeSettings:
     crop: Literal["middle", "random"] = "middle"
     flip: bool = False
     variants: int | None = None
+    model_fps: float | None = None
+    """See `ClipSampling`."""
 
     @classmethod
-    def read(cls, preprocess: PreprocessParameters | Mapping[str, Any]) -> SizeSettings:
+    def read(
+        cls, preprocess: PreprocessParameters | Mapping[str, Any], model_fps: float | None = None
+    ) -> SizeSettings:
         """Out of the configuration.
+
+        Args:
+            preprocess: The section.
+            model_fps: Frames a second that the model makes; they count where the section chooses none.
 
         Raises:
             ConfigError: A value is of the wrong kind; all such are reported at once.
@@ -76,12 +84,15 @@ class SizeSettings:
             raise ConfigError("sizes cannot be read", problems=problems)
         if isinstance(given.get("buckets"), str):
             given["buckets"] = [part.strip() for part in given["buckets"].split(",")]
-        return cls(**given)
+        if "fps" not in given and "frame_interval" not in given:
+            given["model_fps"] = model_fps
+        return cls(**_comparable(given))
 
     @classmethod
     def noted(cls, preprocessing: Mapping[str, Any]) -> SizeSettings:
         """As a feature set has noted them; what its version did not know was as the defaults are."""
-        return cls(**{name: preprocessing[name] for name in cls.__dataclass_fields__ if name in preprocessing})
+        known = {name: preprocessing[name] for name in cls.__dataclass_fields__ if name in preprocessing}
+        return cls(**_comparable(known))
 
     @property
     def is_set(self) -> bool:
@@ -106,17 +117,20 @@ class SizeSettings:
     @property
     def sampling(self) -> ClipSampling:
         """Which frames of a video are taken."""
-        return ClipSampling(self.fps, self.frame_interval, self.clip_position, self.short_clips == "repeat")
+        is_repeated = self.short_clips == "repeat"
+        return ClipSampling(self.fps, self.frame_interval, self.clip_position, is_repeated, self.model_fps)
 
 
-def buckets_of(preprocess: PreprocessParameters, file: RowFile, geometry: MediaGeometry) -> Buckets:
+def buckets_of(
+    preprocess: PreprocessParameters, file: RowFile, geometry: MediaGeometry, model_fps: float | None = None
+) -> Buckets:
     """The sizes of a file's media: its own where its entry of `dataset` names any.
 
     Raises:
         ConfigError: As `Buckets`; or the entry names a key that is not about sizes.
     """
     if not file.sizes:
-        return Buckets(SizeSettings.read(preprocess), geometry)
+        return Buckets(SizeSettings.read(preprocess, model_fps), geometry)
     key = f"{_ENTRIES}.{file.entry}.sizes"
     for name in file.sizes:
         if name not in _OWN_KEYS:
@@ -131,7 +145,7 @@ def buckets_of(preprocess: PreprocessParameters, file: RowFile, geometry: MediaG
             general = {name: value for name, value in general.items() if name not in _PLANE_KEYS}
         if "buckets" in file.sizes:
             general.pop("num_frames", None)
-        return Buckets(SizeSettings.read({**general, **file.sizes}), geometry)
+        return Buckets(SizeSettings.read({**general, **file.sizes}, model_fps), geometry)
 
 
 class Buckets:
@@ -244,7 +258,9 @@ def differences(then: SizeSettings, now: SizeSettings, geometry: MediaGeometry) 
     for name, value in today.items():
         if before[name] != value:
             key = size_key if name == "sizes" else name
-            problems.append(Problem(f"was {before[name]}, is {value}", key=f"{_KEY}.{key}"))
+            is_new_rule = name == "fps" and then.model_fps is None and now.model_fps is not None
+            way_out = "Set frame_interval: 1, or extract them again into another folder." if is_new_rule else ""
+            problems.append(Problem(f"was {before[name]}, is {value}", key=f"{_KEY}.{key}", way_out=way_out))
     return problems
 
 
@@ -256,11 +272,18 @@ def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
     if geometry.is_video:
         has_own_length = settings.num_frames is None and settings.buckets is None
         effect["num_frames"] = "each clip's own" if has_own_length else "set"
-        names += ["fps", "frame_interval", "clip_position", "short_clips"]
+        effect["fps"] = _rate_taken(settings)
+        names += ["frame_interval", "clip_position", "short_clips"]
     for name in names:
         value = vars(settings)[name]
         effect[name] = "not set" if value is None else value
     return effect | {"variants": settings.views}
+
+
+def _rate_taken(settings: SizeSettings) -> str:
+    if settings.fps is not None:
+        return f"{settings.fps:g}"
+    return "each clip's own" if settings.model_fps is None else f"{settings.model_fps:g} of clips of another rate"
 
 
 # --- the sizes that the configuration names --------------------------------------------------------------------------
@@ -332,6 +355,11 @@ def _is_bucket_list(value: Any) -> bool:
         and len(parts) > 0
         and all(isinstance(part, str) and _BUCKET.fullmatch(part.replace(" ", "")) for part in parts)
     )
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: what was read of JSON equals what was read of YAML."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _is_rate(value: Any) -> bool:
