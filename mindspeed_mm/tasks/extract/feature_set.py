@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.data.feature_store.description import (
 )
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file, write_feature_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import collect_skipped, write_index
+from mindspeed_mm.fsdp.data.feature_store.index import FinishedWork, write_index
 from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
 from mindspeed_mm.fsdp.data.feature_store.shards import SHARD_BYTES, ShardBuilder
 from mindspeed_mm.fsdp.data.feature_store.writer import FeatureWriter, explained
@@ -165,6 +165,8 @@ class SetExtraction:
             model_fps=self._adapter.frames_per_second,
         )
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
+        self._rows_fingerprint = rows_fingerprint(self._source)
+        self._plans: dict[tuple[int, int | None], WorkPlan] = {}
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
 
     def run(self) -> ExtractOutcome | None:
@@ -226,7 +228,7 @@ class SetExtraction:
             self.folder.open_work()
         self._ranks.gather(None)
         self._description = read_description(self.folder.description)
-        if self._description.rows_fingerprint != rows_fingerprint(self._source):
+        if self._description.rows_fingerprint != self._rows_fingerprint:
             raise DataError("this rank reads different rows than rank 0", where=str(self.folder.path))
         self._plan = self._plan_from(self._description.first_batch, self._description.batch_size)
         if self._plan.digest != self._description.plan:
@@ -254,9 +256,12 @@ class SetExtraction:
         return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)
 
     def _plan_from(self, first: int, batch_size: int | None) -> WorkPlan:
-        adapter = self._encoders.adapter
-        reads_media = adapter.task in adapter.text_reads_media
-        return plan_work(self._source, self.folder, first, self._marks, batch_size, reads_media)
+        """See `plan_work`; what is there of earlier work does not change while a set is made."""
+        if (first, batch_size) not in self._plans:
+            reads_media = self._adapter.task in self._adapter.text_reads_media
+            plan = plan_work(self._source, self.folder, first, self._marks, batch_size, reads_media)
+            self._plans[first, batch_size] = plan
+        return self._plans[first, batch_size]
 
     def _check_same(self, before: Description) -> None:
         """Raise `DataError` when other encoders, or another way to use them, have made what is there."""
@@ -273,7 +278,7 @@ class SetExtraction:
             dtype=self._options.dtype,
             batch_size=self._options.batch_size or (before.batch_size if before else None),
             rows=len(self._source),
-            rows_fingerprint=rows_fingerprint(self._source),
+            rows_fingerprint=self._rows_fingerprint,
             component_configs={"vae": self._adapter.component_config("vae")},
             versions={"mindspeed-mm": __version__, **{name: _version(name) for name in _LIBRARIES}},
         )
@@ -358,9 +363,10 @@ class SetExtraction:
 
     def _finish(self) -> FeatureSetContents:
         """The index and the list of skipped rows: with them the set is done."""
-        self._bad.recount(collect_skipped(self.folder, self._description.first_batch))
+        work = FinishedWork.read(self.folder, self._description.first_batch)
+        self._bad.recount(work.skipped)
         self._marks_now.write(self.folder.marks)
-        contents = write_index(self.folder, self._description, self._bad.unreadable, self._plan.kept)
+        contents = write_index(self.folder, self._description, self._bad.unreadable, self._plan.kept, work)
         self.folder.drop_work()
         return contents
 

@@ -134,7 +134,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _to_text(facts: FileFacts) -> str:
     """JSON, behind its own checksum."""
-    content = asdict(facts) | {"records": [record.to_json() for record in facts.records]}
+    content = {
+        **vars(facts),
+        "records": [record.to_json() for record in facts.records],
+        "skipped": [asdict(row) for row in facts.skipped],
+    }
     text = json.dumps(content, ensure_ascii=False, sort_keys=True)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]} {text}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,41 @@ from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
 
 
-def collect_skipped(folder: FeatureFolder, first: int = 0) -> list[SkippedRow]:
-    """Rows of finished batches that could not be used, in their order.
+Homes = dict[str, tuple[str, dict[str, TensorFacts]]]
+"""Stem → file that holds its tensors, and name without the stem → dtype and shape."""
 
-    Args:
-        folder: Of the feature set.
-        first: Number of the first batch of the latest work.
-    """
-    found = [read_facts(path)[0] for path in folder.files()]
-    skipped = [row for facts in found if facts.first_batch >= first for row in facts.skipped]
-    return sorted(skipped, key=lambda row: row.row or 0)
+
+@dataclass(frozen=True)
+class FinishedWork:
+    """What the shards of a feature set hold."""
+
+    records: Sequence[FeatureRecord]
+    """Rows of the latest work."""
+    skipped: Sequence[SkippedRow]
+    """Rows of the latest work that could not be used."""
+    homes: Homes
+    """Of earlier work, too."""
+
+    @classmethod
+    def read(cls, folder: FeatureFolder, first: int) -> FinishedWork:
+        """All of it, in one pass.
+
+        Args:
+            folder: All its batches are in shards.
+            first: Number of the first batch of the latest work.
+        """
+        records: list[FeatureRecord] = []
+        skipped: list[SkippedRow] = []
+        homes: Homes = {}
+        for span in folder.shards():
+            facts, shapes = read_facts(span.path)
+            for name, fact in shapes.items():
+                stem, _, rest = name.partition("/")
+                homes.setdefault(stem, (span.path.name, {}))[1][rest] = fact
+            if facts.first_batch >= first:
+                records += facts.records
+                skipped += facts.skipped
+        return cls(records, sorted(skipped, key=lambda row: row.row or 0), homes)
 
 
 def count_done(folder: FeatureFolder) -> tuple[int, int]:
@@ -40,6 +65,7 @@ def write_index(
     description: Description,
     unreadable: Sequence[SkippedRow] = (),
     kept: Sequence[FeatureRecord] = (),
+    work: FinishedWork | None = None,
 ) -> FeatureSetContents:
     """Finish a feature set: the list of skipped rows, what the shards hold, and last the index.
 
@@ -48,21 +74,14 @@ def write_index(
         description: Of the set.
         unreadable: Rows that could not even be read.
         kept: Rows of which earlier work has made everything.
+        work: What the shards hold, where somebody has read it.
 
     Raises:
         DataError: A row's medium changed while the work went on, so that its features are nowhere.
     """
-    records, skipped = list(kept), list(unreadable)
-    homes: Homes = {}
-    for span in folder.shards():
-        facts, shapes = read_facts(span.path)
-        for name, fact in shapes.items():
-            stem, _, rest = name.partition("/")
-            homes.setdefault(stem, (span.path.name, {}))[1][rest] = fact
-        if facts.first_batch >= description.first_batch:
-            records += facts.records
-            skipped += facts.skipped
-    lines = [_placed(record, homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
+    work = work or FinishedWork.read(folder, description.first_batch)
+    records, skipped = [*kept, *work.records], [*unreadable, *work.skipped]
+    lines = [_placed(record, work.homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
     contents = FeatureSetContents(
         len(lines),
         len(skipped),
@@ -113,10 +132,6 @@ def read_skipped(path: Path) -> list[SkippedRow]:
                 way_out="Run mm extract again: it writes the list from the shards.",
             ) from error
     return skipped
-
-
-Homes = dict[str, tuple[str, dict[str, TensorFacts]]]
-"""Stem → file that holds its tensors, and name without the stem → dtype and shape."""
 
 
 def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:

@@ -66,9 +66,7 @@ class SizeSettings:
     """See `ClipSampling`."""
 
     @classmethod
-    def read(
-        cls, preprocess: PreprocessParameters | Mapping[str, Any], model_fps: float | None = None
-    ) -> SizeSettings:
+    def read(cls, preprocess: PreprocessParameters | Mapping[str, Any], model_fps: float | None = None) -> SizeSettings:
         """Out of the configuration.
 
         Args:
