@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.model_sizes import compare
@@ -15,7 +16,7 @@ from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
 from mindspeed_mm.provider.preference_rules import put_media_pairs
 from mindspeed_mm.provider.reading import Reading
 
-_COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
+_COMPONENTS = (*EXPERT_PARTS, "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
 WAN_SIZES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_layers",),
     "num_heads": ("num_attention_heads",),
@@ -66,7 +67,7 @@ def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
         if around is not None:
             parents.setdefault(str(around), node.place)
     load = reading.value("load")
-    if isinstance(load, str) and PurePosixPath(load).name == "transformer":
+    if isinstance(load, str) and PurePosixPath(load).name in EXPERT_PARTS:
         parents.setdefault(str(PurePosixPath(load).parent), reading.place("load"))
     if len(parents) > 1:
         (one, place), (other, elsewhere) = list(parents.items())[:2]
@@ -94,10 +95,6 @@ def _put_noise(reading: Reading, root: Node) -> None:
     if entry is None:
         return
     name, draft = text_at(root, "diffusion.model_id") or "", reading.draft
-    for key in ("min_timestep_boundary", "max_timestep_boundary"):
-        bound = find(root, f"diffusion.{key}")
-        if bound is not None and plain(bound.node) is not None:
-            draft.problem(f"{key} is not built", bound.node.place, "Take it out: all noise levels are trained.")
     if name == "wan_flow_match_scheduler":
         draft.put(f"{_NOISE}.timestep_density", "uniform", entry.node.place)
         draft.put(f"{_NOISE}.loss_weighting", "bell", entry.node.place)
@@ -106,6 +103,49 @@ def _put_noise(reading: Reading, root: Node) -> None:
     shift = find(root, "diffusion.train_timestep_shift") or find(root, "diffusion.shift")
     if shift is not None and plain(shift.node) is not None:
         draft.put(f"{_NOISE}.shift", plain(shift.node), shift.node.place)
+    _put_expert(reading, root, plain(shift.node) if shift is not None else None)
+
+
+def _put_expert(reading: Reading, root: Node, shift: Any) -> None:
+    """The noise levels of one of Wan2.2's two transformers, and the other one frozen where the folder has both.
+
+    The bounds are shares of the scheduler's steps, counted from pure noise.
+    """
+    given = {key: find(root, f"diffusion.{key}_timestep_boundary") for key in ("min", "max")}
+    bounds = {key: each.node for key, each in given.items() if each is not None and plain(each.node) is not None}
+    if not bounds:
+        return
+    draft, shares = reading.draft, {"min": 0.0, "max": 1.0}
+    for key, node in bounds.items():
+        if not _is_number(plain(node)) or not 0 <= plain(node) <= 1:
+            way_out = "Give the share of the scheduler's steps, counted from pure noise."
+            draft.problem(f"{plain(node)} is not between 0 and 1", node.place, way_out)
+            return
+        shares[key] = float(plain(node))
+    place = next(iter(bounds.values())).place
+    if not _is_number(shift) or shares["min"] >= shares["max"]:
+        reason = "where a step lies depends on the shift" if not _is_number(shift) else "max is not above min"
+        draft.problem(f"timestep boundaries: {reason}", place, "Give diffusion.shift, and 0 ≤ min < max ≤ 1.")
+        return
+    levels = [round(shifted_level(1 - shares[key], float(shift)), 4) for key in ("max", "min")]
+    alone = expert_of(shares)
+    folder = Path(str(draft.value("model.model_name_or_path", "")))
+    if alone is not None and all((folder / part).is_dir() for part in EXPERT_PARTS):
+        draft.put("model.freeze", [part for part in EXPERT_PARTS if part != alone], place)
+    if levels != [0.0, 1.0]:
+        draft.put(f"{_NOISE}.sigma_range", levels, place)
+
+
+def shifted_level(level: float, shift: float) -> float:
+    """σ of a step of a scheduler that shifts: s·u / (1 + (s − 1)·u) (arXiv 2403.03206, equation 23)."""
+    return shift * level / (1 + (shift - 1) * level)
+
+
+def expert_of(shares: Mapping[str, float]) -> str | None:
+    """Of Wan2.2's two transformers the one that has these steps: the first has those from pure noise on."""
+    if shares["min"] == 0 and shares["max"] < 1:
+        return EXPERT_PARTS[0]
+    return EXPERT_PARTS[1] if shares["min"] > 0 and shares["max"] == 1 else None
 
 
 def _put_samples(reading: Reading, root: Node) -> None:

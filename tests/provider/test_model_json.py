@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +249,38 @@ def test_the_folder_around_files_of_components() -> None:
 def test_sizes_and_bounds_of_a_generator() -> None:
     model = wan_folder()
     model["predictor"]["hidden_size"] = 13
-    model["diffusion"]["max_timestep_boundary"] = 0.4
+    model["diffusion"]["max_timestep_boundary"] = 1.4
     text = problem(model)
     assert "predictor.hidden_size  13, wan/transformer/config.json says 12" in text
-    assert "max_timestep_boundary is not built" in text
+    assert "1.4 is not between 0 and 1" in text
+
+
+@pytest.mark.parametrize(
+    ("bounds", "levels", "frozen"),
+    [
+        ({"max_timestep_boundary": 0.417}, (0.8748, 1.0), ("transformer_2",)),
+        ({"min_timestep_boundary": 0.417, "max_timestep_boundary": 1}, (0.0, 0.8748), ("transformer",)),
+        ({"min_timestep_boundary": 0.358}, (0.0, 0.8997), ("transformer",)),
+        ({"min_timestep_boundary": 0, "max_timestep_boundary": 1}, None, ()),
+        ({"min_timestep_boundary": 0.2, "max_timestep_boundary": 0.4}, (0.8824, 0.9524), ()),
+    ],
+)
+def test_one_expert_of_wan2_2_by_its_steps(
+    bounds: dict[str, float], levels: tuple[float, float] | None, frozen: tuple[str, ...]
+) -> None:
+    """0.417 and 0.358 of the steps are 0.875 and 0.9 at shift 5, as the released folders have them."""
+    model = wan_folder()
+    shutil.copytree("wan/transformer", "wan/transformer_2")
+    model["diffusion"] |= {**bounds, "shift": 5}
+    arguments = run(model, data=False).arguments
+    assert arguments.training.diffusion.sigma_range == levels
+    assert arguments.model.freeze == frozen
+
+
+def test_bounds_of_steps_without_a_shift() -> None:
+    model = wan_folder()
+    model["diffusion"] = {"model_id": "wan_flow_match_scheduler", "min_timestep_boundary": 0.4}
+    assert "where a step lies depends on the shift" in problem(model)
 
 
 def test_samples_of_a_generator() -> None:

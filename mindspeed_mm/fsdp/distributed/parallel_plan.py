@@ -80,6 +80,7 @@ class ModelLayout:
         tie_groups: Names of modules that share a parameter.
         towers: Names of towers in front of a decoder.
         gathers_logits: Under tensor parallelism, let the output head return the whole vocabulary on every rank.
+        on_host: Names of the frozen parameters that wait on the host (`enable_weight_offload`).
         expert_copies: Under expert parallelism, copies of busy experts that a rank may hold.
     """
 
@@ -88,6 +89,7 @@ class ModelLayout:
     towers: Collection[str] = ()
     gathers_logits: bool = False
     expert_copies: int = 0
+    on_host: tuple[str, ...] = ()
 
 
 def resolve_parallel_plan(
@@ -137,6 +139,7 @@ def resolve_parallel_plan(
         experts=experts.modules if experts is not None else (),
         whole_towers=whole,
         stages=stages,
+        on_host=layout.on_host,
     )
     resolved: Any = errors.attempt(resolve_sharding, model, section.fsdp_plan, sizes, wishes, ranks_known=ranks_known)
     errors.raise_all(HEADLINE)

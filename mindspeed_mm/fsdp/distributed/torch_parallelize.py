@@ -163,6 +163,8 @@ class ParallelApplier:
         units = [Unit(tuple(names), unit.of_tower) for names, unit in held if names]
         tower_mesh = build_tower_mesh(state.sizes, state.device_type) if sharding.whole_towers else None
         ignored = {p for name in _names_in(root, sharding.ignored) for p in root.get_submodule(name).parameters()}
+        on_host = set(sharding.on_host)
+        ignored |= {parameter for name, parameter in root.named_parameters() if name in on_host}
         if experts is not None:
             shard_experts(root, _names_in(root, experts.modules), state, **build_expert_options(sharding.section))
         shard_units(root, units, sharding.section, mesh, ignored, _cut_dims(root, sharding), tower_mesh)

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activat
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results
+from mindspeed_mm.fsdp.features.memory.weight_offload import offload_weights
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind
@@ -75,6 +76,8 @@ class FeaturesApplier:
         if compiled and not plan.keeps_operations:
             # Innermost: what stands around a block is not traced.
             compile_modules(model, features.compile_plan, compiled, ForwardKind.COMPILE)
+        if plan.waiting:
+            offload_weights(model, own_names(model, plan.waiting))
         if plan.recomputed:
             contexts = apply_kept_results(model, features.recompute_plan, self._model_args)
             names, use_reentrant = own_names(model, plan.recomputed), features.recompute_plan.use_reentrant

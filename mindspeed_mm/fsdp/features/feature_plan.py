@@ -11,12 +11,14 @@ from mindspeed_mm.core.errors import CollectedErrors, ConfigError
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices
 from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import check_skipped_kernels
+from mindspeed_mm.fsdp.features.memory.weight_offload import check_weights_can_wait
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_backend, modules_to_compile
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 RECOMPUTE_MODULES = "features.recompute_plan.apply_modules"
 OFFLOAD_MODULES = "features.activation_offload_plan.apply_modules"
+WAITING_MODULES = "features.weight_offload_plan.apply_modules"
 SLICED_MODULES = "features.chunkmbs_plan.apply_modules"
 
 
@@ -28,6 +30,8 @@ class FeaturePlan:
     """Computed again in the backward pass."""
     offloaded: tuple[str, ...] = ()
     """Whose activations wait on the host."""
+    waiting: tuple[str, ...] = ()
+    """Whose frozen weights wait on the host."""
     sliced: tuple[str, ...] = ()
     """Run on a few rows at a time."""
     compiled: tuple[str, ...] = ()
@@ -42,6 +46,7 @@ class FeaturePlan:
         counts = {
             "recomputed": len(self.recomputed),
             "offloaded": len(self.offloaded),
+            "weights on the host": len(self.waiting),
             "sliced": len(self.sliced),
             "compiled": len(self.compiled),
         }
@@ -49,7 +54,12 @@ class FeaturePlan:
 
     def by_key(self) -> dict[str, tuple[str, ...]]:
         """Key of a feature's patterns → names of the modules that it works on."""
-        named = {RECOMPUTE_MODULES: self.recomputed, OFFLOAD_MODULES: self.offloaded, SLICED_MODULES: self.sliced}
+        named = {
+            RECOMPUTE_MODULES: self.recomputed,
+            OFFLOAD_MODULES: self.offloaded,
+            WAITING_MODULES: self.waiting,
+            SLICED_MODULES: self.sliced,
+        }
         return {key: names for key, names in named.items() if names}
 
 
@@ -77,7 +87,7 @@ def resolve_features(
     """
     keys = model_args or ModelArguments()
     errors = CollectedErrors()
-    recomputed = offloaded = sliced = compiled = None
+    recomputed = offloaded = waiting = sliced = compiled = None
     if features.recompute:
         patterns = features.recompute_plan.apply_modules
         recomputed = errors.attempt(select_modules, model, patterns, blocks, RECOMPUTE_MODULES)
@@ -85,6 +95,10 @@ def resolve_features(
     if features.enable_activation_offload:
         patterns = features.activation_offload_plan.apply_modules
         offloaded = errors.attempt(select_modules, model, patterns, blocks, OFFLOAD_MODULES)
+    if features.enable_weight_offload:
+        patterns = features.weight_offload_plan.apply_modules
+        waiting = errors.attempt(select_modules, model, patterns, blocks, WAITING_MODULES)
+        errors.attempt(check_weights_can_wait, model, waiting or (), recomputed or ())
     if features.enable_chunk_mbs:
         sliced = errors.attempt(_modules_to_slice, model, features, blocks, towers)
     if features.compile:
@@ -96,6 +110,7 @@ def resolve_features(
     return FeaturePlan(
         tuple(recomputed or ()),
         tuple(offloaded or ()),
+        tuple(waiting or ()),
         tuple(sliced or ()),
         tuple(compiled or ()),
         keeps_operations=is_selective or (features.recompute and keys.skip_flash_attn_recompute),

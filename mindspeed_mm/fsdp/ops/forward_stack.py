@@ -49,6 +49,8 @@ class ForwardKind(IntEnum):
     """Inside of the memory features, whose Python code is not traced."""
     KEPT_RESULTS = auto()
     """Inside of what is computed again, which asks it for what it kept."""
+    WEIGHTS = auto()
+    """Brings weights from the host. Inside of what is computed again: the backward pass needs them once more."""
     RECOMPUTE = auto()
     """Computed again in the backward pass."""
     COMPILE_RECOMPUTED = auto()

@@ -76,6 +76,13 @@ class ActivationOffloadPlan(Section):
     """Patterns of the modules whose activations are moved; empty: the model's repeated blocks."""
 
 
+class WeightOffloadPlan(Section):
+    """Frozen weights that wait on the host until their module runs."""
+
+    apply_modules: Patterns = ()
+    """Patterns of the modules whose frozen weights wait on the host; empty: the model's repeated blocks."""
+
+
 class ChunkMbsPlan(Section):
     """Modules that run a micro-batch in smaller slices, gathered once for all of them."""
 
@@ -136,6 +143,11 @@ class FeatureArguments(Section):
     """Move activations to the host between the forward and the backward pass."""
     activation_offload_plan: ActivationOffloadPlan = Field(default_factory=ActivationOffloadPlan)
     """The modules whose activations are moved to the host."""
+    enable_weight_offload: Flag = False
+    """Keep the frozen weights of blocks on the host, and bring each block's to the device while the one before it
+    computes: the device holds those of two blocks at a time. For adapters, with `recompute`."""
+    weight_offload_plan: WeightOffloadPlan = Field(default_factory=WeightOffloadPlan)
+    """The modules whose frozen weights wait on the host."""
     enable_gradient_offload: Flag = False
     """Move gradients to the host as soon as they are summed over ranks, and accumulate those of several micro-batches
     there."""

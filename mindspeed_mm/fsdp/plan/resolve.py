@@ -4,9 +4,9 @@ Adapters and quantised linears, fused kernels, experts and packed rows are in th
 off it. Then, each step relying on those above it:
 
 pipeline split → the head's loss and towers without input hook in, as they must see full modules → tensor, expert,
-context → towers with a layout of their own → compile (innermost) → recompute → offload → slices of rows → stages →
-`fully_shard`, children before the root → prefetch order → weights, straight into the shards → first values of adapters
-→ ends that share a weight over stages → optimizer.
+context → towers with a layout of their own → compile (innermost) → weights on the host → recompute → offload → slices
+of rows → stages → `fully_shard`, children before the root → prefetch order → weights, straight into the shards → first
+values of adapters → ends that share a weight over stages → optimizer.
 
 `apply.py` carries it out. Nothing is changed here and nothing is read from a device: what is refused is refused
 before a weight is read, all at once.
@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
+from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
 from mindspeed_mm.fsdp.loss.denoising import check_path_settings
 from mindspeed_mm.fsdp.loss.method_checks import (
@@ -75,6 +76,9 @@ def resolve_plan(
     """
     errors = errors or CollectedErrors()
     model, spec = outline.model, outline.spec
+    features = errors.attempt(
+        resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
+    )
     copies = errors.attempt(balance_copies, arguments.features, arguments.parallel)
     layout = ModelLayout(
         spec.shard_modules,
@@ -82,11 +86,9 @@ def resolve_plan(
         outline.towers,
         gathers_logits=arguments.features.loss_cfg.loss_type == "raw",
         expert_copies=copies or 0,
+        on_host=tuple(frozen_weights(model, features.waiting)) if features is not None else (),
     )
     parallel = errors.attempt(resolve_parallel_plan, model, arguments.parallel, sizes, layout, ranks_known=ranks_known)
-    features = errors.attempt(
-        resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
-    )
     groups = errors.attempt(resolve_groups, model, arguments.training) if trains else GroupPlan({})
     errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
     head = errors.attempt(_resolve_loss, outline, arguments)

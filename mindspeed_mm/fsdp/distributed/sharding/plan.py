@@ -42,6 +42,8 @@ class ShardingPlan:
     """Those of the ignored modules that are trained: whole on every rank, their gradients summed."""
     hooked: tuple[str, ...] = ()
     """Units whose inner wrapped modules are gathered together with them."""
+    on_host: tuple[str, ...] = ()
+    """Frozen parameters that wait on the host, whole on every rank."""
     cut_dims: Mapping[str, int] = field(default_factory=dict)
     """Parameter → the dimension to cut, where it is not the first."""
     whole_towers: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ class ShardingWishes:
         experts: Names of the expert modules that are spread.
         whole_towers: Names of the towers that stay whole although the decoder is split.
         stages: Of a pipeline.
+        on_host: Names of the frozen parameters that wait on the host.
     """
 
     shard_modules: Sequence[str] = ()
@@ -79,6 +82,7 @@ class ShardingWishes:
     experts: tuple[str, ...] = ()
     whole_towers: tuple[str, ...] = ()
     stages: StagePlan | None = None
+    on_host: tuple[str, ...] = ()
 
 
 def resolve_sharding(
@@ -101,7 +105,7 @@ def resolve_sharding(
     wrapped, ignored, hooked = _resolve_names(model, section, wishes, errors)
     if sizes.world == 1 and changes_nothing_on_one_rank(section):
         errors.raise_all(_HEADLINE)
-        return ShardingPlan(section, is_sharded=False, ignored=tuple(ignored)), []
+        return ShardingPlan(section, is_sharded=False, ignored=tuple(ignored), on_host=wishes.on_host), []
     errors.attempt(check_sharded_bytes, model)
     units = _plan_units(wrapped, ignored, wishes, errors)
     errors.attempt(_check_hooked, hooked, units)
@@ -126,6 +130,7 @@ def resolve_sharding(
         ignored=tuple(ignored),
         copies=tuple(copies),
         hooked=tuple(holding),
+        on_host=wishes.on_host,
         cut_dims=cut_dims,
         whole_towers=wishes.whole_towers,
     )

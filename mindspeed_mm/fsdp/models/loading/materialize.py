@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.models.structure.host_weights import host_weights
 from mindspeed_mm.fsdp.models.structure.share import bind_stages, holders_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters, tie
 
@@ -18,12 +19,15 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
         buffer_device: Of the buffers; `device` when None. They differ when parameters are offloaded to the host.
     """
     ties = shared_parameters(model)
+    on_host = host_weights(model)
+    waiting = {id(parameter) for name, parameter in model.named_parameters() if name in on_host}
     buffers = {id(buffer) for holder in holders_of(model) for buffer in holder.buffers()}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in buffers:
             return tensor.to(buffer_device or device)
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        where = torch.device("cpu") if id(tensor) in waiting else device
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
 
     for holder in holders_of(model):
         holder._apply(place)  # and not `to_empty`, which would lose the buffers' values

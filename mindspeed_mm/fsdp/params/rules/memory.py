@@ -9,6 +9,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 
 REENTRANT = "features.recompute_plan.use_reentrant"
 SLICES = "features.enable_chunk_mbs"
+WEIGHTS = "features.enable_weight_offload"
 SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
 
 
@@ -18,6 +19,8 @@ def memory_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _results_can_be_kept(arguments)
     if arguments.features.enable_chunk_mbs:
         yield from _rows_can_be_sliced(arguments)
+    if arguments.features.enable_weight_offload:
+        yield from _weights_can_wait(arguments)
 
 
 def memory_notes(arguments: Arguments) -> Iterator[Problem]:
@@ -83,4 +86,24 @@ def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
             "true, but features.skip_moe_pad_tokens finds padding by the mask of the whole micro-batch",
             key=SLICES,
             way_out="Set one of them to false.",
+        )
+
+
+def _weights_can_wait(arguments: Arguments) -> Iterator[Problem]:
+    """Weights travel whole, from this process's host memory."""
+    parallel = arguments.parallel
+    others = {
+        "parallel.tensor_parallel_size": (parallel.tensor_parallel_size > 1, "splits the weights", "1"),
+        "parallel.expert_parallel_size": (parallel.expert_parallel_size > 1, "spreads the weights of experts", "1"),
+        "parallel.pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, "runs blocks in another order", "1"),
+        "parallel.fsdp_plan.cpu_offload": (parallel.fsdp_plan.cpu_offload, "keeps all weights on the host", "false"),
+    }
+    for key, (is_set, what, value) in others.items():
+        if is_set:
+            yield Problem(f"true, but {key} {what}", key=WEIGHTS, way_out=f"Set it to false, or {key} to {value}.")
+    if arguments.features.compile and arguments.features.recompute_plan.mode == "selective":
+        yield Problem(
+            "true, but what brings the weights would be compiled with blocks that keep results of single operations",
+            key=WEIGHTS,
+            way_out="Set features.recompute_plan.mode: full, or features.compile: false.",
         )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUni
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (
     ACTIVATIONS,
     BATCH,
+    GATHERED,
     GRADIENTS,
     RECOMPUTED,
     TEMPORARY,
@@ -339,6 +341,7 @@ class _Step:
         with torch.random.fork_rng(devices=[]), self._simulation:
             for number, rank in enumerate(self._ranks):
                 with self._simulation.writing(rank.ledger):
+                    rank.ledger.take(Label(GATHERED, "weights from the host"), self._travelling())
                     # All micro-batches of a step are there from its beginning.
                     rank.ledger.take(Label(BATCH), waiting * _bytes_of(batch))
                     if stages is None:
@@ -348,6 +351,15 @@ class _Step:
                             self._simulation, self._model, stages, number, self._hidden_dtype, media
                         )
                         self._run_stages(rank, stage_rank, batch, loss)
+
+    def _travelling(self) -> int:
+        """Bytes of the weights from the host that are on the device together: of a block and of the next one."""
+        waiting, held = set(self._plan.parallel.sharding.on_host), dict(self._model.named_parameters())
+        sizes = []
+        for block in self._plan.features.waiting:
+            own = [held[name] for name in waiting if name.startswith(f"{block}.")]
+            sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
+        return max(map(sum, pairwise([0, *sizes])), default=0)
 
     def _run_plainly(self, rank: _SimulatedRank, batch: Batch, loss: Loss) -> None:
         """All micro-batches that differ in memory: the first of several, and the last."""
@@ -410,7 +422,9 @@ class _Step:
         state = partial(state_bytes, training=training, matrices=matrices)
         static = static_part(rank.units, state, averages=training.ema.enable)
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
-        on_host = _host_bytes(static, arguments, device_type)
+        waiting = set(self._plan.parallel.sharding.on_host)
+        weights = sum(p.bytes for unit in rank.units for p in unit.parameters if p.name in waiting)
+        on_host = _host_bytes(static, arguments, device_type, weights)
         on_device = static.parameters + static.optimizer + static.average + buffers - on_host
         moment = ledger.peak()
         return MemoryPrediction(
@@ -453,9 +467,10 @@ def _bytes_of(batch: Batch) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str) -> int:
+def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weights: int) -> int:
+    """`weights`: of blocks that wait for their turn."""
     if device_type == "cpu":
         return 0
     if arguments.parallel.fsdp_plan.cpu_offload:
         return static.parameters + static.optimizer + static.average
-    return static.optimizer if arguments.training.optimizer == "adamw_swap" else 0
+    return weights + (static.optimizer if arguments.training.optimizer == "adamw_swap" else 0)

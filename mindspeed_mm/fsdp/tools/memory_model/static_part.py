@@ -93,6 +93,11 @@ def held_units(model: nn.Module, plan: ParallelPlan, stage_rank: int = 0) -> lis
         if own:
             found.append(HeldUnit(tuple(names), tuple(own), shards))
 
+    if sharding.on_host:
+        waiting = {name: model.get_parameter(name) for name in sharding.on_host}
+        owned |= {id(parameter) for parameter in waiting.values()}
+        whole = tuple(cuts.held(name, parameter, 0) for name, parameter in waiting.items())
+        found.append(HeldUnit(sharding.on_host, whole, 0))
     for name in sharding.ignored:
         take((name,), 0)
     for name in sharding.experts:

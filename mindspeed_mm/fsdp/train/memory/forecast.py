@@ -57,7 +57,7 @@ def forecast_plan(
     model = outline.model
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
     # Graphs hold about what single operations hold, and compiling takes longer than anything; offloading is simulated.
-    applied = replace(plan.features, compiled=(), offloaded=())
+    applied = replace(plan.features, compiled=(), offloaded=(), waiting=())
     FeaturesApplier(arguments.features, model_args=arguments.model, plan=applied).pre_fully_shard_apply(model)
     model.train()
     family = family_of(model, arguments, torch.device("meta"))
