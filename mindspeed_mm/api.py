@@ -289,7 +289,8 @@ def evaluate(
     check_flags(loss=loss, ignore_case=ignore_case, ignore_punctuation=ignore_punctuation)
     check_choice("metric", metric, ("exact", "wer", "cer"))
     check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    from mindspeed_mm.tasks.given.models import is_in_memory, model_path, question_file
+    from mindspeed_mm.tasks.given.models import model_path, question_file
+    from mindspeed_mm.tasks.given.rows import is_in_memory
 
     folder, results, in_memory = model_path(model), optional_path(out, "out"), is_in_memory(rows)
     shown: dict[str, Any] = {

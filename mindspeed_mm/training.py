@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,11 @@ from mindspeed_mm.models.configured import with_sized_folder
 from mindspeed_mm.provider.flag_words import told_in_flags
 from mindspeed_mm.provider.translate import Translated, translate
 
+UserFunction: TypeAlias = Callable[..., Any]
+"""A function of the user's, called as Megatron-LM calls it."""
+Models: TypeAlias = nn.Module | Sequence[nn.Module] | None
+"""The live model as Megatron hands it around: alone, in a list, or not at all."""
+
 __all__ = [
     "forward_step",
     "get_args",
@@ -46,7 +51,7 @@ __all__ = [
 ]
 
 
-def forward_step(data_iterator: Any, model: nn.Module) -> Any:
+def forward_step(data_iterator: Iterator[Mapping[str, Any]], model: nn.Module) -> tuple[Any, UserFunction]:
     """The suite's own: handed to `pretrain` as it is, the engine computes the loss that the configuration names, under
     every parallel plan. Called by a function of yours, it returns what the model returns and its loss.
 
@@ -58,26 +63,26 @@ def forward_step(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda returned: returned["loss"] if isinstance(returned, Mapping) else returned.loss
 
 
-def train_valid_test_datasets_provider(*_args: Any, **_kwargs: Any) -> Any:
+def train_valid_test_datasets_provider(*_args: object, **_kwargs: object) -> NoReturn:
     """The suite's own: handed to `pretrain` as it is, the data are those of `--mm-data`.
 
     Raises:
         ConfigError: A function of yours has called it.
     """
     raise ConfigError(
-        "is no function to call: it stands for the data of --mm-data",
+        "is not a function to call: it stands for the data of --mm-data",
         key="train_valid_test_datasets_provider",
         way_out="Hand it to pretrain as it is, or build data of your own.",
     )
 
 
 def pretrain(
-    train_valid_test_dataset_provider: Callable[..., Any],
+    train_valid_test_dataset_provider: UserFunction,
     model_provider: Callable[..., nn.Module],
     model_type: object,
-    forward_step_func: Callable[..., Any],
-    process_non_loss_data_func: Callable[..., Any] | None = None,
-    extra_args_provider: Callable[..., Any] | None = None,
+    forward_step_func: UserFunction,
+    process_non_loss_data_func: UserFunction | None = None,
+    extra_args_provider: UserFunction | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Train as the flags of this process say, with functions of your own.
@@ -110,25 +115,22 @@ def pretrain(
     set_args(args)
     if init_func is not None:
         init_func()
-    stock = (forward_step, train_valid_test_datasets_provider)
-    callbacks = Callbacks(
-        model_provider,
-        None if train_valid_test_dataset_provider in stock else train_valid_test_dataset_provider,
-        None if forward_step_func in stock else forward_step_func,
-    )
+    callbacks = Callbacks(model_provider, _own(train_valid_test_dataset_provider), _own(forward_step_func))
     with told_in_flags():
         _train(args, callbacks)
+
+
+def _own(function: UserFunction) -> UserFunction | None:
+    """A function of the user's; None for those of this module, which stand for the engine's own."""
+    return None if function in (forward_step, train_valid_test_datasets_provider) else function
 
 
 def _train(args: Namespace, callbacks: Callbacks) -> None:
     translated = translate(args)
     config = _with_own_class(translated.config, translated.model_json.get("model_id"))
     _add_sections(args, translated)
-    if (
-        callbacks.data_provider is None
-        and config.arguments.model.model_name_or_path is None
-        and "predictor" in translated.model_json
-    ):
+    has_folder = config.arguments.model.model_name_or_path is not None
+    if callbacks.data_provider is None and not has_folder and "predictor" in translated.model_json:
         config = with_sized_folder(config, translated.model_json, args.mm_model)  # its rows are read by the folder
     scaling = ProviderOptions(
         per_token=args.calculate_per_token_loss,
@@ -165,15 +167,15 @@ def set_args(args: Namespace) -> None:
 
 
 def train(
-    forward_step_func: Callable[..., Any],
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    train_data_iterator: Any,
-    valid_data_iterator: Any,
-    process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
-    call_backs: Sequence[Callable[[Any], object]] | None = None,
+    forward_step_func: UserFunction,
+    model: Models,
+    optimizer: object,
+    opt_param_scheduler: object,
+    train_data_iterator: object,
+    valid_data_iterator: object,
+    process_non_loss_data_func: UserFunction | None,
+    config: object,
+    call_backs: Sequence[Callable[[nn.Module], object]] | None = None,
 ) -> tuple[int, int]:
     """Run the live run's steps to their end, for functions that `pretrain` has called.
 
@@ -196,19 +198,20 @@ def train(
     """
     engine = _live_engine("train", model, optimizer)
     _use(engine, forward_step_func)
-    engine.hooks += [AfterStepHook(call_backs)] if call_backs else []
+    if call_backs:
+        engine.hooks.append(AfterStepHook(call_backs))
     engine.train()
     return engine.iteration, 0
 
 
 def train_step(
-    forward_step_func: Callable[..., Any],
+    forward_step_func: UserFunction,
     data_iterator: Iterator[Any],
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    config: Any,
-    call_backs: Sequence[Callable[[Any], object]] | None = None,
+    model: Models,
+    optimizer: object,
+    opt_param_scheduler: object,
+    config: object,
+    call_backs: Sequence[Callable[[nn.Module], object]] | None = None,
 ) -> tuple[dict[str, float], int, float, int | None]:
     """One optimizer step of the live run, on micro-batches of `data_iterator`.
 
@@ -223,7 +226,7 @@ def train_step(
 
     Returns:
         What the loss function reported, as means over micro-batches and ranks; 1 where the step was left out, else 0;
-        the gradients' norm; None, the number of zeros in them, which nobody counts.
+        the gradients' norm; None, the number of zeros in them, which is not counted.
 
     Raises:
         ConfigError: No run is under way, or the model is another one.
@@ -239,19 +242,21 @@ def train_step(
     return reported(objective.take_reports(), engine.all_ranks), int(bool(result.skipped)), result.grad_norm, None
 
 
-def _live_engine(name: str, model: Any, optimizer: Any) -> TrainEngine:
+def _live_engine(name: str, model: Models, optimizer: object) -> TrainEngine:
     trainer = live_trainer(name)
     engine = trainer.engine
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    own = (engine.model, trainer.front) if engine is not None else ()
-    if engine is None or any(each is not None and not any(each is one for one in own) for each in models):
+    models = model if isinstance(model, list | tuple) else [model]
+    own = {id(None), id(trainer.front)}
+    if engine is not None:
+        own.add(id(engine.model))
+    if engine is None or not own.issuperset(map(id, models)):
         raise ConfigError("is given another model than the run's", key=name, way_out="Hand on what pretrain has built.")
     if optimizer not in (None, engine.optimizer):
         raise ConfigError("is given another optimizer than the run's", key=name, way_out="Give None, or the run's own.")
     return engine
 
 
-def _use(engine: TrainEngine, forward_step_func: Callable[..., Any]) -> ProviderObjective:
+def _use(engine: TrainEngine, forward_step_func: UserFunction) -> ProviderObjective:
     """Have the live run's steps computed by a function."""
     objective = engine.objective
     if not isinstance(objective, ProviderObjective):

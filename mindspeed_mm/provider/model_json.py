@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _put_loss(reading: Reading, root: Node) -> None:
         elif name in ("loss_type", "router_aux_loss_coef"):
             reading.draft.put(f"features.loss_cfg.{name}", value, place)
         else:
-            reading.draft.problem(f"'{name}' is no key of loss_cfg", place)
+            reading.draft.problem(f"'{name}' is not a key of loss_cfg", place)
 
 
 def _put_sizes(reading: Reading, root: Node) -> None:
@@ -175,7 +176,8 @@ def _put_stages(reading: Reading, root: Node) -> None:
     flat = _flat(counts)
     chunks = int(reading.value("virtual_pipeline_model_parallel_size", 1))
     total = reading.decoder_layers
-    if not all(isinstance(count, int) and count >= 0 for count in flat) or len(flat) != stages * chunks:
+    are_counts = all(isinstance(count, int) and count >= 0 for count in flat)
+    if not are_counts or len(flat) != stages * chunks:
         what = f"{flat} are not the numbers of layers of {stages * chunks} stages"
         reading.draft.problem(what, place, f"PP {stages} x {chunks} chunks need as many numbers.")
     elif isinstance(total, int) and sum(flat) != total:
@@ -188,8 +190,8 @@ def _put_stages(reading: Reading, root: Node) -> None:
         reading.draft.problem(f"{flat}: a stage between others has no layer", place, "Give it one.")
     else:
         reading.stage_layers = flat
-        starts = [sum(flat[:number]) for number in range(1, len(flat))]
-        points = [f"{reading.names.layers}.{start}" for start in starts]
+        # A stage begins behind the layers of all before it; the first needs no cut.
+        points = [f"{reading.names.layers}.{start}" for start in accumulate(flat[:-1])]
         if flat[-1] == 0:
             points[-1] = reading.names.of_decoder("norm")
         reading.draft.put("parallel.pp_plan.split_points", points, place)
@@ -200,10 +202,16 @@ def _is_tower_cut(root: Node) -> bool:
     return any(_flat(value_at_key(root, f"{_TOWER}.pipeline_num_layers"))[1:])
 
 
-def _flat(counts: Any) -> list[Any]:
+def _flat(counts: object) -> list[Any]:
     """Numbers of layers of all stages, those of chunks one behind the other."""
-    entries = counts if isinstance(counts, list) else [] if counts is None else [counts]
-    return [count for entry in entries for count in (entry if isinstance(entry, list) else [entry])]
+    if counts is None:
+        return []
+    if not isinstance(counts, list):
+        return [counts]
+    flat: list[Any] = []
+    for entry in counts:
+        flat += entry if isinstance(entry, list) else [entry]
+    return flat
 
 
 def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
@@ -216,20 +224,13 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
         if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
             reading.draft.put("model.freeze", patterns, place_at(root, "freeze"))
         else:
-            what = f"freeze is {patterns!r}, no list of patterns"
+            what = f"freeze is {patterns!r}, not a list of patterns"
             reading.draft.problem(what, place_at(root, "freeze"), 'Write ["model.visual"].')
         return
-    frozen = {}
-    for part, default in ((_TOWER, True), (_PROJECTOR, False), (_AUDIO, True), (_DECODER, False)):
-        if find(root, part) is not None:
-            given = value_at_key(root, f"{part}.freeze")
-            if given is not None and not isinstance(given, bool):
-                what = f"freeze is {given!r}, neither true nor false"
-                reading.draft.problem(what, place_at(root, f"{part}.freeze"), "Write true or false, without quotes.")
-            frozen[part] = given if given is not None else default and with_defaults
-    if not any(frozen.values()):
+    frozen = _frozen_parts(reading, root, with_defaults=with_defaults)
+    if not frozen:
         return
-    place = place_at(root, next(part for part, is_frozen in frozen.items() if is_frozen))
+    place = place_at(root, frozen[0])
     names = reading.names
     if names is None:
         if reading.draft.value("model.model_name_or_path"):
@@ -237,18 +238,36 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
             reading.draft.problem("freeze: the parts of this model are not known by name", place, way_out)
         return
     patterns = []
-    if (
-        frozen.get(_TOWER)
-        and frozen.get(_PROJECTOR)
-        and all(name.startswith(f"{names.vision}.") for name in names.projector)
-    ):
+    projector_inside = all(name.startswith(f"{names.vision}.") for name in names.projector)
+    if _TOWER in frozen and _PROJECTOR in frozen and projector_inside:
         patterns.append(names.vision)
     else:
-        patterns += names.vision_parts if frozen.get(_TOWER) else ()
-        patterns += names.projector if frozen.get(_PROJECTOR) else ()
-    patterns += [names.audio] if frozen.get(_AUDIO) and names.audio else []
-    patterns += [names.decoder] if frozen.get(_DECODER) else []
+        if _TOWER in frozen:
+            patterns += names.vision_parts
+        if _PROJECTOR in frozen:
+            patterns += names.projector
+    if _AUDIO in frozen and names.audio:
+        patterns.append(names.audio)
+    if _DECODER in frozen:
+        patterns.append(names.decoder)
     reading.draft.put("model.freeze", patterns, place)
+
+
+def _frozen_parts(reading: Reading, root: Node, *, with_defaults: bool) -> list[str]:
+    """The parts of the file that are not trained: as they say, else towers, where VLModel's defaults hold."""
+    frozen = []
+    for part in (_TOWER, _PROJECTOR, _AUDIO, _DECODER):
+        if find(root, part) is None:
+            continue
+        given = value_at_key(root, f"{part}.freeze")
+        if given is None:
+            given = with_defaults and part in (_TOWER, _AUDIO)
+        elif not isinstance(given, bool):
+            what = f"freeze is {given!r}, neither true nor false"
+            reading.draft.problem(what, place_at(root, f"{part}.freeze"), "Write true or false, without quotes.")
+        if given:
+            frozen.append(part)
+    return frozen
 
 
 def _check_form(reading: Reading, root: Node) -> None:
@@ -256,27 +275,36 @@ def _check_form(reading: Reading, root: Node) -> None:
     for name in ("init_from_hf_path", "model_id"):
         value, place = value_at_key(root, name), place_at(root, name)
         if value is not None and not isinstance(value, str):
-            reading.draft.problem(f"{name} is {value!r}, no text", place, "Write it in quotes.")
+            reading.draft.problem(f"{name} is {value!r}, not text", place, "Write it in quotes.")
     for section, acting in _ACTING.items():
-        entry = find(root, section) if section else None
-        node = entry.node if entry is not None else root
-        if (section and entry is None) or node.value is None:
+        node = root
+        if section:
+            entry = find(root, section)
+            if entry is None:
+                continue
+            node = entry.node
+        if node.value is None:
             continue
         if not isinstance(node.value, dict):
-            reading.draft.problem(f"{section} is {plain(node)!r}, no object", node.place, "Put its settings into {}.")
+            what = f"{section} is {plain(node)!r}, not an object"
+            reading.draft.problem(what, node.place, "Put its settings into {}.")
             continue
+        absent = [name for name in acting if name not in node.value]
         for key in node.value:
-            near = [] if key in acting else nearest(key, [name for name in acting if name not in node.value], 1, _LIKE)
-            for name in near:
+            if key in acting:
+                continue
+            for name in nearest(key, absent, 1, _LIKE):
                 where = place_at(root, f"{section}.{key}" if section else key)
                 reading.draft.problem(f"unknown key '{key}'", where, f"Did you mean '{name}'?")
 
 
 def _put_kernels(reading: Reading, root: Node) -> None:
-    names = ("attn_implementation", f"{_DECODER}.attn_implementation", f"{_TOWER}.attn_implementation")
-    attention = next((entry for name in names if (entry := find(root, name)) is not None), None)
-    if attention is not None and attention.node.value is not None:
-        reading.draft.put("model.attn_implementation", plain(attention.node), attention.node.place)
+    for name in ("attn_implementation", f"{_DECODER}.attn_implementation", f"{_TOWER}.attn_implementation"):
+        attention = find(root, name)
+        if attention is not None:
+            if attention.node.value is not None:
+                reading.draft.put("model.attn_implementation", plain(attention.node), attention.node.place)
+            break
     for name, key in (
         ("use_npu_fused_moe", "model.use_grouped_expert_matmul"),
         ("activation_offload", "features.enable_activation_offload"),
@@ -307,4 +335,6 @@ def _put_recomputation(reading: Reading, root: Node) -> None:
 
 def _entries(root: Node, section: str) -> dict[str, MappingEntry]:
     entry = find(root, section)
-    return entry.node.value if entry is not None and isinstance(entry.node.value, dict) else {}
+    if entry is None or not isinstance(entry.node.value, dict):
+        return {}
+    return entry.node.value

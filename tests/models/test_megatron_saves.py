@@ -50,7 +50,8 @@ def test_division_of_a_pipeline(tmp_path: Path) -> None:
     folder = make_tiny_qwen3_vl(tmp_path / "model", num_hidden_layers=4)
     arguments = Arguments.model_validate({"parallel": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}})
     sizes = resolve_parallel_sizes(arguments.parallel, 4)
-    plan = StagePlan(None, (1, 2, 3), 4, 2)  # type: ignore[arg-type]  # where it can be cut is not asked
+    layers = tuple(f"model.language_model.layers.{number}" for number in range(4))
+    plan = StagePlan(None, (1, 2, 3), layers, 2)  # type: ignore[arg-type]  # where it can be cut is not asked
     division = division_of(sizes, plan, folder)
     assert division.tp_size == 2
     assert division.llm_pp_layers == [[1, 1], [1, 1]]

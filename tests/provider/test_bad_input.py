@@ -82,11 +82,11 @@ def test_a_freeze_that_is_a_word() -> None:
             {"text_decoder": {"num_layers": 36, "hiden_size": 7}},
             "unknown key 'hiden_size'. Did you mean 'hidden_size'?",
         ),
-        ({"text_decoder": [1, 2]}, "text_decoder is [1, 2], no object. Put its settings into {}."),
-        ({"image_encoder": "x"}, "image_encoder is 'x', no object."),
-        ({"model_id": 5}, "model_id is 5, no text. Write it in quotes."),
-        ({"init_from_hf_path": ["hf"]}, "init_from_hf_path is ['hf'], no text."),
-        ({"freeze": "model.visual"}, "freeze is 'model.visual', no list of patterns."),
+        ({"text_decoder": [1, 2]}, "text_decoder is [1, 2], not an object. Put its settings into {}."),
+        ({"image_encoder": "x"}, "image_encoder is 'x', not an object."),
+        ({"model_id": 5}, "model_id is 5, not text. Write it in quotes."),
+        ({"init_from_hf_path": ["hf"]}, "init_from_hf_path is ['hf'], not text."),
+        ({"freeze": "model.visual"}, "freeze is 'model.visual', not a list of patterns."),
     ],
 )
 def test_slips_in_model_json(changes: dict[str, Any], line: str) -> None:

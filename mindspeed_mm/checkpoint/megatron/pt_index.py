@@ -17,10 +17,23 @@ import resource
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypedDict
+
+Entry = tuple[str, Sequence[int], Sequence[int], int, int, int]
+"""A tensor: dtype, shape, strides, first byte in the file, elements into the storage, bytes of the storage."""
+
+
+class PtIndex(TypedDict):
+    """What a file holds."""
+
+    tensors: dict[str, dict[str, Entry]]
+    """Top-level key → dotted name below it → tensor; only keys whose value holds tensors."""
+    values: dict[str, int | float | str | bool]
+    """Numbers and text at the top level."""
+
 
 _DTYPE_OF_STORAGE = {
     "DoubleStorage": "float64",
@@ -50,7 +63,7 @@ class _Name:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self, *arguments: Any, **_: Any) -> _Made:
+    def __call__(self, *arguments: Any, **_: object) -> _Made:
         return _Made(self, arguments)
 
 
@@ -60,29 +73,29 @@ class _Made:
     def __init__(self, maker: _Name, arguments: tuple[Any, ...]) -> None:
         self.maker, self.arguments = maker, arguments
 
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, item: Any) -> None: ...
-    def extend(self, items: Any) -> None: ...
-    def add(self, item: Any) -> None: ...
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, item: object) -> None: ...
+    def extend(self, items: object) -> None: ...
+    def add(self, item: object) -> None: ...
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> type:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if not _is_expected(module, name):
             raise PermissionError(f"{module}.{name}")
-        return _MadeClass(module, name)
+        return _made_class(module, name)
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         return pid
 
 
-def _MadeClass(module: str, name: str) -> Any:
+def _made_class(module: str, name: str) -> type:
     """A class of its own for each name, since a pickle may call `__new__` on it."""
 
-    def new(cls: Any, *arguments: Any, **_: Any) -> _Made:
+    def new(cls: type, *arguments: Any, **_: object) -> _Made:
         return _Made(_Name(module, name), arguments)
 
     return type(name, (), {"__new__": new, "__module__": module})
@@ -95,19 +108,15 @@ def _is_expected(module: str, name: str) -> bool:
     return top in _HARMLESS or top.startswith(("megatron", "mindspeed", "transformer_engine", "apex", "deepspeed"))
 
 
-def read_index(path: str) -> dict[str, Any]:
+def read_index(path: str) -> PtIndex:
     """Find the tensors of an archive.
 
     Args:
         path: A file of `torch.save`.
 
-    Returns:
-        `tensors`: for each top-level key whose value holds tensors, dotted name → [dtype, shape, strides, first byte in
-        the file, number of elements into the storage, bytes of the storage]; `values`: top-level numbers and text.
-
     Raises:
         PermissionError: The file names something that weights do not need; its message is the name.
-        ValueError: The file is none of `torch.save`, or is damaged.
+        ValueError: The file is not one of `torch.save`, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive, Path(path).open("rb") as raw:
@@ -126,11 +135,11 @@ def read_index(path: str) -> dict[str, Any]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _index_of(archive: zipfile.ZipFile, raw: Any) -> dict[str, Any]:
+def _index_of(archive: zipfile.ZipFile, raw: BinaryIO) -> PtIndex:
     names = archive.namelist()
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has two members called {twice}")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"it has two members called {name}")
     (pickled,) = [name for name in names if name.endswith("/data.pkl")] or [""]
     folder = pickled.removesuffix("/data.pkl")
     if f"{folder}/byteorder" in names and archive.read(f"{folder}/byteorder") != b"little":
@@ -148,12 +157,14 @@ def _index_of(archive: zipfile.ZipFile, raw: Any) -> dict[str, Any]:
         return storages[storage]
 
     tables = _Tables()
-    tensors = {
-        _text(key): {name: _entry(name, made, place_of) for name, made in tables.tensors_in(value, "")}
-        for key, value in content.items()
-    }
-    values = {_text(key): value for key, value in content.items() if isinstance(value, (int, float, str, bool))}
-    return {"tensors": {key: found for key, found in tensors.items() if found}, "values": values}
+    index = PtIndex(tensors={}, values={})
+    for key, value in content.items():
+        if isinstance(value, int | float | str | bool):
+            index["values"][_text(key)] = value
+        found = {name: _entry(name, made, place_of) for name, made in tables.tensors_in(value, "")}
+        if found:
+            index["tensors"][_text(key)] = found
+    return index
 
 
 class _Tables:
@@ -162,7 +173,7 @@ class _Tables:
     def __init__(self) -> None:
         self.seen = 0
 
-    def tensors_in(self, value: Any, name: str) -> Iterator[tuple[str, _Made]]:
+    def tensors_in(self, value: object, name: str) -> Iterator[tuple[str, _Made]]:
         self.seen += 1
         if self.seen > _MOST_ENTRIES:
             raise ValueError(f"its tables have more than {_MOST_ENTRIES:,} entries")
@@ -173,37 +184,43 @@ class _Tables:
                 yield from self.tensors_in(inner, f"{name}.{_text(key)}" if name else _text(key))
 
 
-def _text(key: Any) -> str:
+def _text(key: object) -> str:
     """A table's key. Those of tensors are text and numbers; the text of anything else may have any length."""
     return str(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
-def _entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> list[Any]:
-    arguments = made.arguments
+def _entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> Entry:
     while made.maker.name.startswith("_rebuild_parameter"):
-        made = arguments[0]
-        arguments = made.arguments
-    if made.maker.name not in {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"}:
-        raise ValueError(f"holds a tensor of a kind that is not read: {made.maker.name}")
+        made = made.arguments[0]
+    arguments = made.arguments
+    # (storage, offset, shape, strides, requires_grad, hooks), then in version 3 the dtype, then metadata.
+    match made.maker.name:
+        case "_rebuild_tensor_v3":
+            dtype, metadata = _name_of(arguments[6]), arguments[7:]
+        case "_rebuild_tensor_v2" | "_rebuild_tensor":
+            dtype, metadata = "", arguments[6:]
+        case other:
+            raise ValueError(f"holds a tensor of a kind that is not read: {other}")
     (_, storage_class, storage, _, count), offset, shape, strides = arguments[:4]
-    kind = storage_class.__name__ if isinstance(storage_class, type) else str(storage_class)
-    third = made.maker.name == "_rebuild_tensor_v3"
-    dtype = arguments[6] if third else None
-    metadata = arguments[7 if third else 6 :]
     if any(metadata):
         raise ValueError(f"{name} is stored as a view that is not read (negated or conjugated)")
     if not all(type(number) is int for number in (count, offset, *shape, *strides)):
-        raise ValueError(f"{name} has a shape, stride or offset that is no whole number")
-    dtype_name = _DTYPE_OF_STORAGE.get(kind, kind) if dtype is None else getattr(dtype, "__name__", str(dtype))
+        raise ValueError(f"{name} has a shape, stride or offset that is not a whole number")
+    kind = _name_of(storage_class)
     first_byte, size = place_of(str(storage))
     # A storage without a type counts bytes.
     element = _ELEMENT_BYTES.get(_DTYPE_OF_STORAGE.get(kind, ""), 1)
     if count * element != size:
         raise ValueError(f"{name} names {count * element} bytes, and data/{storage} holds {size}")
-    return [dtype_name, list(shape), list(strides), first_byte, offset, size]
+    return dtype or _DTYPE_OF_STORAGE.get(kind, kind), list(shape), list(strides), first_byte, offset, size
 
 
-def _first_byte(entry: zipfile.ZipInfo, raw: Any) -> int:
+def _name_of(named: object) -> str:
+    """The name of a class or function that a file names."""
+    return named.__name__ if isinstance(named, type) else str(named)
+
+
+def _first_byte(entry: zipfile.ZipInfo, raw: BinaryIO) -> int:
     """Of a stored member's content: behind its local header, whose name and extra field have lengths of their own."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename} is compressed")
@@ -212,7 +229,8 @@ def _first_byte(entry: zipfile.ZipInfo, raw: Any) -> int:
     if header[:4] != b"PK\x03\x04":
         raise ValueError(f"{entry.filename} has no header")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
-    return int(entry.header_offset + 30 + name_length + extra_length)
+    first: int = entry.header_offset + 30 + name_length + extra_length
+    return first
 
 
 def main() -> None:

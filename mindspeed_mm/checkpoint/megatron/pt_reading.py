@@ -28,7 +28,7 @@ class PtContent:
     path: Path
     tensors: dict[str, dict[str, Stored]]
     """Top-level key (`model`, `model0`, `optimizer` …) → dotted name → tensor."""
-    values: dict[str, Any]
+    values: dict[str, int | float | str | bool]
     """Top-level numbers and text."""
 
 
@@ -46,7 +46,9 @@ class _Entry:
         """From the storage's beginning to behind the tensor's last element."""
         if 0 in self.shape:
             return 0
-        last = self.offset + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+        last = self.offset
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            last += (length - 1) * stride
         return (last + 1) * self.dtype.itemsize
 
 
@@ -77,11 +79,12 @@ def _content(path: Path, found: dict[str, Any]) -> PtContent:
             way_out="It may have been made to run code. Get it from somebody you trust, as tensors alone.",
         )
     if why := found.get("broken"):
-        raise CheckpointError(f"is broken, or no file that torch.save wrote: {why}", where=str(path), way_out=_BROKEN)
+        what = f"is broken, or not a file that torch.save wrote: {why}"
+        raise CheckpointError(what, where=str(path), way_out=_BROKEN)
     file = _MappedFile(path)
-    tensors = {
-        key: {name: file.stored(name, *entry) for name, entry in of.items()} for key, of in found["tensors"].items()
-    }
+    tensors: dict[str, dict[str, Stored]] = {}
+    for key, entries in found["tensors"].items():
+        tensors[key] = {name: file.stored(name, *entry) for name, entry in entries.items()}
     return PtContent(path, tensors, found["values"])
 
 
@@ -99,7 +102,7 @@ class _MappedFile:
         offset: int,
         storage_bytes: int,
     ) -> Stored:
-        dtype = getattr(torch, dtype_name, None)
+        dtype = vars(torch).get(dtype_name)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"has an unknown type, {dtype_name}", where=str(self.path), key=name)
         entry = _Entry(dtype, tuple(shape), tuple(strides), first_byte, offset, storage_bytes)

@@ -8,15 +8,16 @@ from typing import Any, ClassVar
 from mindspeed_mm.fsdp.utils.register import model_register
 
 
-class RegisteredModels(MutableMapping[str, Any]):
+class RegisteredModels(MutableMapping[str, type]):
     """`model_register` as a dict: to set an item is to register a class, which `model_id` then names."""
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> type:
         if name not in model_register:
             raise KeyError(name)
-        return model_register.get(name)
+        found: type = model_register.get(name)
+        return found
 
-    def __setitem__(self, name: str, model_class: Any) -> None:
+    def __setitem__(self, name: str, model_class: type) -> None:
         model_register.register(name)(model_class)
 
     def __delitem__(self, name: str) -> None:
@@ -32,11 +33,11 @@ class RegisteredModels(MutableMapping[str, Any]):
 class ProviderModelHub:
     """Finds the class of a model."""
 
-    MODEL_MAPPINGS: ClassVar[MutableMapping[str, Any]] = RegisteredModels()
+    MODEL_MAPPINGS: ClassVar[MutableMapping[str, type]] = RegisteredModels()
     """Name → class. `ModelHub.MODEL_MAPPINGS["name"] = Class` is enough for `model_id: name`."""
 
     @staticmethod
-    def build(config: Any, transformer_config: Any = None) -> Any:
+    def build(config: object, transformer_config: object = None) -> type:
         """The class of a model: by `config.model_id`, else by the first of its folder's `architectures`, else by its
         `model_type`.
 
@@ -47,15 +48,19 @@ class ProviderModelHub:
         Raises:
             ValueError: None of them is registered.
         """
-        tried = [getattr(config, "model_id", None)]
-        if transformer_config is not None:
-            tried += [*(getattr(transformer_config, "architectures", None) or ())[:1]]
-            tried += [getattr(transformer_config, "model_type", None)]
-        for name in filter(None, tried):
+        architectures = _said(transformer_config, "architectures") or [None]
+        tried = [_said(config, "model_id"), architectures[0], _said(transformer_config, "model_type")]
+        names = [name for name in tried if name]
+        for name in names:
             if name in ProviderModelHub.MODEL_MAPPINGS:
                 return ProviderModelHub.MODEL_MAPPINGS[name]
         known = ", ".join(ProviderModelHub.MODEL_MAPPINGS)
-        raise ValueError(f"no class is registered for {', '.join(map(str, filter(None, tried)))}; known: {known}")
+        raise ValueError(f"no class is registered for {', '.join(map(str, names))}; known: {known}")
+
+
+def _said(config: object, key: str) -> Any:
+    """What a configuration says, or None: it need not have every key."""
+    return getattr(config, key, None)
 
 
 ModelHub = ProviderModelHub

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 
+UserConfig: TypeAlias = Any
+"""A configuration of the user's code: whatever object has the attributes that are read of it."""
+
 _SHARDED: ContextVar[FSDP2Mixin | None] = ContextVar("model that shards itself", default=None)
 """The model whose `_fully_shard` runs: the functions below work on it where they are given none."""
 
@@ -34,12 +37,12 @@ _SHARDED: ContextVar[FSDP2Mixin | None] = ContextVar("model that shards itself",
 class FSDP2Mixin:
     """Lets a module shard itself. It has no `__init__` of its own, so bases may be listed in any order."""
 
-    fsdp2_config: Any = None
+    fsdp2_config: UserConfig = None
     """The keys of `fsdp2_config.yaml` as attributes, while the model is sharded and afterwards."""
     fsdp2_kwargs: dict[str, Any] | None = None
     """Arguments of torch's `fully_shard`."""
 
-    def freeze(self, config: Any) -> None:
+    def freeze(self, config: UserConfig) -> None:
         """Freeze modules; called before sharding. What `freeze` of the configuration names is frozen already."""
 
     def post_meta_init(self) -> None:
@@ -49,7 +52,7 @@ class FSDP2Mixin:
         """Whether `_fully_shard` is overridden. The engine shards all other models."""
         return type(self)._fully_shard is not FSDP2Mixin._fully_shard
 
-    def fully_shard(self, process_group: Any = None, fsdp2_config_path: Any = None, **kwargs: Any) -> bool:
+    def fully_shard(self, process_group: object = None, fsdp2_config_path: object = None, **kwargs: Any) -> bool:
         """Shard the model: `_pre_fully_shard`, `_fully_shard`, `_post_fully_shard`.
 
         Args:
@@ -72,7 +75,7 @@ class FSDP2Mixin:
         self._post_fully_shard()
         return True
 
-    def _pre_fully_shard(self, process_group: Any, fsdp2_config_path: Any, **kwargs: Any) -> None:
+    def _pre_fully_shard(self, process_group: object, fsdp2_config_path: object, **kwargs: Any) -> None:
         """Set `fsdp2_kwargs` and `fsdp2_config`."""
         plan, state = _plan_of(process_group), get_parallel_state()
         several = state.axis_size("dp_replicate") > 1
@@ -80,7 +83,7 @@ class FSDP2Mixin:
         self.fsdp2_kwargs = {**unit_options(plan, mesh), **kwargs}
         self.fsdp2_config = _as_config(plan, state.axis_size("fsdp"))
 
-    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Any = None) -> None:
+    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: UserConfig = None) -> None:
         """Override it to shard the model in a way that the configuration cannot say."""
         set_recompute_modules_to_wrap()
         set_fullyshard_modules_to_wrap()
@@ -119,9 +122,8 @@ class NormalInitMixin:
                     parameter.zero_()
                 else:
                     parameter.normal_(0.0, std)
-            padding = getattr(module, "padding_idx", None)
-            if isinstance(module, nn.Embedding) and padding is not None:
-                module.weight[padding].zero_()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
 
     def init_weights(self) -> None:
         """Set all of them."""
@@ -133,7 +135,9 @@ WeightInitMixin = NormalInitMixin
 """The name that users' code imports; the engine's own base of that name sets what torch sets."""
 
 
-def set_recompute_modules_to_wrap(module: Any = None, config: Any = None, use_reentrant: bool | None = None) -> None:
+def set_recompute_modules_to_wrap(
+    module: nn.Module | None = None, config: UserConfig = None, use_reentrant: bool | None = None
+) -> None:
     """Recompute what `recompute_modules` names; the engine has done so already for what the configuration names.
 
     Args:
@@ -141,14 +145,18 @@ def set_recompute_modules_to_wrap(module: Any = None, config: Any = None, use_re
         config: Has `recompute_modules`; the model's own when None.
         use_reentrant: As of torch's checkpoint; as the configuration says when None.
     """
-    model, config = _model(module), config or _model(module).fsdp2_config
-    patterns = getattr(config, "recompute_modules", None) or ()
-    reentrant = bool(getattr(config, "use_reentrant", False)) if use_reentrant is None else use_reentrant
-    names = [name for name in _matching(model, patterns, "recompute_modules") if not _is_recomputed(model, name)]
-    recompute_modules(model, names, use_reentrant=reentrant)
+    model = _model(module)
+    config = config or model.fsdp2_config
+    if use_reentrant is None:
+        use_reentrant = bool(_setting(config, "use_reentrant"))
+    names = _named_by(model, config, "recompute_modules")
+    waiting = [name for name in names if not _is_recomputed(model, name)]
+    recompute_modules(model, waiting, use_reentrant=use_reentrant)
 
 
-def set_fullyshard_modules_to_wrap(module: Any = None, config: Any = None, **fsdp2_kwargs: Any) -> None:
+def set_fullyshard_modules_to_wrap(
+    module: nn.Module | None = None, config: UserConfig = None, **fsdp2_kwargs: Any
+) -> None:
     """Shard what `sub_modules_to_wrap` names, the innermost first.
 
     Args:
@@ -156,21 +164,26 @@ def set_fullyshard_modules_to_wrap(module: Any = None, config: Any = None, **fsd
         config: Has `sub_modules_to_wrap` and `ignored_modules`; the model's own when None.
         fsdp2_kwargs: Of torch's `fully_shard`; the model's own when there are none.
     """
-    model, config = _model(module), config or _model(module).fsdp2_config
+    model = _model(module)
+    config = config or model.fsdp2_config
     options = fsdp2_kwargs or dict(model.fsdp2_kwargs or {})
-    ignored = _matching(model, getattr(config, "ignored_modules", None) or (), "ignored_modules")
-    parameters = {p for name in ignored for p in model.get_submodule(name).parameters()}
-    if parameters:
-        options["ignored_params"] = parameters | set(options.get("ignored_params") or ())
+    ignored: set[nn.Parameter] = set()
+    for name in _named_by(model, config, "ignored_modules"):
+        ignored.update(model.get_submodule(name).parameters())
+    if ignored:
+        options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
         root = _SHARDED.get()
         if root is not None and root.fsdp2_kwargs is not None:  # the root must leave them alone, too
             root.fsdp2_kwargs["ignored_params"] = options["ignored_params"]
-    names = _matching(model, getattr(config, "sub_modules_to_wrap", None) or (), "sub_modules_to_wrap")
-    modules = {name: model.get_submodule(name) for name in sorted(names, key=lambda name: -name.count("."))}
-    waiting = {name: module for name, module in modules.items() if not isinstance(module, FSDPModule)}
+    names = _named_by(model, config, "sub_modules_to_wrap")
+    waiting: dict[str, nn.Module] = {}
+    for name in sorted(names, key=lambda name: name.count("."), reverse=True):
+        inner = model.get_submodule(name)
+        if not isinstance(inner, FSDPModule):
+            waiting[name] = inner
     check_outputs(waiting.items())
-    for module in waiting.values():
-        fully_shard(module, **options)
+    for inner in waiting.values():
+        fully_shard(inner, **options)
 
 
 def set_modules_to_prefetch(*given: Any, n_forward: int | None = None, n_backward: int | None = None) -> None:
@@ -182,20 +195,26 @@ def set_modules_to_prefetch(*given: Any, n_forward: int | None = None, n_backwar
         n_forward: The first number, by name.
         n_backward: The second.
     """
-    numbers = [each for each in given if isinstance(each, int)]
-    others = [each for each in given if not isinstance(each, int) and each is not None]
-    model = _model(others[0] if others else None)
-    config = others[1] if len(others) > 1 else model.fsdp2_config
-    forward, backward = [*numbers, *(each for each in (n_forward, n_backward) if each is not None), 0, 0][:2]
-    wrapped = [each for each in get_submodules_by_path(model, config) if isinstance(each, FSDPModule)]
-    for position, each in enumerate(wrapped):
+    numbers: list[int] = []
+    objects: list[Any] = []
+    for each in (*given, n_forward, n_backward):
+        if isinstance(each, int):
+            numbers.append(each)
+        elif each is not None:
+            objects.append(each)
+    model = _model(objects[0] if objects else None)
+    config = objects[1] if len(objects) > 1 else model.fsdp2_config
+    forward, backward = [*numbers, 0, 0][:2]
+    wrapped = [inner for inner in get_submodules_by_path(model, config) if isinstance(inner, FSDPModule)]
+    for position, inner in enumerate(wrapped):
         if ahead := wrapped[position + 1 : position + 1 + forward]:
-            each.set_modules_to_forward_prefetch(ahead)
+            inner.set_modules_to_forward_prefetch(ahead)
+        # The backward pass goes the other way: the nearest of those before it comes first.
         if behind := wrapped[max(position - backward, 0) : position][::-1]:
-            each.set_modules_to_backward_prefetch(behind)
+            inner.set_modules_to_backward_prefetch(behind)
 
 
-def get_submodules_by_path(module: Any, config: Any) -> list[nn.Module]:
+def get_submodules_by_path(module: nn.Module | None, config: UserConfig) -> list[nn.Module]:
     """The modules that `sub_modules_to_wrap` names, in the order of the model; of a list of patterns, those.
 
     Args:
@@ -203,7 +222,7 @@ def get_submodules_by_path(module: Any, config: Any) -> list[nn.Module]:
         config: Has `sub_modules_to_wrap`, or is a list of patterns.
     """
     model = _model(module)
-    patterns = config if isinstance(config, (list, tuple)) else getattr(config, "sub_modules_to_wrap", None) or ()
+    patterns = config if isinstance(config, list | tuple) else _setting(config, "sub_modules_to_wrap") or ()
     return [model.get_submodule(name) for name in _matching(model, patterns, "sub_modules_to_wrap")]
 
 
@@ -216,13 +235,24 @@ def _at_hand(model: FSDP2Mixin) -> Iterator[None]:
         _SHARDED.reset(token)
 
 
-def _model(given: Any) -> Any:
+def _model(given: nn.Module | None) -> Any:
+    """The model of the user, which is a module and has the attributes of `FSDP2Mixin`."""
     model = given if given is not None else _SHARDED.get()
     if model is None:
         raise ConfigError(
             "no model is being sharded", key="fsdp2", way_out="Call it in _fully_shard, or hand the model over."
         )
     return model
+
+
+def _setting(config: UserConfig, key: str) -> Any:
+    """What a user's configuration says, or None: it need not have every attribute that is read."""
+    return getattr(config, key, None)
+
+
+def _named_by(model: nn.Module, config: UserConfig, key: str) -> list[str]:
+    """The modules that a key of the configuration names by patterns, in the model's order."""
+    return _matching(model, _setting(config, key) or (), key)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
@@ -237,7 +267,7 @@ def _is_recomputed(model: nn.Module, name: str) -> bool:
     return any(each.kind is ForwardKind.RECOMPUTE for each in forwards_of(model.get_submodule(name)))
 
 
-def _plan_of(given: Any) -> FsdpPlan:
+def _plan_of(given: object) -> FsdpPlan:
     """The engine's plan: what it handed over, or else that of the run."""
     if isinstance(given, FsdpPlan):
         return given

@@ -11,9 +11,10 @@ import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mindspeed_mm.checkpoint.conversion.run import Conversion
 from mindspeed_mm.checkpoint.dcp_folder.reading import find_step
@@ -38,6 +39,9 @@ from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.convert.agreement import Agreement
 from mindspeed_mm.tasks.convert.used_weights import UsedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_PARAMETERS = 1_000_000_000
 """Larger models are compared when they are asked for: building one twice takes minutes."""
@@ -92,9 +96,10 @@ def _sides(conversion: Conversion, draft: Path) -> _Sides:
     if conversion.incomparable:
         raise _NotCompared(conversion.incomparable)
     source = conversion.sources[0]
-    home = next((folder for folder in (draft, *conversion.sources) if (folder / "config.json").is_file()), None)
-    if home is None:
+    homes = [folder for folder in (draft, *conversion.sources) if (folder / "config.json").is_file()]
+    if not homes:
         raise _NotCompared("no config.json says what model it is")
+    home = homes[0]
     if kind_of_folder(home) is not LANGUAGE or "_class_name" in read_json_object(home / "config.json", CheckpointError):
         raise _NotCompared("generators give none")
     if conversion.layout["kind"] == "hf":
@@ -113,6 +118,7 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
             computed.append(_logits(_plain(sides.plain), given))
         except _BUILD_ERRORS as error:
             raise _NotCompared(f"transformers alone does not compute it: {_first_line(error)}") from error
+    # What a folder was written in may be narrower than its checkpoint: that is rounded likewise.
     dtypes = _written_dtypes(sides.plain) if sides.plain is not None and sides.is_plain_written else {}
     for folder in sides.checkpoints:
         model = models.pop()
@@ -123,7 +129,8 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
         del model, used
     if sides.is_plain_written:
         computed.reverse()
-    found = {what: Agreement.of(*(each[what] for each in computed)) for what in given}
+    of_source, of_written = computed
+    found = {what: Agreement.of(of_source[what], of_written[what]) for what in given}
     for what, agreement in found.items():
         if agreement.worst is not None:
             raise CheckpointError(
@@ -150,7 +157,7 @@ def _told(found: Mapping[str, Agreement]) -> str:
 # --- the two models ---------------------------------------------------------------------------------------------------
 
 
-def _built(home: Path, any_size: bool) -> Any:
+def _built(home: Path, any_size: bool) -> nn.Module:
     """transformers' model without memory, as training builds it."""
     if "quantization_config" in read_json_object(home / "config.json", CheckpointError):
         raise _NotCompared("the weights are quantised")
@@ -160,7 +167,7 @@ def _built(home: Path, any_size: bool) -> Any:
     except _BUILD_ERRORS as error:
         raise _NotCompared(f"the model cannot be built: {_first_line(error)}") from error
     if not is_transformers(type(model)):
-        raise _NotCompared(f"{type(model).__name__} is no class of transformers")
+        raise _NotCompared(f"{type(model).__name__} is not a class of transformers")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS and not any_size:
         raise _NotCompared(
@@ -175,7 +182,7 @@ def _built(home: Path, any_size: bool) -> Any:
     return model.eval()
 
 
-def _fill(model: Any, folder: Path) -> None:
+def _fill(model: nn.Module, folder: Path) -> None:
     """What `training.load` does with a folder of this kind, in one process."""
     device = torch.device("cpu")
     if recognise(folder) in ("megatron", "hf"):
@@ -185,9 +192,9 @@ def _fill(model: Any, folder: Path) -> None:
     load_tensors(CommittedCheckpoint(find_step(folder), None, None), model, None, Ranks())
 
 
-def _plain(folder: Path) -> Any:
+def _plain(folder: Path) -> nn.Module:
     """The model of a Hugging Face folder, by transformers alone."""
-    model_class: Any = native_class(load_model_config(folder), folder)
+    model_class: type[PreTrainedModel] = native_class(load_model_config(folder), folder)
     with quiet("transformers"):
         model, report = model_class.from_pretrained(
             folder,
@@ -207,10 +214,11 @@ def _written_dtypes(plain: Path) -> dict[str, torch.dtype]:
     if outline is None:
         raise _NotCompared("config.json names no class of transformers")
     with open_weights(plain) as stored:
-        return {name: tensor.dtype for name, tensor in outline.own_tensors(stored)[0].items()}
+        own, _ = outline.own_tensors(stored)
+        return {name: tensor.dtype for name, tensor in own.items()}
 
 
-def _rounded(model: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+def _rounded(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """With each parameter rounded as what was written has it. The model goes on computing in single precision."""
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name, parameter.dtype)
@@ -229,28 +237,35 @@ def _inputs(shown: Path, home: Path) -> tuple[dict[str, Inputs], str]:
         shown: Folder of the model that takes least.
         home: Of the other one.
     """
-    config, other = (read_json_object(folder / "config.json", CheckpointError) for folder in (shown, home))
+    config = read_json_object(shown / "config.json", CheckpointError)
+    other = read_json_object(home / "config.json", CheckpointError)
     given: dict[str, Inputs] = {f"{_TOKENS} tokens": {"input_ids": _tokens(config, other)}}
-    reasons: dict[str, str] = {}
-    for section, (what, item) in _MEDIA.items():
-        if any(key.startswith(section) for part in (config, config.get("thinker_config", {})) for key in part):
-            try:
-                given[what] = _shown(item, shown)
-            except _BUILD_ERRORS as error:
-                reasons[what] = _first_line(error)
-    return given, "".join(f"; no {what.removeprefix('a ')} was shown: {why}" for what, why in reasons.items())
+    not_shown = ""
+    sections = [*config, *config.get("thinker_config", {})]
+    for start, (what, item) in _MEDIA.items():
+        if not any(section.startswith(start) for section in sections):
+            continue
+        try:
+            given[what] = _shown(item, shown)
+        except _BUILD_ERRORS as error:
+            not_shown += f"; no {what.removeprefix('a ')} was shown: {_first_line(error)}"
+    return given, not_shown
 
 
 def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
     """(1, tokens): words that stand for no medium."""
-    numbers: dict[str, list[int]] = {}
+    sizes: list[int] = []
+    special: set[int] = set()
     sections = list(configs)
-    for section in sections:
-        sections += [value for value in section.values() if isinstance(value, dict)]
+    for section in sections:  # grows as it is read: sections of sections too
         for key, value in section.items():
-            numbers.setdefault(key, []).extend([value] if type(value) is int else [])
-    special = {n for key, found in numbers.items() if key.endswith(("token_id", "token_index")) for n in found}
-    words = [n for n in range(min(numbers.get("vocab_size") or [0])) if n not in special]
+            if isinstance(value, dict):
+                sections.append(value)
+            elif type(value) is int and key == "vocab_size":
+                sizes.append(value)
+            elif type(value) is int and key.endswith(("token_id", "token_index")):
+                special.add(value)
+    words = [number for number in range(min(sizes, default=0)) if number not in special]
     if not words:
         raise _NotCompared("config.json says no vocabulary")
     picked = torch.randint(len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -295,7 +310,7 @@ _MEDIA: Mapping[str, tuple[str, Callable[[Path], MediaItem]]] = {
 """What sections of config.json begin with → what their towers are shown."""
 
 
-def _logits(model: Any, given: Mapping[str, Inputs]) -> dict[str, torch.Tensor]:
+def _logits(model: nn.Module, given: Mapping[str, Inputs]) -> dict[str, torch.Tensor]:
     with torch.inference_mode():
         return {what: model(**inputs, use_cache=False).logits for what, inputs in given.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,21 @@ class UsedWeights(TorchFunctionMode):
         self._model = model
         self._used: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor | tuple | list) and getattr(func, "__name__", "") != "__get__":
-            self._note((*args, *(kwargs or {}).values()))
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        reads_attribute = getattr(func, "__name__", "") == "__get__"
+        if isinstance(result, torch.Tensor | tuple | list) and not reads_attribute:
+            self._note((*args, *kwargs.values()))
         return result
 
-    def _note(self, values: Any) -> None:
+    def _note(self, values: Sequence[object]) -> None:
         for value in values:
             if isinstance(value, nn.Parameter):
                 self._used.add(id(value))
@@ -39,8 +48,12 @@ class UsedWeights(TorchFunctionMode):
     def told(self) -> str:
         """The parts of the model that were not used, as `audio_tower (69 tensors)`; empty where all were."""
         parts = self._unused("", self._model)
-        more = [f"{len(parts) - _SHOWN:,} more"] if len(parts) > _SHOWN else []
-        return ", ".join([f"{name} ({n} tensor{'s' if n > 1 else ''})" for name, n in parts[:_SHOWN]] + more)
+        words = []
+        for name, tensors in parts[:_SHOWN]:
+            words.append(f"{name} ({tensors} tensors)" if tensors > 1 else f"{name} (1 tensor)")
+        if len(parts) > _SHOWN:
+            words.append(f"{len(parts) - _SHOWN:,} more")
+        return ", ".join(words)
 
     def _unused(self, name: str, module: nn.Module) -> list[tuple[str, int]]:
         """The largest parts of which nothing was used, each with its number of tensors."""
@@ -48,5 +61,10 @@ class UsedWeights(TorchFunctionMode):
         if not parameters & self._used:
             return [(name, len(parameters))] if parameters else []
         dot = f"{name}." if name else ""
-        own = [(dot + key, 1) for key, tensor in module.named_parameters(recurse=False) if id(tensor) not in self._used]
-        return own + [part for key, child in module.named_children() for part in self._unused(dot + key, child)]
+        unused = []
+        for key, tensor in module.named_parameters(recurse=False):
+            if id(tensor) not in self._used:
+                unused.append((dot + key, 1))
+        for key, child in module.named_children():
+            unused += self._unused(dot + key, child)
+        return unused

@@ -13,12 +13,20 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
 from mindspeed_mm.tasks.given.configuration import resolved
-from mindspeed_mm.tasks.given.rows import is_picture, listed_rows, named_path, picture_bytes, with_ids, write_rows
+from mindspeed_mm.tasks.given.rows import (
+    is_in_memory,
+    is_picture,
+    listed_rows,
+    named_path,
+    picture_bytes,
+    with_ids,
+    write_rows,
+)
 from mindspeed_mm.tasks.given.run_view import Run
 from mindspeed_mm.tasks.model_kind import kind_of_path
 
 
-def model_path(model: Any) -> Path:
+def model_path(model: str | os.PathLike[str]) -> Path:
     """A run's folder, or the path itself.
 
     Raises:
@@ -27,26 +35,24 @@ def model_path(model: Any) -> Path:
     try:
         return named_path(os.fspath(model), "model")
     except TypeError as error:
+        what = f"{type(model).__name__} is neither a run nor a path"
+        if isinstance(model, Run):
+            what = "this run kept nothing"
         raise UsageError(
-            "this run kept nothing" if isinstance(model, Run) else f"{type(model).__name__} is not a run and no path",
+            what,
             key="model",
             way_out="Set training.save to keep checkpoints, or name a folder; the model that was trained is run.model.",
         ) from error
 
 
-def is_in_memory(rows: Any) -> bool:
-    """Whether rows are objects, and not a file."""
-    return not (rows is None or isinstance(rows, str | os.PathLike))
-
-
-def question_file(rows: Any, folder: Path) -> Path:
+def question_file(rows: object, folder: Path) -> Path:
     """The file of rows; those in memory are stored in `folder`."""
-    if not is_in_memory(rows):
+    if isinstance(rows, str | os.PathLike):
         return named_path(rows, "rows")
     return write_rows(with_ids(listed_rows(rows, "question")), folder, "questions", stores_media=False)
 
 
-def picture_files(images: Any, folder: Path) -> tuple[Path, ...]:
+def picture_files(images: object, folder: Path) -> tuple[Path, ...]:
     """The files of pictures; those in memory are stored in `folder`."""
     listed = images if isinstance(images, list | tuple) else [images]
     return tuple(_picture(image, folder, number) for number, image in enumerate(listed))
@@ -58,7 +64,7 @@ def media_files(paths: Any, name: str) -> tuple[Path, ...]:
     return tuple(named_path(path, name) for path in listed)
 
 
-def _picture(image: Any, folder: Path, number: int) -> Path:
+def _picture(image: object, folder: Path, number: int) -> Path:
     if isinstance(image, str | os.PathLike):
         return named_path(image, "images")
     if not is_picture(image):
@@ -104,9 +110,11 @@ def _answer(asked: Asked) -> Any:
     kinds: tuple[tuple[MediaKind, tuple[Path, ...]], ...] = (
         ("image", asked.pictures), ("video", asked.clips), ("audio", asked.sounds),
     )  # fmt: skip
-    media = [MediaItem(kind, str(path.absolute())) for kind, paths in kinds for path in paths]
-    for item in media if asked.rows is not None else ():
-        raise UsageError(f"{item.kind}s go with a prompt", key=f"{item.kind}s", way_out="Name them in the rows.")
+    media = []
+    for kind, paths in kinds:
+        if paths and asked.rows is not None:
+            raise UsageError(f"{kind}s go with a prompt", key=f"{kind}s", way_out="Name them in the rows.")
+        media += [MediaItem(kind, str(path.absolute())) for path in paths]
     if (asked.prompt is None and not media) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
     same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
@@ -139,14 +147,16 @@ def _draw(asked: Asked) -> list[Path]:
             raise UsageError("a generator starts from pictures only", key=key, way_out="Leave it out.")
     if len(asked.pictures) > 1:
         raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
-    settings = dict(asked.sampling) | ({"batch_size": asked.batch_size} if asked.batch_size is not None else {})
+    settings = dict(asked.sampling)
+    if asked.batch_size is not None:
+        settings["batch_size"] = asked.batch_size
     known = SamplingArguments.model_fields
     refuse_unknown({name: value for name, value in settings.items() if name not in known}, asked.function, also=known)
     checked = resolved({"inference": {"sampling": settings}}).arguments.inference.sampling
     request = generate.GenerateRequest(
         prompts=(asked.prompt,) if isinstance(asked.prompt, str) else tuple(asked.prompt or ()),
         media={"image": asked.pictures[0]} if asked.pictures else {},
-        settings={name: getattr(checked, name) for name in settings},
+        settings={name: checked[name] for name in settings},
         lora=asked.lora,
     )
     generate.run(asked.model, asked.out, request, overwrite=asked.overwrite)

@@ -6,30 +6,40 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
 from mindspeed_mm.fsdp.params.loader import given_value
 from mindspeed_mm.fsdp.train.trainer import GivenObjects
-from mindspeed_mm.tasks.given.rows import listed_rows, named_path, write_rows
+from mindspeed_mm.tasks.given.rows import is_in_memory, listed_rows, named_path, write_rows
 
-_BASIC = ("data", "dataset_param", "basic_parameters")
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    Processor: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+Word: TypeAlias = str | Mapping[str, Any]
+"""An override: `section.key=value`, or a mapping of sections."""
+
 _IN_MEMORY = "(given in Python)"
 
 
 def with_objects(
     given: Path | Mapping[str, Any],
-    words: list[Any],
-    module: Any,
+    words: Sequence[Word],
+    module: nn.Module | None,
     rows: tuple[Any, Any],
-    processor: Any,
+    processor: Processor | None,
     stack: ExitStack,
     *,
     keeps: bool = True,
-) -> tuple[list[Any], GivenObjects]:
+) -> tuple[list[Word], GivenObjects]:
     """The overrides that name what was stored of objects, before those that are there, and what stays an object.
 
     Args:
@@ -44,76 +54,78 @@ def with_objects(
     Raises:
         UsageError: Training rows and validation rows are of two kinds.
     """
-    own_sets = [is_data_set(one) for one in rows if one is not None]
-    if any(own_sets) and not all(own_sets):
-        raise UsageError("is of another kind than rows", key="val_rows", way_out="Give both as rows, or as data sets.")
     folder = _folder_for_objects(given if keeps else {}, words if keeps else (), stack)
-    train_set, validation_set = rows if any(own_sets) else (None, None)
-    train_file, validation_file = (None, None) if any(own_sets) else _row_paths(rows, folder)
-    words = [_row_files(train_file, validation_file, folder), *words]
-    if validation_set is not None:
-        words = [_nested(_BASIC, {"val_dataset": _IN_MEMORY, "val_rate": None}), *words]
+    objects = GivenObjects(model=module)
+    words = list(words)
+    own_sets = [is_data_set(one) for one in rows if one is not None]
+    if not any(own_sets):
+        words.insert(0, _row_files(rows, folder))
+    elif all(own_sets):
+        train_set, validation_set = rows
+        objects = replace(objects, train_set=train_set, validation_set=validation_set)
+        if validation_set is not None:
+            words.insert(0, _of_basic(val_dataset=_IN_MEMORY, val_rate=None))
+    else:
+        raise UsageError("is of another kind than rows", key="val_rows", way_out="Give both as rows, or as data sets.")
     if module is not None:
-        words = [_folder_of(module, processor, folder, given, words, reads_rows=not any(own_sets)), *words]
-    return words, GivenObjects(model=module, train_set=train_set, validation_set=validation_set)
+        words.insert(0, _folder_of(module, processor, folder, given, words, reads_rows=not any(own_sets)))
+    return words, objects
 
 
-def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Any], stack: ExitStack) -> Callable[[], Path]:
+def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Word], stack: ExitStack) -> Callable[[], Path]:
     """Where objects are stored that a run reads: in its folder, or, where it keeps nothing, for its length."""
-    made: list[Path] = []
 
+    @cache
     def folder() -> Path:
-        if not made:
-            save = given_value(given, words, "training.save")
-            if save:
-                check_run_folder(Path(save), given if isinstance(given, Path) else None)
-                mark_run_folder(Path(save))  # before anything is put there
-            made.append(Path(save) if save else Path(stack.enter_context(TemporaryDirectory(prefix="mm-run-"))))
-        return made[0]
+        save = given_value(given, words, "training.save")
+        if not save:
+            return Path(stack.enter_context(TemporaryDirectory(prefix="mm-run-")))
+        check_run_folder(Path(save), given if isinstance(given, Path) else None)
+        mark_run_folder(Path(save))  # before anything is put there
+        return Path(save)
 
     return folder
 
 
-def is_data_set(rows: Any) -> bool:
+def is_data_set(rows: object) -> bool:
     """Whether rows are a data set of the caller's own, with samples and a way to collate them."""
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_paths(rows: tuple[Any, Any], folder: Callable[[], Path]) -> tuple[Path | None, Path | None]:
-    """The files of rows for training and for validation; those in memory are stored."""
-
-    def path_of(one: Any, name: str) -> Path | None:
-        if one is None or isinstance(one, str | os.PathLike):
-            return None if one is None else named_path(one, "rows" if name == "train" else "val_rows")
-        return write_rows(listed_rows(one, name), folder() / "rows", name)
-
-    return path_of(rows[0], "train"), path_of(rows[1], "validation")
-
-
-def _row_files(train: Path | None, validation: Path | None, folder: Callable[[], Path]) -> dict[str, Any]:
+def _row_files(rows: tuple[Any, Any], folder: Callable[[], Path]) -> dict[str, Any]:
+    """What names the files of rows for training and for validation; those in memory are stored."""
     values: dict[str, Any] = {}
+    files: list[Path] = []
+    train, validation = rows
     if train is not None:
-        values["dataset"] = str(train)
+        files.append(_row_file(train, "rows", "train", folder))
+        values["dataset"] = str(files[-1])
     if validation is not None:
-        values |= {"val_dataset": str(validation), "val_rate": None}
-    if any(file is not None and file.parent == folder() / "rows" for file in (train, validation)):  # they were objects
+        files.append(_row_file(validation, "val_rows", "validation", folder))
+        values |= {"val_dataset": str(files[-1]), "val_rate": None}
+    if any(file.parent == folder() / "rows" for file in files):  # they were objects
         roots = [str(Path.cwd()), str(folder().resolve() / "rows")]
         values |= {"dataset_dir": str(Path.cwd()), "media_roots": roots}
-    return _nested(_BASIC, values) if values else {}
+    return _of_basic(**values) if values else {}
 
 
-def _nested(names: Sequence[str], values: dict[str, Any]) -> dict[str, Any]:
-    for name in reversed(names):
-        values = {name: values}
-    return values
+def _row_file(rows: Any, argument: str, name: str, folder: Callable[[], Path]) -> Path:
+    if is_in_memory(rows):
+        return write_rows(listed_rows(rows, name), folder() / "rows", name)
+    return named_path(rows, argument)
+
+
+def _of_basic(**values: object) -> dict[str, Any]:
+    """Values of `basic_parameters` as an override."""
+    return {"data": {"dataset_param": {"basic_parameters": values}}}
 
 
 def _folder_of(
-    module: Any,
-    processor: Any,
+    module: nn.Module,
+    processor: Processor | None,
     folder: Callable[[], Path],
     given: Path | Mapping[str, Any],
-    words: Sequence[Any],
+    words: Sequence[Word],
     *,
     reads_rows: bool,
 ) -> dict[str, Any]:
@@ -131,10 +143,11 @@ def _folder_of(
         )
     if given_value(given, words, "model.model_name_or_path"):
         return {}
-    origin = Path(str(getattr(getattr(module, "config", None), "_name_or_path", "") or "\0"))
-    if processor is None and "\0" not in str(origin) and (origin / "config.json").is_file():
-        return {"model": {"model_name_or_path": str(origin)}}
-    if not hasattr(module, "save_pretrained") or (processor is None and not reads_rows):
+    origin = _origin(module)
+    if processor is None and origin and (Path(origin) / "config.json").is_file():
+        return {"model": {"model_name_or_path": str(Path(origin))}}
+    save_model = getattr(module, "save_pretrained", None)
+    if save_model is None or (processor is None and not reads_rows):
         return {}
     if processor is None:
         raise ConfigError(
@@ -144,6 +157,12 @@ def _folder_of(
         )
     target = folder() / "model"
     if int(os.environ.get("RANK", "0")) == 0 and not (target / "config.json").exists():
-        module.save_pretrained(target)
+        save_model(target)
         processor.save_pretrained(target)
     return {"model": {"model_name_or_path": str(target)}}
+
+
+def _origin(module: nn.Module) -> str:
+    """The folder or name that a model of transformers or diffusers was loaded from; nothing where none is noted."""
+    name = str(getattr(getattr(module, "config", None), "_name_or_path", "") or "")
+    return "" if "\0" in name else name

@@ -9,13 +9,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, sha256_file
 from mindspeed_mm.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
+
+Row = Mapping[str, Any]
 MEDIA = "media"
 _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".wav", b"fLaC": ".flac", b"OggS": ".ogg"}
 """First bytes of a file → its ending."""
@@ -37,12 +42,25 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
         raise UsageError(str(error), key=key, way_out="Give the name of a file or folder.") from error
 
 
-def optional_path(name: Any, key: str) -> Path | None:
+def optional_path(name: str | os.PathLike[str] | None, key: str) -> Path | None:
     """`named_path` of an argument that may be left out."""
     return named_path(name, key) if name is not None else None
 
 
-def listed_rows(rows: Any, name: str) -> Any:
+def is_in_memory(rows: object) -> bool:
+    """Whether rows are objects, and not a file."""
+    return not (rows is None or isinstance(rows, str | os.PathLike))
+
+
+class _Table(Protocol):
+    """A DataFrame of pandas, as far as rows are made of it."""
+
+    columns: object
+
+    def to_dict(self, orient: str) -> list[Row]: ...
+
+
+def listed_rows(rows: object, name: str) -> Dataset | list[Row]:
     """Rows that are rows: a `datasets.Dataset` as it is, everything else as a list of mappings.
 
     Args:
@@ -52,33 +70,42 @@ def listed_rows(rows: Any, name: str) -> Any:
     Raises:
         UsageError: They are something else, there are none, or one of them is not a mapping.
     """
-    if not _is_datasets(rows):
-        if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
-            rows = rows.to_dict("records")
-        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-            raise UsageError(
-                f"{type(rows).__name__} is not a list of rows",
-                key=f"{name} rows",
-                way_out="Give a list of dicts, a datasets.Dataset or a DataFrame; or the path of a file.",
-            )
-        rows = list(rows)
-        for index, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                where = f"{name} rows, row {index}"
-                raise UsageError(f"{type(row).__name__} is not a row", where=where, way_out="A row is a dict.")
-    if not len(rows):
+    listed = rows if _is_datasets(rows) else _mappings(rows, name)
+    if not len(listed):
         raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
-    return rows
+    return listed
 
 
-def with_ids(rows: Any) -> Any:
+def _mappings(rows: object, name: str) -> list[Row]:
+    if _is_table(rows):
+        rows = rows.to_dict("records")
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise UsageError(
+            f"{type(rows).__name__} is not a list of rows",
+            key=f"{name} rows",
+            way_out="Give a list of dicts, a datasets.Dataset or a DataFrame; or the path of a file.",
+        )
+    listed = list(rows)
+    for index, row in enumerate(listed):
+        if not isinstance(row, Mapping):
+            where = f"{name} rows, row {index}"
+            raise UsageError(f"{type(row).__name__} is not a row", where=where, way_out="A row is a dict.")
+    return listed
+
+
+def with_ids(rows: Dataset | list[Row]) -> Dataset | list[Row]:
     """Rows of `listed_rows` that each have an `id`: its own, else its number."""
     if _is_datasets(rows):
-        return rows if "id" in rows.column_names else rows.add_column("id", list(map(str, range(len(rows)))))
-    return [row if not _is_missing(row.get("id")) else {**row, "id": str(index)} for index, row in enumerate(rows)]
+        if "id" in rows.column_names:
+            return rows
+        return rows.add_column("id", list(map(str, range(len(rows)))))
+    numbered: list[Row] = []
+    for index, row in enumerate(rows):
+        numbered.append({**row, "id": str(index)} if _is_missing(row.get("id")) else row)
+    return numbered
 
 
-def write_rows(rows: Any, folder: Path, name: str, *, stores_media: bool = True) -> Path:
+def write_rows(rows: Dataset | list[Row], folder: Path, name: str, *, stores_media: bool = True) -> Path:
     """The file `<folder>/<name>-<hash of the content>`, so that the same rows are the same file; written when it is not
     there yet.
 
@@ -96,18 +123,25 @@ def write_rows(rows: Any, folder: Path, name: str, *, stores_media: bool = True)
     if _is_datasets(rows):
         return _write_parquet(rows, folder, name)
     store = _MediaStore(folder / MEDIA if stores_media else None)
-    content = b"".join(_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows))
+    lines = [_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows)]
+    content = b"".join(lines)
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
     if not path.exists():
         atomic_write_bytes(path, content)
     return path
 
 
-def _is_datasets(rows: Any) -> bool:
+def _is_datasets(rows: object) -> TypeGuard[Dataset]:
+    """Whether rows are a `datasets.Dataset`; the library need not be imported to know it."""
     return type(rows).__module__.partition(".")[0] == "datasets" and hasattr(rows, "to_parquet")
 
 
-def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
+def _is_table(rows: object) -> TypeGuard[_Table]:
+    """Whether rows are a DataFrame of pandas, which is not a dependency."""
+    return hasattr(rows, "to_dict") and hasattr(rows, "columns")
+
+
+def _write_parquet(rows: Dataset, folder: Path, name: str) -> Path:
     draft = folder / f".{name}-{id(rows):x}.parquet"
     try:
         rows.to_parquet(str(draft))
@@ -116,7 +150,7 @@ def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
         draft.unlink(missing_ok=True)
 
 
-def _line(row: Any, where: str, store: _MediaStore) -> bytes:
+def _line(row: Row, where: str, store: _MediaStore) -> bytes:
     """A row as a line of JSON, without the cells that a table says are missing."""
     try:
         cells = {name: value for name, value in row.items() if not _is_missing(value)}
@@ -130,18 +164,19 @@ def _line(row: Any, where: str, store: _MediaStore) -> bytes:
         ) from error
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     """Whether it is what stands in a table where nothing is: None, NaN, pandas' NA and NaT."""
     if type(value).__name__ in ("NoneType", "NAType", "NaTType"):
         return True
     return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
-def _plain(value: Any, store: _MediaStore) -> Any:
+def _plain(value: object, store: _MediaStore) -> object:
     """What JSON can say; media are stored as files and named instead."""
     if isinstance(value, Mapping):
-        if isinstance(value.get("bytes"), bytes):
-            return store.put(value["bytes"])
+        content = value.get("bytes")
+        if isinstance(content, bytes):
+            return store.put(content)
         return {str(name): _plain(item, store) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, store) for item in value]
@@ -156,12 +191,12 @@ def _plain(value: Any, store: _MediaStore) -> Any:
     return value
 
 
-def is_picture(value: Any) -> bool:
-    """Whether it is a PIL image."""
+def is_picture(value: object) -> TypeGuard[Image]:
+    """Whether it is a PIL image; the library need not be imported to know it."""
     return hasattr(value, "tobytes") and hasattr(value, "getexif")
 
 
-def picture_bytes(image: Any) -> bytes:
+def picture_bytes(image: Image) -> bytes:
     """A PIL image as a PNG of what a model is shown of it: the same pixels as when its file is named."""
     # Imported here: rows without pictures need none of it.
     from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import to_upright_rgb
@@ -182,11 +217,14 @@ class _MediaStore:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def put(self, content: bytes) -> Any:
+    def put(self, content: bytes) -> str | dict[str, str]:
         """What a row says of it."""
         if self._folder is None:
             return {"bytes": base64.b64encode(content).decode()}
-        suffix = next((suffix for start, suffix in _SUFFIXES.items() if content.startswith(start)), ".bin")
+        suffix = ".bin"
+        for start, known in _SUFFIXES.items():
+            if content.startswith(start):
+                suffix = known
         path = self._folder / f"{hashlib.sha256(content).hexdigest()[:16]}{suffix}"
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)

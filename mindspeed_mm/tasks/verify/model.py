@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def _config_of(arguments: Arguments) -> dict[str, Any] | None:
     """`config.json` of the model, or of a generator's transformer with the changes of the YAML."""
     named = arguments.model.model_name_or_path
     path = Path(named or "") / _kind(arguments).trained_part / "config.json"
-    return read_json(path) | (arguments.model.transformer or {}) if named and path.is_file() else None
+    if not named or not path.is_file():
+        return None
+    return read_json(path) | (arguments.model.transformer or {})
 
 
 def _with_config(
@@ -165,7 +168,9 @@ def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
 
 def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     """Without the patterns that name only layers which the small model does not have."""
-    numbered = {key: [p for p in value_at(arguments, key) or () if _NUMBERED.search(p)] for key in pattern_keys()}
+    numbered: dict[str, list[str]] = {}
+    for key in pattern_keys():
+        numbered[key] = [pattern for pattern in value_at(arguments, key) or () if _NUMBERED.search(pattern)]
     if arguments.parallel.pp_plan.split_points:
         arguments = with_value(arguments, "parallel.pp_plan.split_points", ())
         lines += ("parallel.pp_plan.split_points: left out, stages of equal cost",)
@@ -186,7 +191,8 @@ def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
 
 
 def _names(model: nn.Module) -> list[str]:
-    return [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    """Of modules and of parameters."""
+    return [name for name, _ in chain(model.named_modules(), model.named_parameters())]
 
 
 def _matches(pattern: str, names: Iterable[str]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker
 from mindspeed_mm.tasks.verify.faults import swapped
 
-_TAKE_A_DTYPE: tuple[tuple[Any, str], ...] = (
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_TAKE_A_DTYPE: tuple[tuple[object, str], ...] = (
     (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"), (torch.Tensor, "log_softmax"),
     (torch, "softmax"), (torch, "log_softmax"), (F, "softmax"), (F, "log_softmax"),
 )  # fmt: skip
@@ -37,12 +39,12 @@ def keeping_double() -> Iterator[None]:
         yield
 
 
-def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _rounding(plain: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(plain)
-    def own(*args: Any) -> Any:
+    def own(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         before = _rounds.set(True)
         try:
-            return plain(*args)
+            return plain(*args, **kwargs)
         finally:
             _rounds.reset(before)
 
@@ -51,22 +53,26 @@ def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(plain)
-    def own(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor if tensor.dtype is torch.float64 and not _rounds.get() else plain(tensor, *args, **kwargs)
+    def own(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return tensor if _is_kept(tensor) else plain(tensor, *args, **kwargs)
 
     return own
 
 
-def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping(plain: Callable[..., _R]) -> Callable[..., _R]:
     @wraps(plain)
-    def own(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and not _rounds.get():
-            args = tuple(_kept(value) for value in args)
-            kwargs = {name: _kept(value) for name, value in kwargs.items()}
+    def own(tensor: object, *args: object, **kwargs: object) -> _R:
+        if _is_kept(tensor):
+            args = tuple(map(_double_for_single, args))
+            kwargs = {name: _double_for_single(value) for name, value in kwargs.items()}
         return plain(tensor, *args, **kwargs)
 
     return own
 
 
-def _kept(value: Any) -> Any:
+def _is_kept(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and not _rounds.get()
+
+
+def _double_for_single(value: object) -> object:
     return torch.float64 if value is torch.float32 else value

@@ -54,7 +54,7 @@ class RankBugError(RuntimeError):
     """A rank ended with an error that nobody foresaw; the message has its traceback."""
 
 
-def run_ranks(world_size: int, function: str, job: Any, heard: Tell) -> list[Any]:
+def run_ranks(world_size: int, function: str, job: object, heard: Tell) -> list[Any]:
     """Call a `function(job, tell)` on every rank of a gloo group and return the results by rank.
 
     Args:
@@ -128,15 +128,16 @@ def _results(ranks: Sequence[_Rank], heard: Tell) -> list[Any]:
     while open_ranks := [rank for rank in ranks if not (rank.is_done or rank.failure)]:
         if deadline is not None and time.monotonic() > deadline:
             break
-        pipes: list[Any] = [rank.pipe for rank in open_ranks]
-        ready = connection.wait(pipes, timeout=TICK_S)
+        ready = connection.wait([rank.pipe for rank in open_ranks], timeout=TICK_S)
         for rank in open_ranks:
             if rank.pipe in ready:
                 rank.listen(heard)
         heard("")
         if deadline is None and any(rank.failure for rank in ranks):
             deadline = time.monotonic() + OTHERS_MAY_SPEAK_S
-    if failures := [rank.failure for rank in ranks if rank.failure]:
+    failures = [rank.failure for rank in ranks if rank.failure]
+    if failures:
+        # A cause before what followed from it, and what a person can act on before a bug.
         _raise(min(failures, key=lambda failure: (failure.follows, failure.error is None, failure.rank)))
     return [rank.result for rank in ranks]
 
@@ -170,7 +171,7 @@ def _without_accelerators() -> Iterator[None]:
 # --- in the rank ------------------------------------------------------------------------------------------------------
 
 
-def _main(pipe: connection.Connection, place: _Process, function: str, job: Any) -> None:
+def _main(pipe: connection.Connection, place: _Process, function: str, job: object) -> None:
     gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
@@ -185,7 +186,7 @@ def _main(pipe: connection.Connection, place: _Process, function: str, job: Any)
     os._exit(0)
 
 
-def _run(place: _Process, function: str, job: Any, tell: Tell) -> Any:
+def _run(place: _Process, function: str, job: object, tell: Tell) -> object:
     import torch
     import torch.distributed as dist
 

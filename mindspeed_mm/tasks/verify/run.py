@@ -6,7 +6,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -78,15 +77,13 @@ def why_unpackable(dataset: MMDataset, arguments: Arguments) -> str:
     """Why samples of this data set cannot share a row of this model; empty when they can."""
     makes_own_batches = dataset.collate_fn is not None or dataset.sizes is not None
     try:
-        if (
-            makes_own_batches
-            or dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True) is None
-        ):
+        if not makes_own_batches:
+            collator = dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True)
+            makes_own_batches = collator is None
+        if makes_own_batches:
             return "the data set makes its own batches"
-        check_packed_rows(
-            ModelHub.build(arguments.model, feature_args=arguments.features),
-            attention=arguments.model.attn_implementation,
-        )
+        model = ModelHub.build(arguments.model, feature_args=arguments.features)
+        check_packed_rows(model, attention=arguments.model.attn_implementation)
     except ConfigError as error:
         return error.problems[0].what
     return ""
@@ -115,7 +112,8 @@ def _first_that_runs(job: VerifyJob, candidates: Sequence[Candidate]) -> tuple[T
 def _describe(engine: TrainEngine, full: bool) -> str:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     name = type(engine.model).__name__.removeprefix("FSDP")
-    return f"{name}, {short_count(count)} parameters{'' if full else ', made small (--full uses the real one)'}"
+    words = f"{name}, {short_count(count)} parameters"
+    return words if full else f"{words}, made small (--full uses the real one)"
 
 
 # --- as planned -------------------------------------------------------------------------------------------------------
@@ -169,11 +167,11 @@ def compare(
     except RecordsDifferError as error:
         missing = float("inf")
         return [Row(check, name, tolerance, missing, str(error)) for name in QUANTITIES.values()]
-    found = [(name, worst[key]) for key, name in QUANTITIES.items()]
-    return [
-        Row(check, name, tolerance, each.value, each.place, each.expected, each.found)
-        for name, each in found
-    ]  # fmt: skip
+    rows = []
+    for key, name in QUANTITIES.items():
+        each = worst[key]
+        rows.append(Row(check, name, tolerance, each.value, each.place, each.expected, each.found))
+    return rows
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -204,12 +202,15 @@ def steps_of(job: VerifyJob, case: Case) -> tuple[TrainEngine, list[StepRecord]]
 
 def save_records(path: Path, steps: Sequence[StepRecord]) -> None:
     """Write steps as one file."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, step in enumerate(steps, start=1):
         for quantity in QUANTITIES:
-            entries = step[quantity] if isinstance(step[quantity], dict) else {"": step[quantity]}
-            tensors |= {f"{number}/{quantity}/{name}": t for name, t in entries.items() if t is not None}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            value = step[quantity]
+            entries = value if isinstance(value, dict) else {"": value}
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    tensors[f"{number}/{quantity}/{name}"] = tensor.contiguous()
+    save_file(tensors, path)
 
 
 def load_records(path: Path) -> list[StepRecord]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 TOLERANCE = 1e-9
 """On every deviation, relative to the largest entry of the reference's tensor (at least 1e-3)."""
@@ -33,11 +32,13 @@ class Row:
         """Whether it is off. Written so that NaN is."""
         return not self.note and not self.deviation <= self.tolerance
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON, which has neither infinity nor NaN."""
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
-        strict = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-        return asdict(self) | strict | {"missed": self.is_missed}
+        content: dict[str, object] = asdict(self)
+        for name, value in content.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                content[name] = str(value)
+        return content | {"missed": self.is_missed}
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,18 @@ class Verification:
         """The rows that are off."""
         return [row for row in self.rows if row.is_missed]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON."""
-        facts = {"config": str(self.path), "plan": self.plan, "model": self.model, "changes": list(self.changes)}
-        found = {"rows": [row.to_dict() for row in self.rows], "missed": len(self.missed)}
-        return {**facts, "fault": self.fault, "seconds": round(self.seconds, 1), **found}
+        return {
+            "config": str(self.path),
+            "plan": self.plan,
+            "model": self.model,
+            "changes": list(self.changes),
+            "fault": self.fault,
+            "seconds": round(self.seconds, 1),
+            "rows": [row.to_dict() for row in self.rows],
+            "missed": len(self.missed),
+        }
 
     def lines(self) -> list[str]:
         """For people."""
@@ -80,10 +88,15 @@ class Verification:
 
     def _verdict(self) -> str:
         count = len(self.missed)
-        verdict = "equal" if not count else f"{count} of {sum(not row.note for row in self.rows)} quantities deviate"
-        if self.fault is None:
-            return verdict
-        return f"{verdict}, with '{self.fault}' planted" + ("" if count else ": NOT NOTICED")
+        verdict = "equal"
+        if count:
+            compared = sum(not row.note for row in self.rows)
+            verdict = f"{count} of {compared} quantities deviate"
+        if self.fault is not None:
+            verdict += f", with '{self.fault}' planted"
+            if not count:
+                verdict += ": NOT NOTICED"
+        return verdict
 
 
 def worst_rows(of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
@@ -102,11 +115,14 @@ def _table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.check != check:
             check = row.check
-            lines.append(check + (f": {row.note}" if row.note else ""))
-        if not row.note:
-            place = (row.place if row.deviation else "") + ("  OFF" if row.is_missed else "")
-            numbers = f"{_number(row.deviation, 1):>18}  {_number(row.tolerance, 0):>8}"
-            lines.append(f"  {row.quantity:{width - 2}}{numbers}  {place}".rstrip())
+            lines.append(f"{check}: {row.note}" if row.note else check)
+        if row.note:
+            continue
+        numbers = f"{_number(row.deviation, 1):>18}  {_number(row.tolerance, 0):>8}"
+        place = row.place if row.deviation else ""
+        if row.is_missed:
+            place += "  OFF"
+        lines.append(f"  {row.quantity:{width - 2}}{numbers}  {place}".rstrip())
     return lines
 
 

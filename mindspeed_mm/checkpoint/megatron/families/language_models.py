@@ -44,31 +44,33 @@ _LATENT = {
 
 def _describe(config: Config) -> MegatronModel:
     depth, routed = config["num_hidden_layers"], config["model_type"] in _ROUTED
-    latent = config["model_type"] in ("deepseek_v2", "deepseek_v3")
-    sparse = _sparse_layers(config) if routed else range(0)
-    dense = [n for n in range(depth) if n not in set(sparse)]
+    rules = [*end_rules(_HUB, "lm_head"), *norm_rules(_HUB), *gated_mlp_rules(f"{_HUB_LAYER}mlp.", _MLP)]
+    if config["model_type"] in ("deepseek_v2", "deepseek_v3"):
+        rules += _latent_rules()
+        cuts = _latent_cuts(config)
+    else:
+        rules += attention_rules(config, _HUB)
+        cuts = text_cuts(config)
+    for mlp in (_MLP, f"{_MLP}shared_experts.", _EXPERT):
+        cuts |= gated_mlp_cuts(mlp)
+    sparse: Collection[int] = ()
+    if routed:
+        rules += _expert_rules(config["model_type"])
+        sparse = _sparse_layers(config)
+    dense = [layer for layer in range(depth) if layer not in sparse]
     model = MegatronModel(
         towers=(TEXT,),
         depths={"text": depth},
-        rules=[
-            *end_rules(_HUB, "lm_head"),
-            *norm_rules(_HUB),
-            *(_latent_rules() if latent else attention_rules(config, _HUB)),
-            *gated_mlp_rules(f"{_HUB_LAYER}mlp.", _MLP),
-            *(_expert_rules(config["model_type"]) if routed else []),
-        ],
-        cuts={
-            **(_latent_cuts(config) if latent else text_cuts(config)),
-            **gated_mlp_cuts(_MLP),
-            **gated_mlp_cuts(f"{_MLP}shared_experts."),
-            **gated_mlp_cuts(_EXPERT),
-        },
+        rules=rules,
+        cuts=cuts,
         tied_head=bool(config.get("tie_word_embeddings")),
         vocabulary=config["vocab_size"],
         experts=_experts(config) if routed else 0,
         parts_of_layers={
             "mlp.linear_fc": dense,
-            **{f"mlp.{part}": sparse for part in ("router", "shared_experts", "experts")},
+            "mlp.router": sparse,
+            "mlp.shared_experts": sparse,
+            "mlp.experts": sparse,
         },
         not_carried=_predicting_layers(config, depth),
     )
@@ -77,31 +79,29 @@ def _describe(config: Config) -> MegatronModel:
 
 def _alone(model: MegatronModel) -> MegatronModel:
     """The model without `text_decoder.` before every name, as no other tower stands beside it."""
-    start = TEXT.prefix
     tower = replace(
         TEXT,
         prefix="",
-        layers=TEXT.layers.removeprefix(start),
-        first=tuple(name.removeprefix(start) for name in TEXT.first),
-        last=tuple(name.removeprefix(start) for name in TEXT.last),
+        layers=_short(TEXT.layers),
+        first=tuple(map(_short, TEXT.first)),
+        last=tuple(map(_short, TEXT.last)),
     )
-    return replace(
-        model,
-        towers=(tower,),
-        rules=[
-            KeyRule(rule.sources, [name.removeprefix(start) for name in rule.targets], rule.ops) for rule in model.rules
-        ],
-        cuts={name.removeprefix(start): cut for name, cut in model.cuts.items()},
-    )
+    rules = [KeyRule(rule.sources, list(map(_short, rule.targets)), rule.ops) for rule in model.rules]
+    cuts = {_short(name): cut for name, cut in model.cuts.items()}
+    return replace(model, towers=(tower,), rules=rules, cuts=cuts)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(TEXT.prefix)
 
 
 def _experts(config: Config) -> int:
     """Mixtral has `num_local_experts`, Qwen `num_experts`, DeepSeek and GLM `n_routed_experts`."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
-    found = next((config[name] for name in names if config.get(name)), None)
-    if found is None:
-        raise ModelFolderError("is missing in config.json: nobody knows how many experts a layer has", key=names[0])
-    return int(found)
+    for name in names:
+        if config.get(name):
+            return int(config[name])
+    raise ModelFolderError("is missing in config.json: it does not say how many experts a layer has", key=names[0])
 
 
 def _sparse_layers(config: Config) -> Collection[int]:
