@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import click
 
+from mindspeed_mm.cli.sharing import is_address
 from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 
@@ -82,7 +83,7 @@ def command(
     if temperature == 0 and top_p is not None:
         raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
     settings = Settings(max_new_tokens or USUAL_LENGTH, temperature, top_p, seed)
-    if model.lower().startswith(("http://", "https://")):
+    if is_address(model):
         others: dict[str, object] = {"--lora": lora, "--config": config}
         chat = beside_server(model, name, key_file, settings, system, others, says_length=max_new_tokens is not None)
     else:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from mindspeed_mm.cli.sharing import is_given, share, speaks
+from mindspeed_mm.cli.sharing import is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.evaluate.harness.served import AskedModel
 
 EXAMPLES = """
 \b
@@ -23,6 +26,8 @@ Examples:
   mm evaluate runs/vqa --benchmark docvqa_val --data sets/DocVQA
   mm evaluate runs/vqa --benchmark mmbench_dev --data MMBench_DEV_EN.tsv --against runs/older/eval/mmbench_dev
   mm evaluate samples --generated --reference real --clip models/clip-vit-large-patch14
+  mm evaluate runs/vqa --harness lmms-eval --tasks ai2d,mmmu_val --harness-python envs/lmms/bin/python
+  mm evaluate http://127.0.0.1:8000/v1 --harness vlmevalkit --tasks AI2D_TEST
 """
 
 BENCHMARKS = (
@@ -37,11 +42,12 @@ BENCHMARKS = (
     "realworldqa",
     "videomme",
 )
+HARNESS_NAMES = ("lmms-eval", "vlmevalkit")
 QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
@@ -62,17 +68,40 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--generated",
     is_flag=True,
-    help="MODEL is a folder of generated pictures: measure them against --reference, and by --clip.",
+    help="MODEL is a folder of generated pictures and clips: measure them against --reference, and by --clip.",
 )
 @click.option(
     "--reference",
     type=click.Path(path_type=Path),
-    help="With --generated: folder of real pictures; PSNR and SSIM are of those with the same names.",
+    help="With --generated: folder of real pictures or clips; PSNR and SSIM are of those with the same names.",
 )
 @click.option(
     "--clip",
     type=click.Path(path_type=Path),
     help="With --generated: folder of a CLIP model, for CLIP scores of the prompts and distances to the real pictures.",
+)
+@click.option(
+    "--lpips",
+    type=click.Path(path_type=Path),
+    help="With --generated and --reference: file of torchvision's AlexNet, VGG-16 or SqueezeNet, for LPIPS of pairs.",
+)
+@click.option(
+    "--dino",
+    type=click.Path(path_type=Path),
+    help="With --generated: folder of a DINO model, for the consistency of what clips show.",
+)
+@click.option(
+    "--flow",
+    type=click.Path(path_type=Path),
+    help="With --generated: file of torchvision's raft_large, for the motion of clips.",
+)
+@click.option(
+    "--vbench", metavar="A,B", help="With --generated: dimensions that VBench, which must be installed, finds of clips."
+)
+@click.option(
+    "--vbench-python",
+    type=click.Path(path_type=Path),
+    help="With --vbench: the Python of the environment that it is installed in; default: this one.",
 )
 @click.option(
     "--features",
@@ -85,6 +114,27 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     help="With --generated: .npy file of the same features of real pictures; with Inception's, the distances are FID "
     "and KID.",
 )
+@click.option(
+    "--harness",
+    type=click.Choice(HARNESS_NAMES),
+    help="Let this harness ask and score; it must be installed. MODEL is served for it, or is the address of a running "
+    "server.",
+)
+@click.option("--tasks", metavar="A,B", help="With --harness: names of its tasks or sets, separated by commas.")
+@click.option(
+    "--harness-python",
+    type=click.Path(path_type=Path),
+    help="With --harness: the Python of the environment that it is installed in; default: this one.",
+)
+@click.option(
+    "--harness-option",
+    "harness_options",
+    multiple=True,
+    metavar="WORD",
+    help="With --harness: a further word of its command line, such as --harness-option=--limit --harness-option=8.",
+)
+@click.option("--name", metavar="NAME", help="Of a server's models: the one to ask; default: the first that it lists.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="With the address of a server: file with its key.")
 @click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
     "--out",
@@ -93,10 +143,14 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 )
 @click.option("--media-dir", type=click.Path(path_type=Path), help="Folder that media paths in --data are relative to.")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help="Number of rows at a time; default: 64, or 8 with --loss."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help="Number of rows at a time; default: 64, or 8 with --loss, or 32 with --generated or --harness.",
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer in tokens; default: 512."
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help="Maximum length of an answer in tokens; default: 512, or the harness's own.",
 )
 @click.option(
     "--metric",
@@ -135,7 +189,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.pass_context
-def command(context: click.Context, /, model: Path, **options: Any) -> int:
+def command(context: click.Context, /, model: str, **options: Any) -> int:
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
 
     Every question is answered by greedy generation; an answer counts when it is the expected one, character for
@@ -147,32 +201,41 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
     With --benchmark the questions are those of a published set, and its authors' rule says what is right.
 
     With --generated, MODEL is a folder of pictures that a generator made. Writes generated.json.
+
+    With --harness, lmms-eval or VLMEvalKit asks the questions and scores the answers. Writes harness.json.
     """
-    way = next((name for name in ("generated", "benchmark", "loss") if options[name]), "rows")
+    way = next((name for name in ("generated", "harness", "benchmark", "loss") if options[name]), "rows")
     _check_options(context, way)
     _check_judge(options)
+    if is_address(model) and way != "harness":
+        way_out = "Add --harness, or name a folder or a run."
+        raise UsageError("is the address of a server, whose model only a harness asks", where=model, way_out=way_out)
     action, shares = _WAYS[way]
     return share(context, "evaluate", lambda: _tell(action(model, options), options["as_json"]), shares=shares)
 
 
+_ASKING = ("tasks", "harness_python", "harness_options", "name", "key_file")
+_OF_HARNESS = ("harness", "is for a harness", "Name one: --harness lmms-eval or vlmevalkit.")
+_OF_GENERATED = ("generated", "measures generated pictures and clips", "Add --generated.")
+_MEASURES = ("reference", "clip", "lpips", "dino", "flow", "vbench", "vbench_python", "features", "reference_features")
 _OWN = {
-    "reference": ("generated", "measures generated pictures", "Add --generated."),
-    "clip": ("generated", "measures generated pictures", "Add --generated."),
-    "features": ("generated", "measures generated pictures", "Add --generated."),
-    "reference_features": ("generated", "measures generated pictures", "Add --generated."),
+    **dict.fromkeys(_MEASURES, _OF_GENERATED),
     "against": ("benchmark", "compares results of --benchmark", "Name the set: --benchmark NAME."),
+    **dict.fromkeys(_ASKING, _OF_HARNESS),
 }
 """Option → the only way that takes it, what it does there, how to get there."""
 _COMPARED = {"metric", "ignore_case", "ignore_punctuation", "judge", "judge_model", "judge_key_env"}
 _MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN = {
-    "generated": {"reference", "clip", "features", "reference_features"},
+    "generated": set(_MEASURES),
+    "harness": {"lora", "config", *_ASKING} | _GENERATING,
     "benchmark": {"against"} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "rows": {"media_dir"} | _MODEL | _GENERATING | _COMPARED,
 }
 """Way → its options, beside those of all."""
 _WHY_NOT = {
+    "harness": "does not go with --harness, whose tasks decide it",
     "generated": "does not go with --generated, which asks no questions",
     "benchmark": "does not go with --benchmark, whose set decides it",
     "loss": "nothing is generated with --loss",
@@ -226,7 +289,7 @@ def _tell(result: Result, as_json: bool) -> None:
             click.echo(line)
 
 
-def _score_rows(model: Path, options: dict[str, Any]) -> Result:
+def _score_rows(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
     from mindspeed_mm.tasks.evaluate.judge import Judge
@@ -236,14 +299,14 @@ def _score_rows(model: Path, options: dict[str, Any]) -> Result:
         judge = Judge(options["judge"], options["judge_model"], options["judge_key_env"])
     comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
     taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan")}
-    return evaluate.run(model, options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
+    return evaluate.run(Path(model), options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
 
 
-def _score_published(model: Path, options: dict[str, Any]) -> Result:
+def _score_published(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
 
     taken = {name: options[name] for name in ("benchmark", "data", "out", "lora", "config", "against", "plan")}
-    return evaluate.run(evaluate.PublishedRequest(model, **taken, **_limits(options)))
+    return evaluate.run(evaluate.PublishedRequest(Path(model), **taken, **_limits(options)))
 
 
 def _limits(options: dict[str, Any]) -> dict[str, Any]:
@@ -253,25 +316,86 @@ def _limits(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measure_loss(model: Path, options: dict[str, Any]) -> Result:
+def _measure_loss(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate import loss  # torch: the help does without
 
     taken = {name: options[name] for name in ("lora", "config")}
     size = options["batch_size"] or loss.BATCH_SIZE
     return loss.run(
-        loss.LossEvaluationRequest(model, options["data"], options["media_dir"], size, **taken), options["out"]
+        loss.LossEvaluationRequest(Path(model), options["data"], options["media_dir"], size, **taken), options["out"]
     )
 
 
-def _measure_generated(model: Path, options: dict[str, Any]) -> Result:
+def _measure_generated(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
 
-    names = ("reference", "clip", "features", "reference_features", "out", "batch_size")
-    return evaluate.run(evaluate.GeneratedRequest(model, **{n: options[n] for n in names if options[n] is not None}))
+    given = {name: options[name] for name in (*_MEASURES, "out", "batch_size") if options[name] is not None}
+    if "vbench" in given:
+        given["vbench"] = names_of(given["vbench"])
+    return evaluate.run(evaluate.GeneratedRequest(Path(model), **given))
 
 
-_WAYS: dict[str, tuple[Callable[[Path, dict[str, Any]], Result], bool]] = {
+def names_of(text: str | None) -> list[str]:
+    """Names that stand in one option, separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
+    from mindspeed_mm.tasks.evaluate.folder import results_folder
+    from mindspeed_mm.tasks.evaluate.harness import evaluate, served  # torch: the help does without
+    from mindspeed_mm.tasks.model_source import resolve_model
+
+    tasks = names_of(options["tasks"])
+    if not tasks:
+        raise UsageError("no tasks are given", key="--tasks", way_out="Name them as the harness does: --tasks ai2d.")
+    asked: served.AskedModel | served.Folder
+    if is_address(model):
+        asked = _running(model, options)
+        place = results_folder(None, Path(asked.name))
+    else:
+        _refuse_given(options, ("name", "key_file"), "is for the address of a server")
+        asked = served.Folder(
+            Path(model),
+            batch_size=options["batch_size"] or served.BATCH_SIZE,
+            **{name: options[name] for name in ("lora", "config", "plan", "nproc")},
+        )
+        source = resolve_model(asked.model)
+        place = results_folder(source.run, source.folder)
+    return evaluate.run(
+        evaluate.HarnessRequest(
+            asked,
+            options["harness"],
+            tasks,
+            options["out"] or place / options["harness"],
+            options["harness_python"],
+            options["max_new_tokens"],
+            options["harness_options"],
+        )
+    )
+
+
+def _running(address: str, options: dict[str, Any]) -> AskedModel:
+    """The model of a server that runs already."""
+    from mindspeed_mm.cli.serve import read_key
+    from mindspeed_mm.tasks.answer.remote import RemoteModel
+    from mindspeed_mm.tasks.evaluate.harness.served import AskedModel
+
+    others = ("lora", "config", "plan", "batch_size")
+    _refuse_given(options, others, "is for models that are loaded here, and a server has loaded its own")
+    key = read_key(options["key_file"]) if options["key_file"] is not None else None
+    server = RemoteModel.at(address, options["name"] or "", key)
+    return AskedModel(server.address, server.name, key)
+
+
+def _refuse_given(options: dict[str, Any], names: Sequence[str], what: str) -> None:
+    for name in names:
+        if options[name] is not None:
+            raise UsageError(what, key=f"--{name.replace('_', '-')}", way_out="Leave it out.")
+
+
+_WAYS: dict[str, tuple[Callable[[str, dict[str, Any]], Result], bool]] = {
     "generated": (_measure_generated, False),
+    "harness": (_ask_by_harness, False),
     "benchmark": (_score_published, True),
     "loss": (_measure_loss, False),
     "rows": (_score_rows, True),

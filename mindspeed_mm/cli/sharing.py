@@ -16,6 +16,11 @@ def is_given(context: click.Context, parameter: click.Parameter) -> bool:
     return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
 
 
+def is_address(model: str) -> bool:
+    """Whether what is named is a server, not a folder."""
+    return model.lower().startswith(("http://", "https://"))
+
+
 def words_of(context: click.Context) -> list[str]:
     """The command line again, for each rank: everything that was given but the number of ranks."""
     words = [str(context.params["model"])]

@@ -21,12 +21,14 @@ from mindspeed_mm.tasks.answer.generation import load_generator, load_model
 from tests.helpers.family_templates import QWEN2_5_OMNI
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.served import served
+from tests.helpers.stub_harnesses import install_stubs
 from tests.helpers.tiny_clip import make_tiny_clip
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_omni import make_tiny_omni
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 from tests.helpers.tiny_sounds import sound_bytes, tone
+from tests.tasks.test_evaluate_clips import install_vbench, make_tiny_dino, save_alexnet
 from tests.tasks.test_evaluate_generated import make_pictures
 from tests.tasks.test_evaluate_published import picture, write_tsv
 from tests.tasks.test_evaluate_speech import make_subset
@@ -144,6 +146,17 @@ def test_the_loss_of_rows_of_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     check(next(words for words in commands_of("evaluation.md") if "--loss" in words))
 
 
+def make_clips(place: Path) -> None:
+    """Clips of a size that AlexNet takes, a DINO model, AlexNet without training, and a stand-in for VBench."""
+    for name in ("drawn", "filmed"):
+        (place / name).mkdir()
+        write_video(place / name / "a.mp4", range(0, 80, 20), height=64, width=64)
+    write_lines(place / "drawn" / "samples.jsonl", {"file": "a.mp4", "prompt": "a box"})
+    make_tiny_dino(place / "models" / "dino-vitb16")
+    save_alexnet(place / "alexnet-owt-7be5be79.pth")
+    install_vbench(place / "envs" / "vbench")
+
+
 @pytest.mark.slow
 def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_place_of_evaluation(tmp_path, ("mine", "base"))
@@ -159,8 +172,12 @@ def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, count in (("samples", 4), ("real", 6)):
         np.save(tmp_path / f"{name}_inception.npy", np.random.default_rng(count).normal(size=(count, 3)))
     monkeypatch.chdir(tmp_path)
+    make_clips(tmp_path)
+    for name in ("lmms", "vlmevalkit"):
+        install_stubs(tmp_path / "envs" / name)
     followed = commands_of("evaluation.md")
     assert {words[0] for words in followed} == {"evaluate", "report"} and len(followed) > 8
-    for words in followed:
-        check(words)
+    with served(AnswerEngine(load_generator(tmp_path / "models" / "Qwen3-VL-2B-Instruct"))) as address:
+        for words in followed:
+            check([word.replace(SERVER, address) for word in words])
     assert (tmp_path / "comparison.html").is_file()

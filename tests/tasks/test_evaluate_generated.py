@@ -68,7 +68,7 @@ def test_a_folder_is_measured(clip: Path, tmp_path: Path) -> None:
     assert said.code == 0, said
     result = json.loads(said.out)
     assert result == json.loads((tmp_path / "out" / evaluate.RESULTS).read_text())
-    assert result["counted"] == {"pictures": 4, "real": 6, "pairs": 4}
+    assert result["counted"] == {"pictures": 4, "clips": 0, "real": 6, "pairs": 4}
     names = ["PSNR", "SSIM", "CLIP score", "Fréchet distance of CLIP features", "kernel distance of CLIP features"]
     assert list(result["measures"]) == names
 

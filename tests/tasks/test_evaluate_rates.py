@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, bootstrap_interval
-from mindspeed_mm.tasks.report import page
+from mindspeed_mm.tasks.report import scores
 from tests.helpers.runs import mm
 
 
@@ -99,8 +99,7 @@ def test_what_is_written_is_taken_for_ours_and_shown(tmp_path: Path) -> None:
     assert [(sample["correct"], sample["errors"], sample["units"]) for sample in samples] == [
         (True, 0, 2), (False, 1, 2), (False, 1, 1),
     ]  # fmt: skip
-    row = page.score_row("all", results["overall"])
-    assert (row["share"], row["count"]) == (0.4, "2 of 5 wrong")
+    assert scores.share_of(results["overall"]) == (0.4, "2 of 5 wrong")
 
 
 def test_an_exact_evaluation_is_taken_for_ours_too(tmp_path: Path) -> None:

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from mindspeed_mm.fsdp.sampling.answers.scoring import graded
+from mindspeed_mm.tasks.evaluate.harness.figures import Figure, TaskFigures
 from mindspeed_mm.tasks.evaluate.published.comparing import compare_rates
 from mindspeed_mm.tasks.report import report
-from mindspeed_mm.tasks.report.comparison import configuration_differences, differences, side_by_side
+from mindspeed_mm.tasks.report.comparison import (
+    configuration_differences,
+    differences,
+    published_differences,
+    side_by_side,
+)
 from mindspeed_mm.tasks.report.data import read_run
+from mindspeed_mm.tasks.report.scores import score_tables
 from tests.tasks.test_report import Page, external, sample, step_record, write_lines
 
 
@@ -77,3 +85,46 @@ def test_the_page_shows_them_beside_one_another(tmp_path: Path) -> None:
 def test_runs_without_common_questions_have_no_differences(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name, [], "0.1")) for name in "ab"]
     assert (differences(runs), side_by_side(runs)) == ([], [])
+
+
+def add_results(run: Path, shares: list[float], figure: float) -> None:
+    """A published set, a harness's figure and measures of generated samples."""
+    folder = run / "eval" / "docvqa_val"
+    folder.mkdir()
+    overall = graded(shares).to_dict()
+    results = {"benchmark": "docvqa_val", "title": "DocVQA", "note": "A note.", "tasks": {"all": overall}}
+    (folder / "results.json").write_text(json.dumps({**results, "overall": overall}))
+    samples = []
+    for number, share in enumerate(shares):
+        samples.append({"group": str(number), "task": "ab"[number % 2], "share": share, "given": "x"})
+    write_lines(folder / "samples.jsonl", samples)
+    (run / "eval" / "lmms-eval").mkdir()
+    found = TaskFigures({"exact_match": Figure(figure, figure - 0.1, figure + 0.1)}, 12)
+    harness = {"harness": {"name": "lmms-eval", "version": "0.7.3"}, "tasks": {"ai2d": found.to_dict()}}
+    (run / "eval" / "lmms-eval" / "harness.json").write_text(json.dumps(harness))
+    measures = {"SSIM": {"value": figure, "n": 4, "low": 0.25, "high": 0.75}, "PSNR": {"value": None, "n": 4}}
+    (run / "eval" / "generated.json").write_text(json.dumps({"measures": measures}))
+
+
+def test_other_results_stand_beside_one_another(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, [True] * 4, "0.1") for name in ("one", "two")]
+    add_results(folders[0], [0.25] * 40, 0.5)
+    add_results(folders[1], [0.75] * 40, 0.625)
+    runs = [read_run(folder) for folder in folders]
+    found = {(row["task"], row["difference"], row["questions"]) for row in published_differences(runs)}
+    assert found == {("DocVQA, a", "+50.0", 20), ("DocVQA, b", "+50.0", 20), ("DocVQA, overall", "+50.0", 40)}
+    tables = {table.title: table for table in score_tables(runs)}
+    assert list(tables) == ["DocVQA", "lmms-eval 0.7.3", "Measures of generated samples"]
+    (one, two) = tables["lmms-eval 0.7.3"].lines
+    assert (one.task, one.run, one.value, one.interval, one.count) == (
+        "ai2d, exact_match", "one", "0.5", "0.4 to 0.6", "n=12",
+    )  # fmt: skip
+    assert (two.run, two.series, two.value) == ("two", 2, "0.625")
+    assert tables["DocVQA"].notes == ["A note."]
+    lines = [(line.task, line.run, line.value) for line in tables["Measures of generated samples"].lines]
+    assert lines == [
+        ("SSIM", "one", "0.5"), ("SSIM", "two", "0.625"), ("PSNR", "one", "infinite"), ("PSNR", "two", "infinite"),
+    ]  # fmt: skip
+    page = Page(report.run(folders, tmp_path / "page.html").read_text())
+    for part in ("Difference to one on published sets", "DocVQA, overall", "+50.0", "lmms-eval 0.7.3", "A note."):
+        assert part in page

@@ -4,44 +4,89 @@ their configurations."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare, compare_rates
+from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare, compare_rates, shares_by_group
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
+from mindspeed_mm.tasks.report.scores import OVERALL
 
+T = TypeVar("T")
 MOST_QUESTIONS = 12
-_OVERALL = "overall"
 _SAMPLE = ("id", "task", "question", "expected", "given", "correct")
 _Question = tuple[str, str, str]
 
 
 def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    """Of each further run to the first: task, the paired difference with its interval, and the test, in words."""
+    """Of each further run to the first, on held-out questions: task, the paired difference with its interval, and the
+    test, in words."""
     found = []
     base = _by_question(runs[0].samples)
-    for place, run in enumerate(runs[1:], 2):
+    for series, run in enumerate(runs[1:], 2):
         own = _by_question(run.samples)
         shared = [question for question in base if question in own]
         if not shared or runs[0].results.get("measure") != run.results.get("measure"):
             continue
-        tasks = list(dict.fromkeys(question[0] for question in shared))
-        for task in [*(tasks if len(tasks) > 1 else []), _OVERALL]:
-            asked = [question for question in shared if task in (_OVERALL, question[0])]
+        for task, asked in _by_task(shared, lambda question: question[0]).items():
             test = _compared([own[question] for question in asked], [base[question] for question in asked])
-            found.append({"run": run.name, "series": place, "task": task, **_told(test)})
+            found.append({"run": run.name, "series": series, "task": task, **_told(test)})
     return found
+
+
+def published_differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """The same on published sets, of those that both runs were asked whole; a task is named after its set."""
+    found = []
+    base = {results["benchmark"]: results for results in runs[0].published}
+    for series, run in enumerate(runs[1:], 2):
+        for results in run.published:
+            theirs = base.get(results["benchmark"])
+            if theirs is None:
+                continue
+            for task, test in _on_a_set(results, theirs).items():
+                name = f"{results['title']}, {task}"
+                found.append({"run": run.name, "series": series, "task": name, **_told(test)})
+    return found
+
+
+def _on_a_set(results: Record, theirs: Record) -> dict[str, PairedTest]:
+    """Task → test; nothing where the questions are others."""
+    own_shares, base_shares = shares_by_group(results["samples"]), shares_by_group(theirs["samples"])
+    if own_shares.keys() != base_shares.keys() or not own_shares:
+        return {}
+    task_of = {sample["group"]: str(sample["task"]) for sample in results["samples"]}
+    is_graded = not {*own_shares.values(), *base_shares.values()} <= {0.0, 1.0}
+    tests = {}
+    for task, groups in _by_task(list(own_shares), task_of.__getitem__).items():
+        own = {group: own_shares[group] for group in groups}
+        tests[task] = compare(own, {group: base_shares[group] for group in groups}, is_graded=is_graded)
+    return tests
+
+
+def _by_task(questions: Sequence[T], task_of: Callable[[T], str]) -> dict[str, list[T]]:
+    """Questions of each task, if there are several, and then all of them."""
+    tasks: dict[str, list[T]] = {}
+    for question in questions:
+        tasks.setdefault(task_of(question), []).append(question)
+    parts = tasks if len(tasks) > 1 else {}
+    return {**parts, OVERALL: list(questions)}
 
 
 def _compared(ours: Sequence[Record], theirs: Sequence[Record]) -> PairedTest:
     if all("errors" in sample for sample in (*ours, *theirs)):
-        pairs = ([(sample["errors"], sample["units"]) for sample in samples] for samples in (ours, theirs))
-        return compare_rates(*pairs)
-    right = ({str(n): float(bool(sample["correct"])) for n, sample in enumerate(samples)} for samples in (ours, theirs))
-    return compare(*right, is_graded=False)
+        return compare_rates(_errors_of(ours), _errors_of(theirs))
+    return compare(_rightness_of(ours), _rightness_of(theirs), is_graded=False)
+
+
+def _errors_of(samples: Sequence[Record]) -> list[tuple[int, int]]:
+    return [(sample["errors"], sample["units"]) for sample in samples]
+
+
+def _rightness_of(samples: Sequence[Record]) -> dict[str, float]:
+    """By place: the questions of both runs are in the same order."""
+    return {str(place): float(bool(sample["correct"])) for place, sample in enumerate(samples)}
 
 
 def _told(test: PairedTest) -> dict[str, Any]:
@@ -62,32 +107,33 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     first run's, and of every run `given` and `correct`."""
     answers = [_by_question(run.samples) for run in runs]
     shared = [question for question in answers[0] if all(question in own for own in answers[1:])]
+    chosen = sorted(shared, key=lambda question: _agreement([own[question] for own in answers]))
+    shown = []
+    for question in chosen[:MOST_QUESTIONS]:
+        given = []
+        for run, own in zip(runs, answers, strict=True):
+            sample = own[question]
+            given.append({"run": run.name, "given": sample["given"], "correct": bool(sample["correct"])})
+        shown.append({"sample": answers[0][question], "answers": given})
+    return shown
 
-    def agreement(question: _Question) -> int:
-        given = [own[question] for own in answers]
-        if len({bool(sample["correct"]) for sample in given}) > 1:
-            return 0
-        return 1 if len({sample["given"] for sample in given}) > 1 else 2
 
-    chosen = sorted(shared, key=agreement)[:MOST_QUESTIONS]
-    return [
-        {
-            "sample": answers[0][question],
-            "answers": [
-                {"run": run.name, "given": own[question]["given"], "correct": bool(own[question]["correct"])}
-                for run, own in zip(runs, answers, strict=True)
-            ],
-        }
-        for question in chosen
-    ]
+def _agreement(samples: Sequence[Record]) -> int:
+    """0 where runs differ in being right, 1 where they only say other things, 2 where they say the same."""
+    if len({bool(sample["correct"]) for sample in samples}) > 1:
+        return 0
+    return 1 if len({sample["given"] for sample in samples}) > 1 else 2
 
 
 def configuration_differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     """Keys of the configuration that are not the same in all runs, with the value of each run."""
     settings = [_settings(run.configuration) for run in runs]
-    keys = dict.fromkeys(key for own in settings for key in own)
-    rows = [(key, [own.get(key, "–") for own in settings]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = []
+    for key in dict.fromkeys(key for own in settings for key in own):
+        values = [own.get(key, "–") for own in settings]
+        if len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
 
 
 def _settings(configuration: str) -> dict[str, str]:

@@ -38,6 +38,12 @@ class ReportedRun:
     """`eval/results.json`, else those of the last evaluation while training, or empty."""
     samples: list[Record]
     """Evaluated ones."""
+    published: list[Record]
+    """Results of published sets, of each with its own `samples`."""
+    harnesses: list[Record]
+    """Figures of harnesses."""
+    generated: Record
+    """`eval/generated.json`, or empty."""
     rounds: list[Round]
     """What a generator made while it was trained."""
     best: Record
@@ -71,6 +77,9 @@ def read_run(path: Path) -> ReportedRun:
         configuration=without_secrets(resolved),
         results=_read_object(evaluation / "results.json"),
         samples=read_jsonl(evaluation / "samples.jsonl"),
+        published=_read_published(folder.evaluation),
+        harnesses=[_read_object(path) for path in sorted(folder.evaluation.glob("*/harness.json"))],
+        generated=_read_object(folder.evaluation / "generated.json"),
         rounds=read_rounds(path),
         best=_read_object(folder.best),
     )
@@ -81,6 +90,16 @@ def _evaluation_folder(folder: RunFolder) -> Path:
     rounds = sorted(folder.evaluation.glob("while_training/iter_*/results.json"))
     own = folder.evaluation / "results.json"
     return rounds[-1].parent if rounds and not own.exists() else folder.evaluation
+
+
+def _read_published(evaluation: Path) -> list[Record]:
+    """Of the sets that `mm evaluate --benchmark` has scored, each in a folder of its own."""
+    found = []
+    for path in sorted(evaluation.glob("*/results.json")):
+        results = _read_object(path)
+        if "benchmark" in results:
+            found.append({**results, "samples": read_jsonl(path.with_name("samples.jsonl"))})
+    return found
 
 
 def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:

@@ -15,11 +15,17 @@ from markupsafe import Markup
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.charts import draw_charts
-from mindspeed_mm.tasks.report.comparison import configuration_differences, differences, side_by_side
+from mindspeed_mm.tasks.report.comparison import (
+    configuration_differences,
+    differences,
+    published_differences,
+    side_by_side,
+)
 from mindspeed_mm.tasks.report.data import Record, ReportedRun, choose_samples
 from mindspeed_mm.tasks.report.media import show
 from mindspeed_mm.tasks.report.rows import training_rows
 from mindspeed_mm.tasks.report.samples import sample_grid
+from mindspeed_mm.tasks.report.scores import score_tables, short
 
 MOST_SAMPLES = 12
 """Wrong answers shown, and right ones."""
@@ -42,6 +48,7 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
         runs=[_describe(run, several=len(runs) > 1) for run in runs],
         beside=_beside(runs) if len(runs) > 1 else None,
+        scores=score_tables(runs),
         charts=[(title, Markup(svg)) for title, svg in draw_charts(runs)],  # drawn by us
     )
 
@@ -54,6 +61,7 @@ def _beside(runs: Sequence[ReportedRun]) -> dict[str, Any]:
         "base": runs[0].name,
         "measure": runs[0].results.get("measure", "accuracy"),
         "differences": differences(runs),
+        "published": published_differences(runs),
         "questions": [{**_sample(each["sample"], media), "answers": each["answers"]} for each in questions],
         "settings": configuration_differences(runs),
     }
@@ -71,9 +79,6 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "judged": "generated" if run.rounds else "held-out",
         "grid": sample_grid(run.rounds),
         "training": training_rows(run.path),
-        "measure": run.results.get("measure", "accuracy"),
-        "scores": [score_row(task, score) for task, score in run.results.get("tasks", {}).items()],
-        "findings": _findings(run.results),
         "wrong": [_sample(sample, media) for sample in wrong],
         "right": [_sample(sample, media) for sample in right],
         "wrong_total": len(run.samples) - right_total,
@@ -82,23 +87,6 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "event_counts": _count_events(run.events),
         "environment": list(_flat(run.facts)),
         "configuration": run.configuration,
-    }
-
-
-def score_row(task: str, score: Record) -> dict[str, Any]:
-    """A row of the table of scores: a share, and of how many it is one."""
-    if "rate" in score:
-        return {
-            "task": task,
-            **score,
-            "share": score["rate"],
-            "count": f"{score['errors']:,} of {score['units']:,} wrong",
-        }
-    return {
-        "task": task,
-        **score,
-        "share": score["accuracy"],
-        "count": f"{score.get('correct')} of {score.get('n')} right",
     }
 
 
@@ -120,18 +108,6 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
 def _best(run: ReportedRun) -> str:
     found = run.best
     return f"{found['metric']} {found['value']:.4f} at step {found['step']}" if "step" in found else "–"
-
-
-def _findings(results: Record) -> list[str]:
-    """Sentences beside the scores: notes, and tables of numbers by name."""
-    notes = results.get("notes", [])
-    lines = [str(note) for note in (notes if isinstance(notes, list) else [notes])]
-    for name, table in results.items():
-        if name in ("tasks", "overall") or not isinstance(table, dict):
-            continue
-        numbers = [f"{_short(value)} {label}" for label, value in table.items() if isinstance(value, int | float)]
-        lines += [f"{name.replace('_', ' ')}: {', '.join(numbers)}"] if numbers else []
-    return lines
 
 
 def _subtitle(run: ReportedRun) -> str:
@@ -187,7 +163,7 @@ def _peak_memory(records: Sequence[Record]) -> str:
 
 def _event(event: Record) -> dict[str, Any]:
     known = ("time", "kind", "step")
-    details = ", ".join(f"{name} {_short(value)}" for name, value in event.items() if name not in known)
+    details = ", ".join(f"{name} {short(value)}" for name, value in event.items() if name not in known)
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"])) if "time" in event else ""
     return {"time": clock, "kind": event.get("kind", ""), "step": event.get("step", ""), "details": details}
 
@@ -196,10 +172,6 @@ def _count_events(events: Sequence[Record]) -> str:
     counts = Counter(str(event.get("kind")) for event in events)
     listed = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
     return f"{listed} (the last {MOST_EVENTS} below)" if len(events) > MOST_EVENTS else listed
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:

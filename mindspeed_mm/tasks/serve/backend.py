@@ -152,7 +152,7 @@ def running(engine: str, served: Served, start_s: float = LONGEST_START_S) -> It
             _wait_until_ready(start.title, backend, process, start_s)
             yield backend
         finally:
-            _end(process)
+            end_process(process)
 
 
 def free_port() -> int:
@@ -180,8 +180,8 @@ def _wait_until_ready(title: str, backend: Backend, process: subprocess.Popen[by
         time.sleep(_POLL_S)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it has started."""
+def end_process(process: subprocess.Popen[Any]) -> None:
+    """End a process that has a group of its own, and what it has started."""
     for number, wait_s in ((signal.SIGTERM, LONGEST_END_S), (signal.SIGKILL, LONGEST_END_S)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -42,6 +42,14 @@ class PairedTest:
         return asdict(self)
 
 
+def shares_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Group → the least share of its items, of the samples of a published set."""
+    shares: dict[str, float] = {}
+    for sample in samples:
+        shares[sample["group"]] = min(sample["share"], shares.get(sample["group"], 1.0))
+    return shares
+
+
 def compare(ours: Mapping[str, float], theirs: Mapping[str, float], *, is_graded: bool) -> PairedTest:
     """Compare two models' shares, by question.
 

@@ -26,7 +26,7 @@ from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.folder import results_folder
-from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
+from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
@@ -179,7 +179,7 @@ def _group(item: Item) -> str:
 def _result(
     published: PublishedSet, samples: Sequence[dict[str, Any]], facts: dict[str, Any], others: dict[str, float] | None
 ) -> PublishedResult:
-    shares = _shares_by_group(samples)
+    shares = shares_by_group(samples)
     tasks: dict[str, dict[str, float]] = defaultdict(dict)
     for sample in samples:
         tasks[sample["task"]][sample["group"]] = shares[sample["group"]]
@@ -187,14 +187,6 @@ def _result(
     test = compare(shares, others, is_graded=published.is_graded) if others is not None else None
     scores = {name: told(list(found.values())) for name, found in tasks.items()}
     return PublishedResult(scores, told(list(shares.values())), facts, test)
-
-
-def _shares_by_group(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Group → the least share of its items."""
-    shares: dict[str, float] = {}
-    for sample in samples:
-        shares[sample["group"]] = min(sample["share"], shares.get(sample["group"], 1.0))
-    return shares
 
 
 def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
@@ -210,7 +202,7 @@ def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
         ) from error
     if {sample["benchmark"] for sample in samples} != {benchmark}:
         raise UsageError(f"holds results of another set than {benchmark}", where=str(path), key="--against")
-    return _shares_by_group(samples)
+    return shares_by_group(samples)
 
 
 def _write(result: PublishedResult, samples: Sequence[dict[str, Any]], out: Path) -> None:

@@ -1,0 +1,36 @@
+"""Measured values as results hold them: a value, and for means the number of samples and a 95 % interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.fsdp.sampling.answers.scoring import bootstrap_interval
+
+Measured = dict[str, Any]
+"""`value`, None where it is infinite; of means `n`, and `low` and `high`, the bounds of a 95 % interval."""
+
+
+def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> Measured:
+    """The mean of samples, with the interval of samples drawn with replacement.
+
+    Args:
+        values: Of each sample.
+        weights: How much each counts; None: alike.
+    """
+    if not all(map(math.isfinite, values)):  # JSON has no infinity
+        return {"value": None, "n": len(values)}
+    units = np.ones(len(values)) if weights is None else np.array(weights, dtype=float)
+    sums = np.array(values) * units
+    low, high = bootstrap_interval(sums, units)
+    return {"value": float(sums.sum() / units.sum()), "n": len(values), "low": low, "high": high}
+
+
+def told(name: str, one: Measured) -> str:
+    """For people."""
+    value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
+    interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
+    return f"{name}: {value}{interval}"
