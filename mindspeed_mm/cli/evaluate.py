@@ -63,7 +63,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
-    help="With --benchmark: folder of another model's results on the same set, to compare with by a paired test.",
+    help="Folder of another model's results on the same rows, or the same set, to compare with by a paired test.",
 )
 @click.option(
     "--generated",
@@ -220,7 +220,6 @@ _OF_GENERATED = ("generated", "measures generated pictures and clips", "Add --ge
 _MEASURES = ("reference", "clip", "lpips", "dino", "flow", "vbench", "vbench_python", "features", "reference_features")
 _OWN = {
     **dict.fromkeys(_MEASURES, _OF_GENERATED),
-    "against": ("benchmark", "compares results of --benchmark", "Name the set: --benchmark NAME."),
     **dict.fromkeys(_ASKING, _OF_HARNESS),
 }
 """Option → the only way that takes it, what it does there, how to get there."""
@@ -231,7 +230,7 @@ _TAKEN = {
     "harness": {"lora", "config", *_ASKING} | _GENERATING,
     "benchmark": {"against"} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
-    "rows": {"media_dir"} | _MODEL | _GENERATING | _COMPARED,
+    "rows": {"media_dir", "against"} | _MODEL | _GENERATING | _COMPARED,
 }
 """Way → its options, beside those of all."""
 _WHY_NOT = {
@@ -298,7 +297,7 @@ def _score_rows(model: str, options: dict[str, Any]) -> Result:
     if options["judge"] is not None:
         judge = Judge(options["judge"], options["judge_model"], options["judge_key_env"])
     comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
-    taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan")}
+    taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan", "against")}
     return evaluate.run(Path(model), options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
 
 

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, score, wilson
 from mindspeed_mm.tasks.answer.answering import AnswerProgress
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.evaluate import evaluate
+from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 4
@@ -108,6 +109,31 @@ def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
         "given": samples[2]["given"],
         "correct": False,
     }
+
+
+def test_another_models_answers_to_the_same_rows(folder: Path, rows: Path, tmp_path: Path) -> None:
+    """Of the other's three wrong answers two are right now, and one of its right ones is wrong."""
+    evaluate.run(folder, rows, out=tmp_path / "first", max_new_tokens=TOKENS)
+    path = tmp_path / "first" / "samples.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    for sample, is_right in ((samples[0], False), (samples[1], False), (samples[2], True)):
+        sample["correct"] = is_right
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    arguments = ["--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", str(TOKENS)]
+    told = CliRunner().invoke(command, [str(folder), *arguments, "--against", str(path.parent)], catch_exceptions=False)
+    last = told.output.splitlines()[-1]
+    assert last.startswith("accuracy against the other model: +8.3 points (95 % interval ")
+    assert last.endswith("better on 2, worse on 1 of 12 questions, p = 1 by McNemar's exact test")
+    assert json.loads((tmp_path / "eval" / "results.json").read_text())["against"]["p_value"] == 1
+    for words, message in (
+        (["--metric", "wer"], "was scored by another metric"),
+        (["--against", str(tmp_path)], "holds no results of rows"),
+    ):
+        said = mm("evaluate", folder, *arguments, "--against", path.parent, *words)
+        assert said.code == 2 and message in said.err, said.err
+    path.write_text(path.read_text().replace("what is 2?", "what was 2?"))
+    said = mm("evaluate", folder, *arguments, "--against", path)
+    assert said.code == 2 and "was made with other questions" in said.err
 
 
 def test_results_of_one_folder_do_not_replace_those_of_another(

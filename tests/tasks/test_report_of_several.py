@@ -11,8 +11,8 @@ import pytest
 from scipy.stats import binomtest
 
 from mindspeed_mm.fsdp.sampling.answers.scoring import graded
+from mindspeed_mm.tasks.evaluate.comparing import compare_rates
 from mindspeed_mm.tasks.evaluate.harness.figures import Figure, TaskFigures
-from mindspeed_mm.tasks.evaluate.published.comparing import compare_rates
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report.comparison import (
     configuration_differences,

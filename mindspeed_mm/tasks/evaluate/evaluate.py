@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.artifacts import make_writable_folder
+from mindspeed_mm.core.artifacts import make_writable_folder, read_jsonl
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -14,6 +16,7 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions
 from mindspeed_mm.fsdp.sampling.answers.scored import (
     EXACT,
+    SAMPLES,
     Evaluation,
     check_evaluation_folder,
     evaluate_answers,
@@ -24,6 +27,8 @@ from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.comparing import Question as OfQuestion
+from mindspeed_mm.tasks.evaluate.comparing import by_question, compare_samples
 from mindspeed_mm.tasks.evaluate.folder import results_folder
 from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
@@ -43,6 +48,7 @@ def run(
     comparison: Comparison = EXACT,
     plan: Path | None = None,
     judge: Judge | None = None,
+    against: Path | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -62,13 +68,15 @@ def run(
         comparison: How answers are compared with the expected ones.
         plan: A YAML whose section `parallel` spreads the model over the ranks.
         judge: Decides on answers that are not the expected ones.
+        against: Folder of the results of another model on the same rows, to compare with.
 
     Raises:
-        MMError: The folder is not a model, rows are bad, or `out` cannot be written.
+        MMError: The folder is not a model, rows are bad, `against` holds other questions, or `out` cannot be written.
     """
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = _questions(data, media_dir, view)
+    others = _read_others(against, questions, comparison) if against is not None else None
     media_dir = media_dir or data.parent
     out = out or results_folder(source.run, source.folder)
     with joined_ranks(WAIT_S) as ranks:
@@ -86,8 +94,36 @@ def run(
             verdicts = ranks.first("asking the judge", lambda: judge.verdicts(questions, answers, comparison))
         answered = [(question, answers[question.row]) for question in questions]
         evaluation = evaluate_answers(answered, facts, comparison, verdicts)
+        if others is not None:
+            evaluation = _compared(evaluation, others)
         ranks.first("writing the results", lambda: write_evaluation(evaluation, out))
     return evaluation
+
+
+def _read_others(against: Path, questions: list[Question], comparison: Comparison) -> dict[OfQuestion, Any]:
+    """What another evaluation of the same rows found, by question.
+
+    Raises:
+        UsageError: It is of other questions, or compared answers in another way.
+    """
+    path = against / SAMPLES if against.is_dir() else against
+    if not path.is_file():
+        way_out = "Name the folder that mm evaluate wrote."
+        raise UsageError("holds no results of rows", where=str(against), key="--against", way_out=way_out)
+    others = by_question(read_jsonl(path))
+    if others.keys() != {(question.task, question.id, question.text) for question in questions}:
+        raise UsageError("was made with other questions", where=str(path), key="--against")
+    if any(("errors" in sample) != (comparison.metric != "exact") for sample in others.values()):
+        way_out = "Score both with the same --metric."
+        raise UsageError("was scored by another metric", where=str(path), key="--against", way_out=way_out)
+    return others
+
+
+def _compared(evaluation: Evaluation, others: dict[OfQuestion, Any]) -> Evaluation:
+    own = by_question(evaluation.samples)
+    test = compare_samples(list(own.values()), [others[question] for question in own])
+    remark = f"{evaluation.comparison.title} against the other model: {test}"
+    return replace(evaluation, facts=evaluation.facts | {"against": test.to_dict()}, remarks=(remark,))
 
 
 def _questions(data: Path, media_dir: Path | None, view: RowsView) -> list[Question]:

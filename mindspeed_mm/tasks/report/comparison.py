@@ -4,34 +4,32 @@ their configurations."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare, compare_rates, shares_by_group
+from mindspeed_mm.tasks.evaluate.comparing import PairedTest, by_question, compare, compare_samples, shares_by_group
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
 from mindspeed_mm.tasks.report.scores import OVERALL
 
 T = TypeVar("T")
 MOST_QUESTIONS = 12
-_SAMPLE = ("id", "task", "question", "expected", "given", "correct")
-_Question = tuple[str, str, str]
 
 
 def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """Of each further run to the first, on held-out questions: task, the paired difference with its interval, and the
     test, in words."""
     found = []
-    base = _by_question(runs[0].samples)
+    base = by_question(runs[0].samples)
     for series, run in enumerate(runs[1:], 2):
-        own = _by_question(run.samples)
+        own = by_question(run.samples)
         shared = [question for question in base if question in own]
         if not shared or runs[0].results.get("measure") != run.results.get("measure"):
             continue
         for task, asked in _by_task(shared, lambda question: question[0]).items():
-            test = _compared([own[question] for question in asked], [base[question] for question in asked])
+            test = compare_samples([own[question] for question in asked], [base[question] for question in asked])
             found.append({"run": run.name, "series": series, "task": task, **_told(test)})
     return found
 
@@ -74,21 +72,6 @@ def _by_task(questions: Sequence[T], task_of: Callable[[T], str]) -> dict[str, l
     return {**parts, OVERALL: list(questions)}
 
 
-def _compared(ours: Sequence[Record], theirs: Sequence[Record]) -> PairedTest:
-    if all("errors" in sample for sample in (*ours, *theirs)):
-        return compare_rates(_errors_of(ours), _errors_of(theirs))
-    return compare(_rightness_of(ours), _rightness_of(theirs), is_graded=False)
-
-
-def _errors_of(samples: Sequence[Record]) -> list[tuple[int, int]]:
-    return [(sample["errors"], sample["units"]) for sample in samples]
-
-
-def _rightness_of(samples: Sequence[Record]) -> dict[str, float]:
-    """By place: the questions of both runs are in the same order."""
-    return {str(place): float(bool(sample["correct"])) for place, sample in enumerate(samples)}
-
-
 def _told(test: PairedTest) -> dict[str, Any]:
     points, low, high = (f"{100 * value:+.1f}" for value in (test.difference, test.low, test.high))
     return {
@@ -105,7 +88,7 @@ def _told(test: PairedTest) -> dict[str, Any]:
 def side_by_side(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """Questions that all runs were asked, those first on which they differ in being right: each with `sample`, the
     first run's, and of every run `given` and `correct`."""
-    answers = [_by_question(run.samples) for run in runs]
+    answers = [by_question(run.samples) for run in runs]
     shared = [question for question in answers[0] if all(question in own for own in answers[1:])]
     chosen = sorted(shared, key=lambda question: _agreement([own[question] for own in answers]))
     shown = []
@@ -118,7 +101,7 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     return shown
 
 
-def _agreement(samples: Sequence[Record]) -> int:
+def _agreement(samples: Sequence[Mapping[str, Any]]) -> int:
     """0 where runs differ in being right, 1 where they only say other things, 2 where they say the same."""
     if len({bool(sample["correct"]) for sample in samples}) > 1:
         return 0
@@ -148,12 +131,3 @@ def _leaves(value: Any, key: str) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{key}.{name}" if key else str(name))]
     return [(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))]
-
-
-def _by_question(samples: Sequence[Record]) -> dict[_Question, Record]:
-    """Samples of `mm evaluate` by task, id and question; those of other tools are left out."""
-    return {
-        (str(sample["task"]), str(sample["id"]), str(sample["question"])): sample
-        for sample in samples
-        if all(name in sample for name in _SAMPLE)
-    }

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from mindspeed_mm.tasks.report.data import Record, ReportedRun, choose_samples
 from mindspeed_mm.tasks.report.media import show
 from mindspeed_mm.tasks.report.rows import training_rows
 from mindspeed_mm.tasks.report.samples import sample_grid
-from mindspeed_mm.tasks.report.scores import score_tables, short
+from mindspeed_mm.tasks.report.scores import judged, score_tables, short
 
 MOST_SAMPLES = 12
 """Wrong answers shown, and right ones."""
 MOST_EVENTS = 40
+NOTHING = "–"
 TEMPLATE = "report/report_page.html.j2"
 
 
@@ -42,12 +43,12 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    names = ", ".join(run.name for run in runs)
+    several = len(runs) > 1
     return environment.get_template(TEMPLATE).render(
-        title=f"Report: {names}",
-        subtitle=_subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
-        runs=[_describe(run, several=len(runs) > 1) for run in runs],
-        beside=_beside(runs) if len(runs) > 1 else None,
+        title=f"Report: {', '.join(run.name for run in runs)}",
+        subtitle=f"{len(runs)} runs" if several else _subtitle(runs[0]),
+        runs=[_describe(run, several=several) for run in runs],
+        beside=_beside(runs) if several else None,
         scores=score_tables(runs),
         charts=[(title, Markup(svg)) for title, svg in draw_charts(runs)],  # drawn by us
     )
@@ -76,7 +77,7 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "name": run.name,
         "suffix": f": {run.name}" if several else "",
         "numbers": summary(run),
-        "judged": "generated" if run.rounds else "held-out",
+        "judged": judged(run),
         "grid": sample_grid(run.rounds),
         "training": training_rows(run.path),
         "wrong": [_sample(sample, media) for sample in wrong],
@@ -96,18 +97,20 @@ def summary(run: ReportedRun) -> list[tuple[str, str]]:
         ("status", str(run.facts.get("status", "unknown"))),
         ("steps", _steps(run)),
         ("training loss", _last(run.steps, "loss")),
-        ("validation loss", ", ".join([_last(run.validations, "val_loss"), *_other_terms(run.validations)])),
+        ("validation loss", _validation(run.validations)),
         ("best", _best(run)),
         ("time", _duration(run)),
-        ("tokens a second", _median(run.steps, "tokens_per_s")),
-        ("waiting for data", _percent(run.steps, "data_share")),
-        ("peak memory", _peak_memory(run.steps)),
+        ("tokens a second", _over_steps(run, "tokens_per_s", lambda values: f"{statistics.median(values):,.0f}")),
+        ("waiting for data", _over_steps(run, "data_share", lambda values: f"{100 * statistics.fmean(values):.1f} %")),
+        ("peak memory", _over_steps(run, "memory_gib", lambda values: f"{max(values):.2f} GiB")),
     ]
 
 
 def _best(run: ReportedRun) -> str:
     found = run.best
-    return f"{found['metric']} {found['value']:.4f} at step {found['step']}" if "step" in found else "–"
+    if "step" not in found:
+        return NOTHING
+    return f"{found['metric']} {found['value']:.4f} at step {found['step']}"
 
 
 def _subtitle(run: ReportedRun) -> str:
@@ -121,19 +124,24 @@ def _subtitle(run: ReportedRun) -> str:
 def _steps(run: ReportedRun) -> str:
     done = run.steps[-1]["step"] if run.steps else 0
     total = run.facts.get("total_steps")
-    return f"{done:,} of {total:,}" if isinstance(total, int) and total != done else f"{done:,}"
+    if isinstance(total, int) and total != done:
+        return f"{done:,} of {total:,}"
+    return f"{done:,}"
 
 
 def _last(records: Sequence[Record], key: str) -> str:
-    return f"{records[-1][key]:.4f}" if records and records[-1][key] is not None else "–"
+    if not records or records[-1][key] is None:
+        return NOTHING
+    return f"{records[-1][key]:.4f}"
 
 
-def _other_terms(validations: Sequence[Record]) -> list[str]:
-    """Terms beside the loss in the last validation, by the names that the metrics have."""
-    names = [
-        name for name in (validations[-1] if validations else {}) if name.startswith("val_") and name != "val_loss"
-    ]
-    return [f"{name} {_last(validations, name)}" for name in names]
+def _validation(validations: Sequence[Record]) -> str:
+    """The last validation: its loss, and the terms beside it by the names that the metrics have."""
+    told = [_last(validations, "val_loss")]
+    for name in validations[-1] if validations else ():
+        if name.startswith("val_") and name != "val_loss":
+            told.append(f"{name} {_last(validations, name)}")
+    return ", ".join(told)
 
 
 def _duration(run: ReportedRun) -> str:
@@ -142,52 +150,57 @@ def _duration(run: ReportedRun) -> str:
     for record in run.steps:
         seconds += record.get("step_ms", 0.0) / 1000 * (record["step"] - previous)
         previous = record["step"]
+    if not seconds:
+        return NOTHING
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if seconds else "–"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _median(records: Sequence[Record], key: str) -> str:
-    values = [record[key] for record in records if key in record]
-    return f"{statistics.median(values):,.0f}" if values else "–"
-
-
-def _percent(records: Sequence[Record], key: str) -> str:
-    values = [record[key] for record in records if key in record]
-    return f"{100 * statistics.fmean(values):.1f} %" if values else "–"
-
-
-def _peak_memory(records: Sequence[Record]) -> str:
-    values = [record["memory_gib"] for record in records if "memory_gib" in record]
-    return f"{max(values):.2f} GiB" if values else "–"
+def _over_steps(run: ReportedRun, key: str, told: Callable[[list[float]], str]) -> str:
+    """What all steps that have logged a number say together."""
+    values = [record[key] for record in run.steps if key in record]
+    return told(values) if values else NOTHING
 
 
 def _event(event: Record) -> dict[str, Any]:
-    known = ("time", "kind", "step")
-    details = ", ".join(f"{name} {short(value)}" for name, value in event.items() if name not in known)
-    clock = time.strftime("%H:%M:%S", time.localtime(event["time"])) if "time" in event else ""
-    return {"time": clock, "kind": event.get("kind", ""), "step": event.get("step", ""), "details": details}
+    details = [f"{name} {short(value)}" for name, value in event.items() if name not in ("time", "kind", "step")]
+    clock = ""
+    if "time" in event:
+        clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    return {
+        "time": clock,
+        "kind": event.get("kind", ""),
+        "step": event.get("step", ""),
+        "details": ", ".join(details),
+    }
 
 
 def _count_events(events: Sequence[Record]) -> str:
     counts = Counter(str(event.get("kind")) for event in events)
     listed = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
-    return f"{listed} (the last {MOST_EVENTS} below)" if len(events) > MOST_EVENTS else listed
+    if len(events) > MOST_EVENTS:
+        return f"{listed} (the last {MOST_EVENTS} below)"
+    return listed
 
 
-def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested facts as dotted names with values."""
     if isinstance(value, dict):
-        return [item for key, inner in value.items() for item in _flat(inner, f"{name}.{key}" if name else str(key))]
-    if name in ("started", "ended") and isinstance(value, int | float):
-        return [(name, time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value)))]
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [(name, " ".join(value))]
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return [(name, text)]
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif name in ("started", "ended") and isinstance(value, int | float):
+        yield name, time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        yield name, " ".join(value)
+    elif isinstance(value, str):
+        yield name, value
+    else:
+        yield name, json.dumps(value, ensure_ascii=False)
 
 
 def _sample(sample: Record, media: MediaLoader) -> dict[str, Any]:
-    images = sample.get("image", [])
-    names = images if isinstance(images, list) else [images]
+    names = sample.get("image", [])
+    if not isinstance(names, list):
+        names = [names]
     fields = {name: sample.get(name, "") for name in ("id", "task", "question", "expected", "given", "correct")}
     return {**fields, "pictures": [show(str(name), media) for name in names]}

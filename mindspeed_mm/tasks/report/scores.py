@@ -54,9 +54,8 @@ def score_tables(runs: Sequence[ReportedRun]) -> list[Table]:
 
 def _tables_of(run: ReportedRun, series: int) -> Iterator[Table]:
     measure = str(run.results.get("measure", "accuracy"))
-    judged = "generated" if run.rounds else "held-out"
     if run.results.get("tasks"):
-        title = f"{measure.capitalize()} on {judged} samples"
+        title = f"{measure.capitalize()} on {judged(run)} samples"
         yield Table(title, measure, _score_lines(run.results, run, series), _findings(run.results))
     for results in run.published:
         note = str(results.get("note") or "")
@@ -66,6 +65,11 @@ def _tables_of(run: ReportedRun, series: int) -> Iterator[Table]:
         yield Table(title, "figure", _harness_lines(results, run, series))
     if run.generated:
         yield Table("Measures of generated samples", "value", _generated_lines(run.generated, run, series))
+
+
+def judged(run: ReportedRun) -> str:
+    """What samples of a run are: a generator's are its own, and judged by others."""
+    return "generated" if run.rounds else "held-out"
 
 
 def _score_lines(results: Record, run: ReportedRun, series: int) -> list[Line]:

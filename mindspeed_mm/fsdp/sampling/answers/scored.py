@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SAMPLES = "samples.jsonl"
 EXACT = Comparison()
 _SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
 _KEYS = ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds")
-_OPTIONAL = ("step", "lora", "judge", "measure", "metric", "ignore_case", "ignore_punctuation")
+_OPTIONAL = ("step", "lora", "judge", "against", "measure", "metric", "ignore_case", "ignore_punctuation")
 _is_samples = any_of(
     first_line_has(*_SAMPLE_KEYS),
     first_line_has(*_SAMPLE_KEYS, "errors", "units"),
@@ -53,6 +53,8 @@ class Evaluation:
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
     comparison: Comparison = EXACT
+    remarks: Sequence[str] = ()
+    """Lines for people behind the scores."""
 
     @property
     def scores(self) -> dict[str, Score | ErrorRate]:
@@ -76,8 +78,8 @@ class Evaluation:
             )
         if cut_off := self.facts.get("cut_off"):
             limit = self.facts["max_new_tokens"]
-            return [f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)", *told]
-        return told
+            told.insert(0, f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)")
+        return [*told, *self.remarks]
 
 
 def evaluate_answers(

@@ -25,8 +25,8 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.spread import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
+from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.folder import results_folder
-from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
@@ -55,16 +55,24 @@ class PublishedResult:
 
     def to_dict(self) -> dict[str, Any]:
         """What `results.json` holds."""
-        scores = {"tasks": {name: one.to_dict() for name, one in self.tasks.items()}, "overall": self.overall.to_dict()}
-        return {**scores, **self.facts, **({"against": self.against.to_dict()} if self.against else {})}
+        tasks = {name: one.to_dict() for name, one in self.tasks.items()}
+        told = {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts}
+        if self.against is not None:
+            told["against"] = self.against.to_dict()
+        return told
 
     def lines(self) -> list[str]:
         """For people."""
-        title = self.facts["title"]
-        told = [f"{title}, {name}: {one}" for name, one in self.tasks.items()] if len(self.tasks) > 1 else []
+        title, note = self.facts["title"], self.facts["note"]
+        told = []
+        if len(self.tasks) > 1:
+            told += [f"{title}, {name}: {one}" for name, one in self.tasks.items()]
         told.append(f"{title}: {self.overall}")
-        told += [f"{title} against the other model: {self.against}"] if self.against else []
-        return told + ([self.facts["note"]] if self.facts["note"] else [])
+        if self.against is not None:
+            told.append(f"{title} against the other model: {self.against}")
+        if note:
+            told.append(note)
+        return told
 
 
 @dataclass(frozen=True)
@@ -107,9 +115,7 @@ def run(request: PublishedRequest) -> PublishedResult:
     published = SETS[request.benchmark]
     source = with_adapters(resolve_model(request.model), request.lora)
     items = published.read(request.data)
-    others = _read_shares(request.against, request.benchmark) if request.against else None
-    if others is not None and others.keys() != {_group(item) for item in items}:
-        raise UsageError("was made with other questions", where=str(request.against), key="--against")
+    others = _read_others(request, items)
     out = request.out or results_folder(source.run, source.folder) / request.benchmark
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out))
@@ -120,6 +126,16 @@ def run(request: PublishedRequest) -> PublishedResult:
         result = _result(published, samples, facts, others)
         ranks.first("writing the results", lambda: _write(result, samples, out))
     return result
+
+
+def _read_others(request: PublishedRequest, items: Sequence[Item]) -> dict[str, float] | None:
+    """What the model that is compared with got, by question; None where there is none."""
+    if request.against is None:
+        return None
+    others = _read_shares(request.against, request.benchmark)
+    if others.keys() != {_group(item) for item in items}:
+        raise UsageError("was made with other questions", where=str(request.against), key="--against")
+    return others
 
 
 def _prepare(out: Path) -> None:
@@ -138,23 +154,26 @@ def _answers(request: PublishedRequest, source: ModelSource, items: Sequence[Ite
 
 def _facts(request: PublishedRequest, source: ModelSource, answers: Mapping[int, Answer]) -> dict[str, Any]:
     published = SETS[request.benchmark]
-    return {
+    facts = {
         "benchmark": request.benchmark,
         "title": published.title,
         "note": published.note,
         "model": str(source.folder.absolute()),
-        **({"lora": str(source.lora.absolute())} if source.lora is not None else {}),
         "data": str(request.data.absolute()),
         "max_new_tokens": request.max_new_tokens,
         "cut_off": sum(not answer.finished for answer in answers.values()),
     }
+    if source.lora is not None:
+        facts["lora"] = str(source.lora.absolute())
+    return facts
 
 
 class Questions(Sequence[Question]):
     """The questions of a set, each read when it is due: the pictures of thousands do not fit into memory."""
 
     def __init__(self, items: Sequence[Item], rows: range | None = None) -> None:
-        self._items, self._rows = items, range(len(items)) if rows is None else rows
+        self._items = items
+        self._rows = range(len(items)) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -180,22 +199,27 @@ def _result(
     published: PublishedSet, samples: Sequence[dict[str, Any]], facts: dict[str, Any], others: dict[str, float] | None
 ) -> PublishedResult:
     shares = shares_by_group(samples)
-    tasks: dict[str, dict[str, float]] = defaultdict(dict)
+    by_task: dict[str, dict[str, float]] = defaultdict(dict)
     for sample in samples:
-        tasks[sample["task"]][sample["group"]] = shares[sample["group"]]
-    told = published.score
-    test = compare(shares, others, is_graded=published.is_graded) if others is not None else None
-    scores = {name: told(list(found.values())) for name, found in tasks.items()}
-    return PublishedResult(scores, told(list(shares.values())), facts, test)
+        by_task[sample["task"]][sample["group"]] = shares[sample["group"]]
+    tasks = {name: published.score(list(found.values())) for name, found in by_task.items()}
+    test = None
+    if others is not None:
+        test = compare(shares, others, is_graded=published.is_graded)
+    return PublishedResult(tasks, published.score(list(shares.values())), facts, test)
 
 
 def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
     """What another evaluation of the same set found."""
     path = folder / SAMPLES if folder.is_dir() else folder
+    samples = []
     try:
-        samples = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        if any(sample.keys() != set(_SAMPLE_KEYS) for sample in samples):
-            raise ValueError("it has other fields")
+        # Not `splitlines`: an answer may hold other marks that end a line.
+        for line in path.read_text(encoding="utf-8").strip("\n").split("\n"):
+            sample = parse_json(line)
+            if sample.keys() != set(_SAMPLE_KEYS):
+                raise ValueError("it has other fields")
+            samples.append(sample)
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(
             f"holds no results of --benchmark: {error}", where=str(path), key="--against", way_out="Name its folder."
@@ -208,5 +232,6 @@ def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
 def _write(result: PublishedResult, samples: Sequence[dict[str, Any]], out: Path) -> None:
     """Samples first: where results stand, the samples are theirs."""
     (out / RESULTS).unlink(missing_ok=True)
-    atomic_write_text(out / SAMPLES, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+    atomic_write_text(out / SAMPLES, "".join(lines))
     atomic_write_text(out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")

@@ -36,10 +36,12 @@ class Item:
         """It as a model is asked."""
         media = dict(self.media())
         prompt, pictures = _in_place(self.prompt, media.get("images", []))
-        media |= {"images": pictures} if pictures else {}
-        marks = "".join(
-            f"<{kind[:-1]}>" * (len(items) - prompt.count(f"<{kind[:-1]}>")) for kind, items in media.items()
-        )
+        if pictures:
+            media["images"] = pictures
+        marks = ""
+        for kind, items in media.items():
+            mark = f"<{kind.removesuffix('s')}>"
+            marks += mark * (len(items) - prompt.count(mark))
         turns = [{"role": "user", "content": marks + prompt}, {"role": "assistant", "content": self.gold[0]}]
         place = RowLocation(self.id, row)
         sample, _ = question_of({"messages": turns, **media}, RowFormat(), place, needs_answer=True)
@@ -49,12 +51,12 @@ class Item:
 def _in_place(prompt: str, pictures: Sequence[Any]) -> tuple[str, list[Any]]:
     """The text with `<image>` where it names a picture, and the pictures: those that it does not name first, the others
     as it names them."""
-    numbers = {f"<image {number}>": number for number in range(1, len(pictures) + 1)}
-    named = [numbers[mark] for mark in re.findall(r"<image \d+>", prompt) if mark in numbers]
-    for mark in numbers:
+    by_mark = {f"<image {number}>": picture for number, picture in enumerate(pictures, 1)}
+    named = [mark for mark in re.findall(r"<image \d+>", prompt) if mark in by_mark]
+    unnamed = [mark for mark in by_mark if mark not in named]
+    for mark in by_mark:
         prompt = prompt.replace(mark, "<image>")
-    order = [number for number in numbers.values() if number not in named] + named
-    return prompt, [pictures[number - 1] for number in order]
+    return prompt, [by_mark[mark] for mark in (*unnamed, *named)]
 
 
 def with_options(prompt: str, options: Mapping[str, str]) -> str:

@@ -164,7 +164,15 @@ _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _NUMERALS = {"none": "0", **{word: str(number) for number, word in enumerate(_WORDS)}}
 _ARTICLES = {"a", "an", "the"}
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`!'
-_CONTRACTED = re.compile(r"(?<=n)'(?=t\b)|'(?=ve\b)")
+_CONTRACTED = re.compile(r"(?<=n)'(?=t(?:'?ve)?\b)|'(?=ve\b)")
+_STEMS = {
+    "ll": ("how", "it", "somebody", "someone", "something", "they", "what", "who", "why", "y'all", "you"),
+    "d": ("he", "how", "it", "somebody", "someone", "something", "there", "they", "where", "who", "you"),
+    "dve": ("he", "it", "she", "somebody", "someone", "something", "there", "they", "we", "who", "y'all", "you"),
+    "re": ("there", "they", "what", "why", "you"),
+}
+"""Ending of a contraction → what it stands behind: there it does not count whether the apostrophe is written."""
+_WHOLE = {"ma'am", "o'clock", "'twas", "y'all"}
 
 
 def _vqa_words(text: str) -> str:
@@ -172,10 +180,22 @@ def _vqa_words(text: str) -> str:
     punctuation gone where a blank stands beside one of its kind and a blank elsewhere, a point gone unless a digit
     follows it. Marks that it does not list ($, %, #, &, :) stay.
 
-    Of its table of contractions only those in n't and 've are here, by their form.
+    Of a contraction that its table lists the apostrophe does not count, nor does that of 've behind any word.
     """
     text = " ".join(text.lower().replace(",", "").replace("?", "").replace("'s", " 's").split())
     beside_blank = {mark for mark in _PUNCTUATION if f"{mark} " in text or f" {mark}" in text}
     text = "".join("" if sign in beside_blank else " " if sign in _PUNCTUATION else sign for sign in text)
     text = re.sub(r"\.(?!\d)", "", _CONTRACTED.sub("", text))
-    return " ".join(_NUMERALS.get(word, word) for word in text.split() if word not in _ARTICLES)
+    words = [_uncontracted(word) for word in text.split() if word not in _ARTICLES]
+    return " ".join(_NUMERALS.get(word, word) for word in words)
+
+
+def _uncontracted(word: str) -> str:
+    """A word that the table lists without its apostrophes; any other as it is."""
+    if word in _WHOLE:
+        return word.replace("'", "")
+    for ending, stems in _STEMS.items():
+        stem = word.removesuffix(ending).removesuffix("'")
+        if word.endswith(ending) and (stem in stems or (stem == "yall" and "y'all" in stems)):
+            return word.replace("'", "")
+    return word

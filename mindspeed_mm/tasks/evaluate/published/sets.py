@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from mindspeed_mm.tasks.evaluate.published.tables import ReaderTable, SetTable, 
 _LETTERS = string.ascii_uppercase
 _REFERENCE_CHARACTERS = 64
 """A shorter picture of a TSV file is the index of another row, whose picture it is."""
+_OPTION_LINE = re.compile(r"^\s*(?P<letter>[A-Z])[.)](?P<text>.*)$", re.MULTILINE)
 _PICTURES = ("image", *(f"image_{number}" for number in range(1, 8)))
 _CHOOSE, _SHORT = "Answer with the letter of the right option.", "Answer with a single word or phrase."
 
@@ -56,10 +58,9 @@ class PublishedSet:
         """
         if not data.exists():
             raise UsageError("there is no such file or folder", where=str(data), key="--data")
+        folder = data if data.is_dir() else data.parent
         for pattern, items in self.layouts.items():
-            files = [data] if data.is_file() and data.match(pattern) else sorted(data.glob(pattern))
-            if files:
-                folder = data if data.is_dir() else data.parent
+            if files := _files_of(data, pattern):
                 return items(folder.absolute(), files)  # relative media are looked for in the folder of the rows
         raise UsageError(
             f"holds no file of {self.title}",
@@ -67,6 +68,13 @@ class PublishedSet:
             key="--data",
             way_out=f"Its files are {' or '.join(self.layouts)}.",
         )
+
+
+def _files_of(data: Path, pattern: str) -> list[Path]:
+    """Those of a folder that a pattern names, or the file that is named itself."""
+    if data.is_file():
+        return [data] if data.match(pattern) else []
+    return sorted(data.glob(pattern))
 
 
 class TableItems(Sequence[Item]):
@@ -85,7 +93,9 @@ class TableItems(Sequence[Item]):
         rotations: Callable[[dict[str, Any]], int] = lambda _: 1,
     ) -> None:
         self._table, self._make = table, make
-        self._places = [(row, turn) for row, light in enumerate(table.rows) for turn in range(rotations(light))]
+        self._places: list[tuple[int, int]] = []
+        for row, light in enumerate(table.rows):
+            self._places += [(row, turn) for turn in range(rotations(light))]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -105,6 +115,11 @@ def _tsv(make: Callable[[SetTable, int, int], Item], rotations: Any = lambda _: 
 
 def _parquet(make: Callable[[SetTable, int, int], Item]) -> MakeItems:
     return lambda _, files: TableItems(ReaderTable(list(files), _PICTURES), make)
+
+
+def _asked(question: str, options: Mapping[str, str]) -> str:
+    """A question with what there is to choose from, and how to answer."""
+    return f"{with_options(question, options)}\n{_CHOOSE if options else _SHORT}"
 
 
 # --- tab-separated files ----------------------------------------------------------------------------------------------
@@ -132,17 +147,23 @@ def _tsv_choice(table: SetTable, index: int, turn: int) -> Item:
     """A question with options; the hint comes first. In turn n every option has moved on by n letters."""
     row = table.rows[index]
     options = _options_of(row)
-    letters = list(options)
-    moved = {letters[(at + turn) % len(letters)]: options[letter] for at, letter in enumerate(letters)}
-    gold = letters[(letters.index(row["answer"]) + turn) % len(letters)] if letters else row["answer"]
     question = "\n".join([row[key] for key in ("hint", "question") if key in row])
+    # The letter that each option has in this turn, by the one that it has in the file.
+    letters = list(options)
+    turned = dict(zip(letters, letters[turn:] + letters[:turn], strict=True))
+    shown = {turned[letter]: text for letter, text in options.items()}
+    gold = str(row["answer"])
+    if options:
+        if gold not in turned:
+            raise ValueError(f"its answer '{gold}' is none of the options")
+        gold = turned[gold]
     return Item(
-        id=f"{row['index']}" + (f" turned by {turn}" if turn else ""),
+        id=f"{row['index']} turned by {turn}" if turn else str(row["index"]),
         task=str(row.get("l2-category", row.get("category", "all"))),
-        prompt=f"{with_options(question, dict(sorted(moved.items())))}\n{_CHOOSE if options else _SHORT}",
-        gold=(str(gold),),
+        prompt=_asked(question, dict(sorted(shown.items()))),
+        gold=(gold,),
         media=partial(_tsv_pictures, table, index),
-        options=moved,
+        options=shown,
         group=str(row["index"]),
     )
 
@@ -172,12 +193,13 @@ def _answers(cell: Any) -> tuple[str, ...]:
     if isinstance(cell, list):
         return tuple(map(str, cell))
     text = str(cell)
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            return tuple(map(str, ast.literal_eval(text))) or ("",)
-        except (ValueError, SyntaxError):
-            pass
-    return (text,)
+    if not (text.startswith("[") and text.endswith("]")):
+        return (text,)
+    try:
+        listed = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return (text,)
+    return tuple(map(str, listed)) or ("",)
 
 
 # --- parquet files ----------------------------------------------------------------------------------------------------
@@ -195,7 +217,7 @@ def _parquet_choice(table: SetTable, index: int, _: int) -> Item:
     return Item(
         id=str(index + 1),
         task="all",
-        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE}",
+        prompt=_asked(row["question"], options),
         gold=(_LETTERS[int(row["answer"])],),
         media=partial(_parquet_pictures, table, index),
         options=options,
@@ -204,13 +226,16 @@ def _parquet_choice(table: SetTable, index: int, _: int) -> Item:
 
 def _parquet_mmmu(table: SetTable, index: int, _: int) -> Item:
     row = table.rows[index]
-    is_choice = row["question_type"] == "multiple-choice"
-    options = dict(zip(_LETTERS, _answers(row["options"]), strict=False)) if is_choice else {}
+    options: dict[str, str] = {}
+    gold = _answers(row["answer"])
+    if row["question_type"] == "multiple-choice":
+        options = dict(zip(_LETTERS, _answers(row["options"]), strict=False))
+        gold = (row["answer"],)
     return Item(
         id=row["id"],
         task=row["id"].removeprefix("dev_").removeprefix("validation_").rpartition("_")[0],
-        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE if is_choice else _SHORT}",
-        gold=(row["answer"],) if is_choice else _answers(row["answer"]),
+        prompt=_asked(row["question"], options),
+        gold=gold,
         media=partial(_parquet_pictures, table, index),
         options=options,
     )
@@ -231,15 +256,17 @@ def _parquet_open(table: SetTable, index: int, _: int) -> Item:
 def _parquet_world(table: SetTable, index: int, _: int) -> Item:
     """RealWorldQA: options and the way to answer stand in the question's own text."""
     row = table.rows[index]
-    lines = [line.strip() for line in row["question"].splitlines()]
-    options = {line[0]: line[2:].strip() for line in lines if line[:1] in _LETTERS and line[1:2] in (".", ")")}
+    gold = str(row["answer"])
+    options = {}
+    for found in _OPTION_LINE.finditer(row["question"]):
+        options[found["letter"]] = found["text"].strip()
     return Item(
         id=str(index + 1),
         task="all",
         prompt=row["question"],
-        gold=(str(row["answer"]),),
+        gold=(gold,),
         media=partial(_parquet_pictures, table, index),
-        options=options if str(row["answer"]) in options else {},
+        options=options if gold in options else {},
     )
 
 
@@ -247,12 +274,15 @@ def _parquet_vista(table: SetTable, index: int, _: int) -> Item:
     row = table.rows[index]
     options = dict(zip(_LETTERS, map(str, row.get("choices") or ()), strict=False))
     gold = str(row["answer"])
-    letters = [letter for letter, text in options.items() if text == gold]
+    for letter, text in options.items():
+        if text == gold:
+            gold = letter
+            break
     return Item(
         id=str(row["pid"]),
         task=str((row.get("metadata") or {}).get("task", row.get("question_type", "all"))),
-        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE if options else _SHORT}",
-        gold=(letters[0] if letters else gold,),
+        prompt=_asked(row["question"], options),
+        gold=(gold,),
         media=lambda: {"images": [table.media(index, "decoded_image") or row["image"]]},
         options=options,
         facts={key: str(row[key]) for key in ("answer_type", "precision") if row.get(key) is not None},
@@ -269,7 +299,7 @@ def _parquet_films(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
         return Item(
             id=str(row["question_id"]),
             task=str(row["duration"]),
-            prompt=f"{with_options(row['question'], options)}\n{_CHOOSE}",
+            prompt=_asked(row["question"], options),
             gold=(str(row["answer"]),),
             media=lambda: {"videos": [str(folder / "data" / f"{row['videoID']}.mp4")]},
             options=options,

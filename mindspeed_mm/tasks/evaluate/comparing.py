@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,10 @@ import numpy as np
 
 from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 
+Record = Mapping[str, Any]
+Question = tuple[str, str, str]
+"""Task, id, and what is asked."""
+_SAMPLE = ("id", "task", "question", "expected", "given", "correct")
 _DRAWS = 2000
 
 
@@ -89,6 +93,36 @@ def compare_rates(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, i
     low, high = _interval(len(ours), difference)
     whole = difference(np.arange(len(ours)))
     return PairedTest(len(ours), int((fewer < 0).sum()), int((fewer > 0).sum()), whole, low, high, None)
+
+
+def by_question(samples: Iterable[Record]) -> dict[Question, Record]:
+    """Samples of `mm evaluate` by task, id and question; those of other tools are left out."""
+    found = {}
+    for sample in samples:
+        if all(name in sample for name in _SAMPLE):
+            found[(str(sample["task"]), str(sample["id"]), str(sample["question"]))] = sample
+    return found
+
+
+def compare_samples(ours: Sequence[Record], theirs: Sequence[Record]) -> PairedTest:
+    """Compare two models' answers to the same questions, in the same order: by errors where both have counted them,
+    else by whether answers are right.
+
+    Raises:
+        ValueError: They are other questions, or none.
+    """
+    if all("errors" in sample for sample in (*ours, *theirs)):
+        return compare_rates(_errors_of(ours), _errors_of(theirs))
+    return compare(_rightness_of(ours), _rightness_of(theirs), is_graded=False)
+
+
+def _errors_of(samples: Sequence[Record]) -> list[tuple[int, int]]:
+    return [(sample["errors"], sample["units"]) for sample in samples]
+
+
+def _rightness_of(samples: Sequence[Record]) -> dict[str, float]:
+    """By place."""
+    return {str(place): float(bool(sample["correct"])) for place, sample in enumerate(samples)}
 
 
 def mcnemar(better: int, worse: int) -> float:
