@@ -209,6 +209,40 @@ def test_a_tsv_file_gives_its_pictures_to_whoever_names_them(tmp_path: Path) -> 
     assert kinds == ["image", "text", "image", "text"] and asked.expected == "B"
 
 
+def test_mmmus_tsv_file_counts_by_its_validation_split(tmp_path: Path) -> None:
+    """An open question comes as a choice of its answer and "Other Answers"."""
+    image = base64.b64encode(picture(1)).decode()
+    row = {"image": image, "question": "<image 1>?", "A": "left", "B": "right", "answer": "B", "category": "Art"}
+    rows = [{**row, "index": str(n), "split": split} for n, split in enumerate(["dev", "validation"])]
+    rows.append({**row, "index": "2", "split": "validation", "A": "['4', 'four']", "B": "Other Answers", "answer": "A"})
+    choice, free = SETS["mmmu_dev_val"].read(write_tsv(tmp_path / "MMMU_DEV_VAL.tsv", rows))
+    assert (choice.id, choice.options, choice.gold, choice.task) == ("1", {"A": "left", "B": "right"}, ("B",), "Art")
+    assert (free.options, free.gold) == ({}, ("4", "four"))
+    write_tsv(tmp_path / "MMMU_DEV_VAL.tsv", rows[:1])
+    with pytest.raises(DataError, match="holds no question that counts"):
+        SETS["mmmu_dev_val"].read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "more", "task", "gold"),
+    [
+        ("realworldqa", "RealWorldQA.tsv", {"A": "yes", "B": "no", "answer": "B"}, "all", ("B",)),
+        ("chartqa_test", "ChartQA_TEST.tsv", {"split": "test_human", "answer": "12"}, "test_human", ("12",)),
+        ("docvqa_val", "DocVQA_VAL.tsv", {"answer": "['a', 'b c']"}, "all", ("a", "b c")),
+        ("textvqa_val", "TextVQA_VAL.tsv", {"answer": str(["x"] * 10)}, "all", ("x",) * 10),
+        ("ocrbench", "OCRBench.tsv", {"category": "Scene", "answer": "['AB']"}, "Scene", ("AB",)),
+    ],
+)
+def test_sets_that_vlmevalkit_publishes(
+    name: str, file: str, more: dict[str, str], task: str, gold: tuple[str, ...], tmp_path: Path
+) -> None:
+    row = {"index": "4", "image": base64.b64encode(picture(1)).decode(), "question": "what?", **more}
+    (found,) = SETS[name].read(write_tsv(tmp_path / file, [row]))
+    assert (found.id, found.task, found.gold) == ("4", task, gold)
+    asked = found.question(0)
+    assert (len(asked.images), asked.expected) == (1, gold[0]) and "what?" in asked.text
+
+
 def test_mmbench_turns_the_options(tmp_path: Path) -> None:
     row = {"index": "3", "question": "q", "A": "one", "B": "two", "C": "three", "answer": "B", "l2-category": "logic"}
     row["image"] = base64.b64encode(picture(1)).decode()
@@ -261,6 +295,14 @@ def test_parquet_sets(tmp_path: Path) -> None:
     choice, free = SETS["mmmu_dev_val"].read(tmp_path / "mmmu")
     assert (choice.task, choice.options, choice.gold) == ("Art_Theory", {"A": "left", "B": "right"}, ("B",))
     assert (free.options, free.gold, len(free.question(1).images)) == ({}, ("4", "four"), 2)
+    drawn = {"image": shown, "question": "which?", "options": ["a", "b", "c"], "answer": "2"}
+    write_parquet(tmp_path / "drawn/data/test-0.parquet", [drawn], ["image"])
+    (one,) = SETS["ai2d_test"].read(tmp_path / "drawn")
+    assert (one.gold, one.options) == (("C",), {"A": "a", "B": "b", "C": "c"})
+    read = {"image": shown, "question": "what is written?", "answer": ["AB"], "question_type": "Scene Text"}
+    write_parquet(tmp_path / "read/data/test-0.parquet", [{**read, "dataset": "IIIT5K"}], ["image"])
+    (one,) = SETS["ocrbench"].read(tmp_path / "read")
+    assert (one.gold, one.task, one.facts["dataset"]) == (("AB",), "Scene Text", "IIIT5K")
     vista = {"pid": "1", "question": "side?", "image": "images/1.jpg", "decoded_image": shown, "answer": "right"}
     vista |= {"choices": ["left", "right"], "metadata": {"task": "geometry"}, "answer_type": "text"}
     write_parquet(tmp_path / "vista/testmini-00000.parquet", [vista], ["decoded_image"])

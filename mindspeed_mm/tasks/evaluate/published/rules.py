@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jiwer
 
@@ -28,16 +28,32 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str | None:
     """The option that an answer names: by its letter, else by its text; None where it names none, or several."""
     for pattern in (_LEADING, *_NAMED):
-        letters = [letter.upper() for letter in pattern.findall(answer.strip()) if letter.upper() in options]
+        said = [letter.upper() for letter in pattern.findall(answer.strip())]
+        letters = [letter for letter in said if letter in options]
         if letters:
             return letters[-1]  # "Option A is wrong, option B is right"
-    alone = {found[1] for found in _ALONE.finditer(answer) if not _WORD.match(found[1] + answer[found.end() :])}
-    alone &= options.keys()
+    alone = _lone_letters(answer) & options.keys()
     if len(alone) == 1:
         return alone.pop()
+    return _quoted_option(answer, options)
+
+
+def _lone_letters(answer: str) -> set[str]:
+    """Capitals that stand by themselves and are no words."""
+    found = set()
+    for letter in _ALONE.finditer(answer):
+        if not _WORD.match(letter[1] + answer[letter.end() :]):
+            found.add(letter[1])
+    return found
+
+
+def _quoted_option(answer: str, options: Mapping[str, str]) -> str | None:
+    """The option whose text is in an answer; of several the longest, for a text may hold another."""
     said = _plain(answer)
     named = [letter for letter, text in options.items() if text and _plain(text) in said]
-    longest = max((len(options[letter]) for letter in named), default=0)
+    if not named:
+        return None
+    longest = max(len(options[letter]) for letter in named)
     named = [letter for letter in named if len(options[letter]) == longest]
     return named[0] if len(named) == 1 else None
 
@@ -51,7 +67,7 @@ def exact_or_choice(answer: str, item: Item) -> float:
     """The right option, or where there are none the right word, case and a full stop apart (RealWorldQA)."""
     if item.options:
         return choice(answer, item)
-    return float(_plain(answer) in [_plain(gold) for gold in item.gold])
+    return _is_one_of(answer, item.gold)
 
 
 def mmmu(answer: str, item: Item) -> float:
@@ -62,9 +78,8 @@ def mmmu(answer: str, item: Item) -> float:
     """
     if not item.options:
         return float(any(mmmu_rules.says(answer, gold) for gold in item.gold))
-    return float(
-        (mmmu_rules.last_named_letter(answer, item.options) or chosen_letter(answer, item.options)) in item.gold
-    )
+    letter = mmmu_rules.last_named_letter(answer, item.options) or chosen_letter(answer, item.options)
+    return float(letter in item.gold)
 
 
 def relaxed(answer: str, item: Item) -> float:
@@ -99,11 +114,9 @@ def _similarity(said: str, wanted: str) -> float:
 def vqa(answer: str, item: Item) -> float:
     """Agreement with ten people: the mean, over leaving each of them out, of min(1, matches / 3) (Antol et al. 2015,
     VQA; Singh et al. 2019, TextVQA)."""
-    said, people = _vqa_words(answer), [_vqa_words(gold) for gold in item.gold]
-    shares = []
-    for left_out in range(len(people)):
-        others = people[:left_out] + people[left_out + 1 :]
-        shares.append(min(1.0, sum(other == said for other in others) / 3))
+    said = _vqa_words(answer)
+    agrees = [_vqa_words(gold) == said for gold in item.gold]
+    shares = [min(1.0, (sum(agrees) - left_out) / 3) for left_out in agrees]
     return sum(shares) / len(shares)
 
 
@@ -114,10 +127,15 @@ _FORMULAS = frozenset({"HME100k", "Handwritten Mathematical Expression Recogniti
 def contains(answer: str, item: Item) -> float:
     """A right answer stands somewhere in what was said (Liu et al. 2024, OCRBench, section 3); of handwritten formulas
     without blanks."""
+    plain = _collapsed
     if _FORMULAS.intersection(item.facts.values()):
-        said = "".join(answer.split())
-        return float(any("".join(gold.split()) in said for gold in item.gold))
-    return float(any(_collapsed(gold) in _collapsed(answer) for gold in item.gold))
+        plain = _without_blanks
+    said = plain(answer)
+    return float(any(plain(gold) in said for gold in item.gold))
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
 
 
 def typed(answer: str, item: Item) -> float:
@@ -128,15 +146,20 @@ def typed(answer: str, item: Item) -> float:
     """
     if item.options:
         return choice(answer, item)
-    kind, precision = item.facts.get("answer_type", "text"), int(float(item.facts.get("precision") or 0))
-    if kind in ("integer", "float"):
-        numbers, wanted = _numbers(answer), _number(item.gold[0])
-        if not numbers or wanted is None:
-            return 0.0
-        digits = precision if kind == "float" else 0
-        said = int(numbers[-1]) if kind == "integer" else round(numbers[-1], digits)
-        return float(said == (int(wanted) if kind == "integer" else round(wanted, digits)))
-    return float(_plain(answer) in [_plain(gold) for gold in item.gold])
+    kind = item.facts.get("answer_type", "text")
+    if kind not in ("integer", "float"):
+        return _is_one_of(answer, item.gold)
+    numbers, wanted = _numbers(answer), _number(item.gold[0])
+    if not numbers or wanted is None:
+        return 0.0
+    if kind == "integer":
+        return float(int(numbers[-1]) == int(wanted))
+    digits = int(float(item.facts.get("precision") or 0))
+    return float(round(numbers[-1], digits) == round(wanted, digits))
+
+
+def _is_one_of(answer: str, golds: Sequence[str]) -> float:
+    return float(_plain(answer) in [_plain(gold) for gold in golds])
 
 
 def _numbers(text: str) -> list[float]:
@@ -146,8 +169,9 @@ def _numbers(text: str) -> list[float]:
 def _number(text: str) -> float | None:
     """A text that is one number; a percentage is its share."""
     text = _THOUSANDS.sub("", text.strip().rstrip("."))
+    scale = 100 if text.endswith("%") else 1
     try:
-        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+        return float(text.removesuffix("%")) / scale
     except ValueError:
         return None
 
@@ -183,8 +207,12 @@ def _vqa_words(text: str) -> str:
     Of a contraction that its table lists the apostrophe does not count, nor does that of 've behind any word.
     """
     text = " ".join(text.lower().replace(",", "").replace("?", "").replace("'s", " 's").split())
-    beside_blank = {mark for mark in _PUNCTUATION if f"{mark} " in text or f" {mark}" in text}
-    text = "".join("" if sign in beside_blank else " " if sign in _PUNCTUATION else sign for sign in text)
+    gone: dict[str, str] = {}
+    # All of a kind of mark go where one of them stands beside a blank.
+    for mark in _PUNCTUATION:
+        stands_apart = f"{mark} " in text or f" {mark}" in text
+        gone[mark] = "" if stands_apart else " "
+    text = "".join(gone.get(sign, sign) for sign in text)
     text = re.sub(r"\.(?!\d)", "", _CONTRACTED.sub("", text))
     words = [_uncontracted(word) for word in text.split() if word not in _ARTICLES]
     return " ".join(_NUMERALS.get(word, word) for word in words)

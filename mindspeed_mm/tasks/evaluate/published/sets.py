@@ -26,6 +26,7 @@ _REFERENCE_CHARACTERS = 64
 """A shorter picture of a TSV file is the index of another row, whose picture it is."""
 _OPTION_LINE = re.compile(r"^\s*(?P<letter>[A-Z])[.)](?P<text>.*)$", re.MULTILINE)
 _PICTURES = ("image", *(f"image_{number}" for number in range(1, 8)))
+_PUBLISHED = "Take the file as it is published."
 _CHOOSE, _SHORT = "Answer with the letter of the right option.", "Answer with a single word or phrase."
 
 Rule = Callable[[str, Item], float]
@@ -53,7 +54,7 @@ class PublishedSet:
         """The questions of a folder, or of a single file of it.
 
         Raises:
-            DataError: A file is broken.
+            DataError: A file is broken, or holds no question.
             UsageError: None of the set's files is there.
         """
         if not data.exists():
@@ -61,7 +62,10 @@ class PublishedSet:
         folder = data if data.is_dir() else data.parent
         for pattern, items in self.layouts.items():
             if files := _files_of(data, pattern):
-                return items(folder.absolute(), files)  # relative media are looked for in the folder of the rows
+                found = items(folder.absolute(), files)  # relative media are looked for in the folder of the rows
+                if not found:
+                    raise DataError("holds no question that counts", where=str(files[0]), way_out=_PUBLISHED)
+                return found
         raise UsageError(
             f"holds no file of {self.title}",
             where=str(data),
@@ -106,7 +110,7 @@ class TableItems(Sequence[Item]):
             return self._make(self._table, row, turn)
         except (KeyError, ValueError, SyntaxError) as error:
             what = f"has no column {error}" if isinstance(error, KeyError) else f"cannot be read: {error}"
-            raise DataError(what, where=self._table.where(row), way_out="Take the file as it is published.") from error
+            raise DataError(what, where=self._table.where(row), way_out=_PUBLISHED) from error
 
 
 def _tsv(make: Callable[[SetTable, int, int], Item], rotations: Any = lambda _: 1) -> MakeItems:
@@ -319,9 +323,7 @@ def _records(path: Path, key: str) -> list[dict[str, Any]]:
             return found
         raise ValueError("it holds no list of questions")
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"cannot be read: {error}", where=str(path), way_out="Take the file as it is published."
-        ) from error
+        raise DataError(f"cannot be read: {error}", where=str(path), way_out=_PUBLISHED) from error
 
 
 def _picture(path: Path) -> dict[str, list[Any]]:
@@ -386,6 +388,11 @@ def _circular(row: dict[str, Any]) -> int:
     return max(1, len(_options_of(row)))
 
 
+def _of_validation(row: dict[str, Any]) -> int:
+    """MMMU's figures are those of its validation split; the file holds both."""
+    return 0 if row.get("split") == "dev" else 1
+
+
 SETS: dict[str, PublishedSet] = {
     "ai2d_test": PublishedSet(
         "AI2D", {"AI2D_TEST*.tsv": _tsv(_tsv_choice), "**/test-*.parquet": _parquet(_parquet_choice)}, rules.choice
@@ -393,12 +400,12 @@ SETS: dict[str, PublishedSet] = {
     "mmmu_dev_val": PublishedSet(
         "MMMU",
         {
-            "MMMU_DEV_VAL*.tsv": _tsv(_tsv_mmmu),
+            "MMMU_DEV_VAL*.tsv": _tsv(_tsv_mmmu, _of_validation),
             "**/validation-*.parquet": _parquet(_parquet_mmmu),
             "**/dev-*.parquet": _parquet(_parquet_mmmu),
         },
         rules.mmmu,
-        "An answer in which no option is found counts as wrong; the authors draw an option there.",
+        "Of the validation split. An answer in which no option is found counts as wrong; the authors draw an option.",
     ),
     "chartqa_test": PublishedSet(
         "ChartQA", {"test_*.json": _json_charts, "ChartQA_TEST*.tsv": _tsv(_tsv_open)}, rules.relaxed
