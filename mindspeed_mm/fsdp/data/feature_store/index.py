@@ -16,7 +16,6 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
 
-
 Homes = dict[str, tuple[str, dict[str, TensorFacts]]]
 """Stem → file that holds its tensors, and name without the stem → dtype and shape."""
 

@@ -482,12 +482,12 @@ def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) 
     found = f"{min(others):.4g}" if max(others) - min(others) < 0.01 else f"{min(others):.4g} to {max(others):.4g}"
     if is_resampled:
         return (
-            f"{len(others)} of {len(rates)} clips have {found} frames a second: they are resampled to the {model_fps:g} "
-            "that the model makes. preprocess_parameters.frame_interval: 1 takes every frame"
+            f"{len(others)} of {len(rates)} clips have {found} frames a second: they are resampled to the "
+            f"{model_fps:g} that the model makes. preprocess_parameters.frame_interval: 1 takes every frame"
         )
     return (
-        f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes {model_fps:g}: "
-        "it would learn another speed. Without preprocess_parameters.fps and frame_interval they are resampled"
+        f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes "
+        f"{model_fps:g}: it would learn another speed. Without preprocess_parameters.fps and frame_interval they are resampled"
     )
 
 
