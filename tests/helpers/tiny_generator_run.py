@@ -54,8 +54,8 @@ def _write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def generator_config(folder: Path, preprocess: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    """The YAML's content; `sections` are merged into it, one level deep. Every frame of clips is taken, whatever the rate
-    that the family makes."""
+    """The YAML's content; `sections` are merged into it, one level deep. Of clips every frame is taken, whatever their
+    rate."""
     if "num_frames" in preprocess and "fps" not in preprocess:
         preprocess = {"frame_interval": 1, **preprocess}
     basic = {"dataset": str(folder / "rows.jsonl"), "dataset_dir": str(folder)}

@@ -487,7 +487,8 @@ def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) 
         )
     return (
         f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes "
-        f"{model_fps:g}: it would learn another speed. Without preprocess_parameters.fps and frame_interval they are resampled"
+        f"{model_fps:g}: it would learn another speed. Without preprocess_parameters.fps and frame_interval they are "
+        "resampled"
     )
 
 
