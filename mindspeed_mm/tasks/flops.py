@@ -143,7 +143,7 @@ def _counted(
     of_features = resolve_features(
         outline.model, arguments.features, outline.spec.blocks, model_args=arguments.model, towers=outline.towers
     )
-    return outline.model, count_step(outline.model, of_features, arguments.features.loss_cfg.loss_type)
+    return outline.model, count_step(outline.model, of_features, arguments)
 
 
 def _arguments(target: Path, overrides: Sequence[str]) -> Arguments:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-START = -1.2
-"""log p(right) of the start on held-out pairs."""
+UNTRAINED = ["training.lr=1e-12", "training.train_iters=1", "training.val_interval=1"]
+"""A run that measures the start."""
 
 
 def validated(folder: Path) -> dict[str, float]:
@@ -24,7 +24,7 @@ def validated(folder: Path) -> dict[str, float]:
 @pytest.mark.slow
 def test_right_answers_become_more_probable_with_pref_ftx_alone(tmp_path: Path) -> None:
     mm = [sys.executable, "-m", "mindspeed_mm"]
-    supervised, start = "runs/digits_dpo/supervised", "runs/digits_dpo/start"
+    supervised = "runs/digits_dpo/supervised"
     config = str(EXAMPLES / "digits_dpo/digits_dpo_config.yaml")
     commands = [
         [sys.executable, str(EXAMPLES / "digits/make_digits.py"), "runs/digits"],
@@ -37,7 +37,8 @@ def test_right_answers_become_more_probable_with_pref_ftx_alone(tmp_path: Path) 
             "400",
             f"training.save={supervised}",
         ],
-        [*mm, "export", supervised, start],
+        [*mm, "export", supervised, "runs/digits_dpo/start"],
+        [*mm, "train", config, *UNTRAINED, "training.save=runs/digits_dpo/untrained"],
         [*mm, "train", config],
         [*mm, "train", config, "posttrain.dpo.pref_ftx=0", "training.save=runs/digits_dpo/without"],
     ]
@@ -46,7 +47,9 @@ def test_right_answers_become_more_probable_with_pref_ftx_alone(tmp_path: Path) 
     for command in commands:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-2000:]
-    with_it, without = (validated(tmp_path / "runs/digits_dpo" / name) for name in ("run", "without"))
-    assert with_it["val_logps/chosen"] > START + 0.12 and without["val_logps/chosen"] < START - 0.25
+    runs = tmp_path / "runs/digits_dpo"
+    start, with_it, without = (validated(runs / name) for name in ("untrained", "run", "without"))
+    right = start["val_logps/chosen"]
+    assert with_it["val_logps/chosen"] > right + 0.12 and without["val_logps/chosen"] < right - 0.25
     for found in (with_it, without):
         assert found["val_rewards/accuracies"] > 0.68 and found["val_rewards/margins"] > 0.08

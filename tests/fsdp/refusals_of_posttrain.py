@@ -15,6 +15,8 @@ from tests.helpers.refusal import (
     with_config,
     with_first_row,
 )
+from tests.helpers.tiny_generators import make_tiny_wan
+from tests.helpers.tiny_media_pairs import PAIRS as MEDIA_PAIRS
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 REFERENCE = "posttrain.reference.model_name_or_path"
@@ -48,7 +50,19 @@ def without_the_answer(row: dict[str, Any]) -> None:
     row["messages"].pop()
 
 
+def with_another_generator(folder: Path) -> None:
+    make_tiny_wan(folder / "other")
+
+
 PAIRS = (
+    Refusal(
+        "a reference of another generator",
+        (*MEDIA_PAIRS, *ITS_OWN),
+        "is a WanTransformer3DModel with in_channels",
+        REFERENCE,
+        spoil=with_another_generator,
+        base="media pairs",
+    ),
     Refusal("a reference that is not there", ITS_OWN, "other'", REFERENCE, DATA, base="pairs"),
     Refusal(
         "a reference that reads otherwise",

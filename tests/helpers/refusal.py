@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
+from tests.helpers.tiny_media_pairs import make_tiny_media_pairs
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_pairs import make_tiny_pairs
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -53,10 +54,13 @@ def make_base(folder: Path, name: str) -> Path:
     Args:
         folder: Where to; made.
         name: `vision` (a Qwen3-VL), `text` (a Qwen3), `moe` (a Qwen3-MoE), `flux`, `t2v` or `i2v` (a Wan); `pairs` and
-            `answers`, a Qwen3 that is trained on preference pairs and on its own answers.
+            `answers`, a Qwen3 that is trained on preference pairs and on its own answers; `media pairs`, a FLUX whose
+            rows are such pairs.
     """
     if name in ("flux", "t2v", "i2v"):
         return make_tiny_generator_run(folder, name)
+    if name == "media pairs":
+        return make_tiny_media_pairs(folder)
     if name in _OF_TEXT:
         _OF_TEXT[name](folder / "model")
         make_rows(folder, images=(0,))

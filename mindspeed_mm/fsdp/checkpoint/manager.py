@@ -175,8 +175,7 @@ class CheckpointManager:
         )
         if ema is not None and not has_average:
             ema.restart()
-            what = "average of the weights" if ema.is_result else "old policy"
-            self.note(f"{checkpoint.path}: the {what} starts from the weights loaded")
+            self.note(f"{checkpoint.path}: the {ema.called} starts from the weights loaded")
         rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
         return {**load_state(checkpoint), "rng": rng}
 

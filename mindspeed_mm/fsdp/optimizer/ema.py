@@ -34,8 +34,8 @@ class Ema:
         args: The `training.ema` section.
     """
 
-    key = "ema"
-    """Its name in checkpoints."""
+    key, called = "ema", "average of the weights"
+    """Its name in checkpoints, and in words."""
     is_result = True
     """Whether evaluations and exports are of it."""
 
@@ -149,16 +149,23 @@ class OldPolicy(Ema):
 
     Args:
         model: As above.
-        interval: Steps of a rollout: it moves when the samples of a rollout are used up.
+        interval: Steps after which it moves: those of a rollout, whose samples are used up then.
         decay: Step → share of the old policy that stays.
     """
 
-    key = "old_policy"
+    key, called = "old_policy", "old policy"
     is_result = False
 
     def __init__(self, model: nn.Module, interval: int, decay: Callable[[int], float]) -> None:
         super().__init__(model, EmaArguments(interval=interval))
         self._decay = decay
+
+
+class MovingReference(OldPolicy):
+    """The policy that the trained one is compared with, where it follows: every so many steps it becomes a mixture of
+    both (TR-DPO, arXiv:2404.09656)."""
+
+    key, called = "reference", "reference"
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

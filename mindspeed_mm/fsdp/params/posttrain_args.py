@@ -229,7 +229,8 @@ class RolloutArguments(Section):
     batch_size: Positive | None = None
     """Number of samples that are drawn together; null: those of a micro-batch."""
     ahead: Natural = 0
-    """Number of steps by which a server samples ahead of training."""
+    """1: a server draws the next rollout while one is trained on, by weights that are so many steps older; 0: it
+    draws when samples are needed."""
     correction: Literal["none", "token_truncate", "token_mask"] = "token_truncate"
     """What is done about a sampler whose probabilities differ from the policy's: nothing, bound the ratio of each
     token, or leave out tokens above the bound."""

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.models.lora.apply import LoraReport
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.plan.apply import AppliedPlan, apply_plan, fill, without_folder
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -37,6 +38,8 @@ class Assembled:
     loaded: LoadReport
     utilisation: Utilisation
     """What the log says of FLOPs."""
+    average: Ema | None = None
+    """A copy of what is trained that follows it, where one is kept."""
 
     @property
     def model(self) -> nn.Module:
@@ -96,7 +99,7 @@ def assemble(
         outline.model.requires_grad_(False)
         set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))
     plan = resolve_plan(outline, arguments, state.sizes, trains=trains, errors=errors)
-    utilisation = Utilisation.of(outline, plan.features, arguments)
+    utilisation = Utilisation.of(outline, plan.features, arguments, trains=trains)
     applied = apply_plan(outline, plan, arguments, state)
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
     applied.model.train()

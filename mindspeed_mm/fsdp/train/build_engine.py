@@ -13,10 +13,11 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import Objective
-from mindspeed_mm.fsdp.optimizer.ema import Ema, OldPolicy
+from mindspeed_mm.fsdp.optimizer.ema import Ema, MovingReference, OldPolicy
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.memory.advice import memory_report
 from mindspeed_mm.fsdp.train.run.data import RunLoader
@@ -32,8 +33,12 @@ from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 
 
 def build_average(model: nn.Module, arguments: Arguments) -> Ema | None:
-    """The copy of what is trained that follows it: an average of the weights, or the policy that draws samples."""
+    """The copy of what is trained that follows it: an average of the weights, the policy that draws samples, or the one
+    that it is compared with."""
     posttrain = arguments.posttrain
+    if has_moving_reference(posttrain):
+        kept = 1 - posttrain.reference.mixup_alpha
+        return MovingReference(model, posttrain.reference.sync_steps, lambda _step: kept)
     decay = posttrain.nft.old_decay
     if posttrain.method != "nft" or decay == 0:
         return Ema(model, arguments.training.ema) if arguments.training.ema.enable else None

@@ -26,7 +26,6 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
@@ -83,9 +82,7 @@ class Family(ABC):
     def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """Write the whole model as its library loads it; called by all ranks. It may be sharded."""
 
-    def rollout_source(
-        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
-    ) -> RolloutSource:
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """What draws and judges the samples that the model is trained on.
 
         Args:
@@ -93,7 +90,6 @@ class Family(ABC):
             job: This rank.
             data: Its prompts.
             objective: What it is trained for.
-            average: Of its weights, where one is kept: the old policy is one.
 
         Raises:
             ConfigError: This kind of model, or this model, cannot draw them.
@@ -165,9 +161,7 @@ class LanguageFamily(Family):
             return build_simulated_pairs(self.arguments, outline.model, head)
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
 
-    def rollout_source(
-        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
-    ) -> RolloutSource:
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """The model answers prompts."""
         from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
         from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
@@ -275,9 +269,7 @@ class GeneratorFamily(Family):
         dpo = self.arguments.posttrain.dpo.model_copy(update={"histogram_path": None})
         return FlowPairObjective(denoising, dpo, lambda: nullcontext(outline.model))
 
-    def rollout_source(
-        self, assembled: Assembled, job: Job, data: RunData, objective: Objective, average: Ema | None
-    ) -> RolloutSource:
+    def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
         """The model draws from prompts."""
         from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
         from mindspeed_mm.fsdp.train.rollouts.build_flow import build_flow_rollouts
@@ -291,7 +283,6 @@ class GeneratorFamily(Family):
             objective,
             denoise=self.denoiser,
             encoders=self.encoders,
-            average=average,
         )
 
     def save_model(self, model: nn.Module, save: WholeSave) -> None:

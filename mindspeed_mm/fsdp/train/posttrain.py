@@ -14,13 +14,14 @@ from mindspeed_mm.fsdp.loss.pair_objective import PairObjective, ReferencePolicy
 from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import (
     AdaptersOff,
+    FollowingModel,
     FrozenModel,
     assemble_reference,
-    check_same_tokens,
+    check_same_inputs,
     check_start,
 )
 from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective
@@ -84,12 +85,14 @@ def _pairs(
 
 def _live_reference(
     arguments: Arguments, assembled: Assembled, head: HeadLoss, device: torch.device
-) -> AdaptersOff | FrozenModel | None:
+) -> AdaptersOff | FollowingModel | FrozenModel | None:
     """The reference that a model computes; None where there is no such one."""
     match reference_kind(arguments):
         case "adapters_off":
             check_start(arguments)
             return AdaptersOff(head)
+        case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
+            return FollowingModel(head, assembled.average, arguments.posttrain.reference)
         case "frozen":
             return _frozen(arguments, assembled, device)
     return None
@@ -97,7 +100,7 @@ def _live_reference(
 
 def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) -> FrozenModel:
     second = assemble_reference(arguments, device)
-    check_same_tokens(assembled.model, second.model, arguments.posttrain.reference.model_name_or_path)
+    check_same_inputs(assembled.model, second.model, arguments.posttrain.reference.model_name_or_path)
     if assembled.applied.towers is not None and second.applied.towers is not None:
         assembled.applied.towers.followers.append(second.applied.towers)
     name = arguments.posttrain.reference.model_name_or_path or "the model that training starts from"

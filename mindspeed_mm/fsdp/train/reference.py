@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.params.posttrain_args import ReferenceArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
+from mindspeed_mm.fsdp.train.reference_start import reference_start
 
 _FOLDER_OF_POLICY, _FOLDER = "model.model_name_or_path", "posttrain.reference.model_name_or_path"
 
@@ -82,6 +85,38 @@ class FrozenModel:
         return f"a frozen copy of {self._name}"
 
 
+class FollowingModel:
+    """A copy of the policy that follows it every so many steps. It takes the policy's place in the model while it is
+    asked.
+
+    Args:
+        head: Of the policy.
+        copy: What is kept.
+        settings: The section.
+    """
+
+    def __init__(self, head: HeadLoss, copy: Ema, settings: ReferenceArguments) -> None:
+        self._head, self._copy, self._settings = head, copy, settings
+
+    def log_probs(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        rows: Tensor,
+        targets: Tensor,
+        suppressed: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """(n,) of the copy."""
+        with self._copy.applied():
+            return self._head.log_probs(model, inputs, rows, targets, suppressed, temperature=temperature)
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"a copy that takes {self._settings.mixup_alpha:g} of the policy every {self._settings.sync_steps} steps"
+
+
 def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
     """The policy as its training starts, or the model of `posttrain.reference.model_name_or_path`: sharded as the
     policy is, in the type that it computes in, without anything that is trained.
@@ -96,21 +131,6 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 
 
-def reference_start(arguments: Arguments) -> Arguments:
-    """The configuration of the policy, as that of its reference."""
-    folder = arguments.posttrain.reference.model_name_or_path
-    given = {"model_name_or_path": folder} if folder else {}
-    lora = arguments.training.lora
-    if folder or not (lora.pretrained_lora_path or lora.frozen_adapters or lora.quantize):
-        lora = LoraArguments()  # what it starts with adds nothing to the model
-    return arguments.model_copy(
-        update={
-            "model": arguments.model.model_copy(update=given),
-            "training": arguments.training.model_copy(update={"lora": lora}),
-        }
-    )
-
-
 @contextmanager
 def told_of_reference(arguments: Arguments) -> Iterator[None]:
     """What is wrong with a folder of its own is told under the key that names it."""
@@ -123,22 +143,32 @@ def told_of_reference(arguments: Arguments) -> Iterator[None]:
         yield
 
 
-def check_same_tokens(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
-    """Raise `ConfigError` where a reference of another kind or vocabulary would read the policy's batches as something
-    else."""
+def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
+    """Raise `ConfigError` where a reference of another kind, vocabulary or width would read the policy's batches as
+    something else, or not at all."""
     own, other = (_reads(model) for model in (policy, reference))
     if own != other:
+        what = "vocabulary" if facts_of(policy).kind.has_tokens else "widths of latents and text"
         raise ConfigError(
-            f"'{folder}' is a {other[0]} with {other[1]:,} tokens, and the trained model is a {own[0]} with "
-            f"{own[1]:,}: it would read the same rows otherwise",
+            f"'{folder}' is {other}, and the trained model is {own}: it would read the same rows otherwise",
             key=_FOLDER,
-            way_out="Name a model of the same family and vocabulary.",
+            way_out=f"Name a model of the same family and {what}.",
         )
 
 
-def _reads(model: nn.Module) -> tuple[str, int]:
-    config: Any = model.config
-    return str(config.model_type), int(config.get_text_config().vocab_size)
+def _reads(model: nn.Module) -> str:
+    """What a model's inputs are, in words."""
+    adapter = facts_of(model).adapter
+    if adapter is None:
+        config = cast(Any, model.config)
+        return f"a {config.model_type} with {int(config.get_text_config().vocab_size):,} tokens"
+    settings = adapter.transformer_config
+    widths = {name: settings[name] for name in _INPUT_WIDTHS if settings.get(name) is not None}
+    return f"a {settings.get('_class_name')} with {', '.join(f'{name} {width}' for name, width in widths.items())}"
+
+
+_INPUT_WIDTHS = ("in_channels", "joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim", "image_dim")
+"""Keys of a transformer's configuration that say how wide its inputs are."""
 
 
 def check_start(arguments: Arguments) -> None:

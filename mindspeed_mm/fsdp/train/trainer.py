@@ -11,7 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,7 @@ class Trainer:
                 assembled.model, training, self.arguments.features, assembled.plan.groups, note=record.note
             )
             ema = build_average(assembled.model, self.arguments)
+            assembled = replace(assembled, average=ema)
         with job.setup("loading the checkpoint"):
             seed_everything(training.seed, job.state.random_rank)
             state = resume.load(assembled.model, optimizer, ema)
@@ -226,7 +227,7 @@ class Trainer:
             from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader  # a plain run starts without it
 
             assert isinstance(loader, RolloutLoader)
-            source = family.rollout_source(assembled, job, data, objective, ema)
+            source = family.rollout_source(assembled, job, data, objective)
             loader.draw_from(source, assembled.model, record.note)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps

@@ -320,9 +320,10 @@ class _Check:
     def _first_rollout(self) -> None:
         """The prompts open, and are enough; what is drawn from them is as large as it may be."""
         from mindspeed_mm.fsdp.models.structure.positions import longest_of
-        from mindspeed_mm.tasks.check.rollouts import first_answers, first_blanks, opened_prompts
+        from mindspeed_mm.tasks.check.rollouts import check_server, first_answers, first_blanks, opened_prompts
 
         arguments = self.config.arguments
+        self._collect([partial(check_server, arguments)])
         self.dataset, self.batching, prompts = opened_prompts(arguments, self._sizes()[0].dp)
         self.processor = self.dataset.processor
         if arguments.data.dataset_param.dataset_type == "generation_prompts":

@@ -18,7 +18,8 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
-from mindspeed_mm.fsdp.train.reference import check_same_tokens, check_start, reference_start, told_of_reference
+from mindspeed_mm.fsdp.train.reference import check_same_inputs, check_start, told_of_reference
+from mindspeed_mm.fsdp.train.reference_start import reference_start
 
 
 def weights_told(training: TrainingArguments) -> Path | None:
@@ -72,8 +73,7 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
         outline = build_outline(start)
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
-    if outline.kind.has_tokens:
-        check_same_tokens(policy, outline.model, folder)
+    check_same_inputs(policy, outline.model, folder)
 
 
 _FRESH: dict[str, Any] = {"load": None}

@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
 from mindspeed_mm.fsdp.train.rollouts.build import build_prompt_loader
+from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS
 from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths, row_of
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -37,6 +38,13 @@ def opened_prompts(arguments: Arguments, data_ranks: int) -> tuple[MMDataset, di
     own = {"num_generations": grpo.num_generations, "steps_per_generation": grpo.steps_per_generation}
     batching = {**loader.batching, **own, "iterations": grpo.num_iterations}
     return dataset, batching, next(iter(loader))[0]["prompts"]
+
+
+def check_server(arguments: Arguments) -> None:
+    """Raise `MachineError` unless the server that draws answers is there."""
+    rollout = arguments.posttrain.rollout
+    if rollout.backend != "transformers" and rollout.base_url is not None:
+        SERVERS[rollout.backend](rollout.base_url, CHECK_S).check()
 
 
 def first_answers(arguments: Arguments, dataset: MMDataset, prompts: Sequence[Any], longest: int | None) -> Batch:

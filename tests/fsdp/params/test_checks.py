@@ -122,7 +122,7 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
     ("key", "value"),
     [
         ("model.checkpoint_path", "somewhere"),
-        ("posttrain.reference.sync_steps", 4),
+        ("posttrain.rollout.weight_sync", "nccl"),
     ],
 )
 def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: str, value: Any) -> None:

@@ -38,6 +38,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"reference": {"kind": "frozen", "path": "a"}}, {}, "reference.path", "kind: stored"),
     ({"dpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1]}}, {}, "dpo.loss_weights", "one for each"),
     ({"dpo": {"loss_weights": [0]}}, {}, "dpo.loss_weights", "above 0"),
+    ({"reference": {"sync_steps": 2, "model_name_or_path": "a"}}, {}, "reference.sync_steps", "one of them"),
+    ({"reference": {"sync_steps": 2}}, {"training": {"ema": {"enable": True}}}, "reference.sync_steps", "one of them"),
     ({"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "dpo.label_smoothing", "sigmoid"),
 ]
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
@@ -68,12 +70,14 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"flow": {"window": {"size": 11}}}, {}, "flow.window.size", "Lower"),
     ({"rollout": {"temperature": 0}}, {}, "rollout.temperature", "1"),
     ({"rollout": {"ahead": 1}}, {}, "rollout.ahead", "server"),
+    ({"rollout": SERVED | {"ahead": 2}}, SAVED, "rollout.ahead", "Set it to 1"),
+    ({"rollout": SERVED | {"ahead": 1, "correction": "none"}}, SAVED, "rollout.ahead", "token_truncate"),
     ({"rollout": {"backend": "vllm"}}, SAVED, "rollout.base_url", "address"),
     ({"rollout": {"backend": "vllm", "base_url": "a:80"}}, SAVED, "rollout.base_url", "http"),
     ({"rollout": {"backend": "sglang", "base_url": "http://a"}}, {}, "save", "folder"),
     (
         {"rollout": SERVED},
-        {"training": {"save": "runs/a", "lora": {"enable": True}}},
+        {"training": {"save": "runs/a", "lora": {"enable": True, "quantize": "nf4"}}},
         "rollout.backend",
         "transformers",
     ),

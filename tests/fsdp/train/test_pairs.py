@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +17,15 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.fsdp.models.behaviour import media_once
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.posttrain import reference
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.counted_patches import counted_patches
-from tests.helpers.parity import compare_steps
+from tests.helpers.parity import compare_steps, full
 from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import train_steps
-from tests.helpers.runs import mm
+from tests.helpers.runs import differing, mm, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_pairs import make_tiny_pairs
 from tests.helpers.tiny_run import make_tiny_run
@@ -113,13 +115,56 @@ def test_pairs_that_were_not_scored_are_refused(yaml: str, tmp_path: Path) -> No
         Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
 
 
+def test_a_reference_that_follows(yaml: str) -> None:
+    """Whole after two steps, it is the policy then: the loss is ln 2. With 0.6 of it, it is the mixture of both."""
+    kept: list[Any] = []
+
+    class Copies(Hook):
+        def on_step_end(self, engine: TrainEngine, result: Any) -> None:
+            assert engine.ema is not None
+            weights = {name: full(p.detach()).clone() for name, p in engine.model.named_parameters()}
+            kept.append((weights, {name: full(each).clone() for name, each in engine.ema.tensors().items()}))
+
+    def losses(*words: str) -> list[float]:
+        given = ["training.micro_batch_size=4", "training.train_iters=4", "posttrain.reference.sync_steps=2", *words]
+        recorder = StepRecorder()
+        with keeping_double():
+            Trainer(load_with_plugins(Path(yaml), given), hooks=[recorder, Copies()]).train()
+        return [float(step["loss"]) for step in recorder.steps]
+
+    whole = losses("posttrain.reference.mixup_alpha=1")
+    assert whole[0] == pytest.approx(math.log(2), abs=1e-12) and whole[2] == pytest.approx(math.log(2), abs=1e-12)
+    assert all(abs(loss - math.log(2)) > 1e-6 for loss in (whole[1], whole[3]))
+    kept.clear()
+    mixed = losses()
+    assert mixed[:2] == whole[:2] and abs(mixed[2] - math.log(2)) > 1e-6
+    (_, start), (weights, after), (_, then), _ = kept
+    for name, copy in after.items():
+        torch.testing.assert_close(copy, 0.4 * start[name] + 0.6 * weights[name], rtol=1e-12, atol=1e-14)
+        assert torch.equal(then[name], copy)
+
+
+def test_a_reference_that_follows_is_resumed(yaml: str, tmp_path: Path) -> None:
+    words = [
+        *LORA,
+        "posttrain.reference.sync_steps=2",
+        "training.micro_batch_size=4",
+        "training.lr_decay_style=constant",
+    ]
+    train(yaml, tmp_path / "whole", *words, "training.train_iters=5")
+    train(yaml, tmp_path / "parts", *words, "training.train_iters=3")
+    train(yaml, tmp_path / "parts", *words, "training.train_iters=5")
+    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert len(whole) > 20 and differing(whole, parts) == []
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
         ([STORED], "posttrain.reference.path"),
         (["posttrain.method=null"], "data.dataset_param.basic_parameters.stage"),
         (["data.dataset_param.basic_parameters.stage=sft"], "data.dataset_param.basic_parameters.stage"),
-        (["posttrain.reference.sync_steps=2", "posttrain.reference.kind=frozen"], "posttrain.reference.sync_steps"),
+        (["posttrain.reference.sync_steps=2", "training.ema.enable=true"], "posttrain.reference.sync_steps"),
         (["posttrain.method=grpo", "posttrain.rewards=[{name: json}]"], "data.dataset_param.basic_parameters.stage"),
     ],
 )

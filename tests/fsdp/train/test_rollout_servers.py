@@ -1,5 +1,6 @@
 """Rollouts that a server draws, against one of the standard library that speaks vLLM's and SGLang's words."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule, draw_answers
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.rollouts.server import SERVERS
 from mindspeed_mm.fsdp.train.trainer import Trainer
+from tests.helpers.runs import mm
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 
@@ -21,11 +24,21 @@ class _Server(ThreadingHTTPServer):
     model: Any = None
     lock: threading.Lock
     asked: list[tuple[str, Any]]
+    loaded: list[str]
+    """Of the files of weights."""
     sleeps_on_weights = False
 
 
 class _Words(BaseHTTPRequestHandler):
     server: _Server
+
+    def do_GET(self) -> None:
+        """As servers answer: what takes new weights is there, and wants another method."""
+        there = {"/v1/models": 200, "/get_model_info": 200}
+        wants_post = hasattr(self, self.path.strip("/").replace("/", "_"))
+        self.send_response(there.get(self.path, 405 if wants_post else 404))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def do_POST(self) -> None:
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -45,6 +58,8 @@ class _Words(BaseHTTPRequestHandler):
     def load(self, folder: str) -> None:
         from transformers import Qwen3VLForConditionalGeneration
 
+        weights = next(Path(folder).glob("*.safetensors")).read_bytes()
+        self.server.loaded.append(hashlib.sha256(weights).hexdigest())
         if self.server.model is None or not self.server.sleeps_on_weights:
             self.server.model = Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
 
@@ -83,7 +98,7 @@ class _Words(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[_Server]:
     serving = _Server(("127.0.0.1", 0), _Words)
-    serving.asked, serving.lock = [], threading.Lock()
+    serving.asked, serving.loaded, serving.lock = [], [], threading.Lock()
     threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
     yield serving
     serving.shutdown()
@@ -102,9 +117,13 @@ def run_of(folder: Path, port: int, backend: str, *, images: tuple[int, ...] = (
     return make_tiny_run(folder, posttrain=posttrain, training=training)
 
 
+def logged(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def gaps(folder: Path) -> list[float]:
-    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["log_prob_gap"] for line in lines]
+    return [line["log_prob_gap"] for line in logged(folder)]
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
@@ -126,10 +145,68 @@ def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> No
     path = run_of(tmp_path / "pictures", server.server_port, "sglang", images=(1,))
     with pytest.raises(DataError, match="the prompt has media"):
         Trainer(str(path)).train()
+    away = run_of(tmp_path / "away", server.server_port, "sglang")
+    said = mm("check", away)
+    assert said.code == 0, said.out + said.err
     server.shutdown()
     server.server_close()
-    with pytest.raises(MachineError, match="the server that draws answers failed: /update_weights_from_disk"):
-        Trainer(str(run_of(tmp_path / "away", server.server_port, "sglang"))).train()
+    said = mm("check", away)
+    assert said.code != 0 and "the server that draws answers failed: /get_model_info" in said.out
+    assert "Start it, or correct the address" in said.out
+    with pytest.raises(MachineError, match="the server that draws answers failed: /get_model_info"):
+        Trainer(str(away)).train()
+
+
+@pytest.mark.parametrize("backend", SERVERS)
+def test_a_server_that_cannot_get_weights_is_found_before_training(
+    backend: str, server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = SERVERS[backend](f"http://127.0.0.1:{server.server_port}", 5)
+    asked.check()
+    for name in ("collective_rpc", "update_weights_from_disk"):
+        monkeypatch.delattr(_Words, name)
+    with pytest.raises(MachineError, match=f"{asked.takes_weights} is not there"):
+        asked.check()
+
+
+LORA = ("training.lora.enable=true", "training.lora.rank=4", "training.lr=0.05")
+
+
+@pytest.mark.parametrize("words", [LORA, (*LORA, "training.lora.init_lora_weights=pissa")], ids=["lora", "pissa"])
+def test_a_server_gets_adapters_added_to_the_base(words: tuple[str, ...], server: _Server, tmp_path: Path) -> None:
+    """It draws what the trained model would: the second rollout, by adapters that have moved, is as near as the
+    first."""
+    Trainer(load_with_plugins(run_of(tmp_path, server.server_port, "sglang"), words)).train()
+    assert max(gaps(tmp_path)) < 1e-4
+    server.sleeps_on_weights = True
+    Trainer(load_with_plugins(run_of(tmp_path / "asleep", server.server_port, "sglang"), words)).train()
+    assert gaps(tmp_path / "asleep")[1] > 1e-3
+
+
+def test_a_server_draws_while_the_step_before_is_trained(server: _Server, tmp_path: Path) -> None:
+    """The second rollout is begun before the first step: it is of the weights before it, and the third of those before
+    the second step."""
+    words = ("training.train_iters=3", "posttrain.rollout.ahead=1")
+    Trainer(load_with_plugins(run_of(tmp_path, server.server_port, "sglang"), words)).train()
+    first, *later = gaps(tmp_path)
+    assert first < 1e-5 < 1e-3 < min(later)
+    assert [line["rollout_steps_behind"] for line in logged(tmp_path)] == [0, 1, 1]
+    assert server.loaded[0] == server.loaded[1] != server.loaded[2]
+
+
+def test_a_failure_of_a_server_that_draws_ahead_is_told(
+    server: _Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = _Words.generate, []
+
+    def failing(self: _Words, content: Any) -> Any:
+        calls.append(1)
+        return real(self, content) if len(calls) <= 8 else {"meta_info": {}}
+
+    monkeypatch.setattr(_Words, "generate", failing)
+    words = ("training.train_iters=3", "posttrain.rollout.ahead=1")
+    with pytest.raises(MachineError, match="0 tokens with 0 log-probabilities"):
+        Trainer(load_with_plugins(run_of(tmp_path, server.server_port, "sglang"), words)).train()
 
 
 @pytest.mark.parametrize("backend", SERVERS)

@@ -86,6 +86,18 @@ def needs_reference(posttrain: PosttrainArguments) -> bool:
     return bool(posttrain.grpo.beta if posttrain.method == "grpo" else posttrain.method and posttrain.nft.kl)
 
 
+def has_moving_reference(posttrain: PosttrainArguments) -> bool:
+    """Whether the reference is a copy of what is trained that follows it."""
+    return needs_reference(posttrain) and posttrain.reference.sync_steps > 0
+
+
+def keeps_a_copy(arguments: Arguments) -> bool:
+    """Whether a second copy of what is trained follows it: an average, the policy that draws, or the reference."""
+    posttrain = arguments.posttrain
+    draws_by_older = posttrain.method == "nft" and posttrain.nft.old_decay != 0
+    return arguments.training.ema.enable or draws_by_older or has_moving_reference(posttrain)
+
+
 def reference_kind(arguments: Arguments) -> ReferenceKind | None:
     """What `posttrain.reference.kind` comes to; None where no reference is needed."""
     if not needs_reference(arguments.posttrain):
@@ -167,6 +179,8 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
             key=key,
             way_out="Set it to auto.",
         )
+    if reference.sync_steps:
+        yield from _of_a_moving_reference(arguments)
     frozen_only = {"sync_steps": reference.sync_steps, "model_name_or_path": reference.model_name_or_path}
     for name, value in frozen_only.items():
         if value and kind != "frozen":
@@ -180,6 +194,26 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
             f"is given, but posttrain.reference.kind is {kind}",
             key=f"{_KEY}.reference.path",
             way_out="Set posttrain.reference.kind: stored, or leave it out.",
+        )
+
+
+def _of_a_moving_reference(arguments: Arguments) -> Iterator[Problem]:
+    reference, posttrain = arguments.posttrain.reference, arguments.posttrain
+    key = f"{_KEY}.reference.sync_steps"
+    if reference.model_name_or_path:
+        yield Problem(
+            f"{reference.sync_steps}, but a reference that follows the policy starts as it: "
+            f"posttrain.reference.model_name_or_path is {reference.model_name_or_path}",
+            key=key,
+            way_out="Leave one of them out.",
+        )
+    draws_by_older = posttrain.method == "nft" and posttrain.nft.old_decay != 0
+    if arguments.training.ema.enable or draws_by_older:
+        other = "posttrain.nft.old_decay keeps an older policy" if draws_by_older else "training.ema.enable is true"
+        yield Problem(
+            f"{reference.sync_steps}, but {other}, and a run has room for one copy of its weights",
+            key=key,
+            way_out="Leave one of them out.",
         )
 
 
@@ -353,6 +387,19 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key=f"{key}.ahead",
             way_out="Set it to 0, or use a server.",
         )
+    if rollout.ahead > 1:
+        yield Problem(
+            f"{rollout.ahead}, but the weights of one rollout are handed over while another is trained on",
+            key=f"{key}.ahead",
+            way_out="Set it to 1.",
+        )
+    if rollout.ahead and rollout.correction == "none":
+        yield Problem(
+            f"{rollout.ahead}: samples are of an older policy, and posttrain.rollout.correction: none does nothing "
+            "about it",
+            key=f"{key}.ahead",
+            way_out="Set posttrain.rollout.correction: token_truncate, or ahead: 0.",
+        )
     if has_server and not rollout.base_url:
         yield Problem(
             f"is not given, but posttrain.rollout.backend is {rollout.backend}",
@@ -377,9 +424,12 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key="training.save",
             way_out="Name a folder that the server sees under the same path.",
         )
-    if has_server and arguments.training.lora.enable:
+    lora = arguments.training.lora
+    if has_server and lora.enable and (lora.quantize or lora.frozen_adapters):
+        name = "quantize" if lora.quantize else "frozen_adapters"
         yield Problem(
-            f"'{rollout.backend}' gets whole models, and training.lora.enable is true",
+            f"'{rollout.backend}' gets whole models, with the adapters added to the base that "
+            f"training.lora.{name} changes",
             key=f"{key}.backend",
             way_out="Set it to transformers.",
         )

@@ -51,7 +51,6 @@ _ABSENT = object()
 
 INSTEAD: dict[str, str] = {
     **{f"inference.{key}": words for key, words in _INFERENCE.items()},
-    "posttrain.reference.sync_steps": "A reference that moves would have to stand in every checkpoint.",
 }
 """Key → what to do instead, where that is more than to leave it out."""
 
@@ -64,10 +63,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
     **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
     "posttrain.rollout.weight_sync": ("disk",),
-    "posttrain.rollout.ahead": (0,),
     "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),
-    "posttrain.reference.sync_steps": (0,),
-    "posttrain.reference.mixup_alpha": (0.6,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mindspeed_mm.core.batch import Batch
@@ -70,6 +70,17 @@ class FlopCount:
     """What a batch on the host is made of."""
     uncounted: tuple[str, ...] = ()
     """Modules whose work nobody here knows."""
+
+    def beside(self, other: FlopCount, name: str) -> FlopCount:
+        """With the forward pass of another model over the same batches, without its adapters and its backward pass.
+
+        Args:
+            other: Of that model, or this one.
+            name: What stands in front of its modules in tables.
+        """
+        theirs = (work for work in other.works if work.kind != "adapter")
+        passes = (work._replace(module=f"{name}: {work.module}", gradients=0.0, again=False) for work in theirs)
+        return replace(self, works=(*self.works, *passes))
 
     def of(self, lengths: Lengths) -> ByConvention:
         """Of a batch of these lengths."""

@@ -14,6 +14,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED_LATENTS
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import is_transformers
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
@@ -94,6 +95,7 @@ def _of_generator(adapter: DiffusionAdapter) -> Sequences:
     def lengths(batch: Batch) -> dict[str, list[int]]:
         samples, *shape = batch["latents"].shape
         rows = samples - batch.get("blank_rows", 0)
+        rows *= 2 if REJECTED_LATENTS in batch else 1  # both sides of a pair
         sound_positions = batch["audio_latents"].shape[2] if "audio_latents" in batch else 1
         found = {
             units.PASSES: [1],

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
 from mindspeed_mm.fsdp.distributed.tensor.plan import Style
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import keeps_a_copy
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
@@ -74,11 +75,14 @@ class MemoryPrediction:
     """On a CPU: highest resident size of the process above what its imports take, with what its allocator keeps."""
     approximations: tuple[str, ...] = ()
     """What is not exact in it, in words."""
+    reference: int = 0
+    """Of the frozen model that the trained one is compared with, what lies on the device. It adds to the peak, for it
+    stays from step to step, and to `resident`."""
 
     @property
     def peak(self) -> int:
         """Most bytes held at once."""
-        return self.device_static + sum(self.at_peak.values())
+        return self.device_static + self.reference + sum(self.at_peak.values())
 
     @property
     def parameters(self) -> int:
@@ -117,7 +121,8 @@ class MemoryPrediction:
             {
                 "parameters": self.static.parameters + self.buffers,
                 "optimizer": self.static.optimizer,
-                "weight average": self.static.average,
+                "copy of the weights": self.static.average,
+                "frozen reference": self.reference,
             }
         )
         for label, size in self.at_peak.items():
@@ -420,7 +425,7 @@ class _Step:
         ledger.give_back(ledger.take(Label(TEMPORARY, "optimizer"), taken))
         matrices = {name for name, settings in self._plan.groups.settings.items() if settings.matrices}
         state = partial(state_bytes, training=training, matrices=matrices)
-        static = static_part(rank.units, state, averages=training.ema.enable)
+        static = static_part(rank.units, state, averages=keeps_a_copy(arguments))
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
         waiting = set(self._plan.parallel.sharding.on_host)
         weights = sum(p.bytes for unit in rank.units for p in unit.parameters if p.name in waiting)

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
 from mindspeed_mm.fsdp.train.family import family_of
+from mindspeed_mm.fsdp.train.memory.frozen_reference import frozen_reference_bytes
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
 _TEXT_WIDTH = 4096
@@ -76,7 +77,15 @@ def forecast_plan(
         device_type=device_type or get_device_type(),
         media=[tower.key for tower in outline.spec.towers],
     )
-    return replace(prediction, approximations=(*prediction.approximations, *notes))
+    reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
+    is_on_host = arguments.parallel.fsdp_plan.cpu_offload and (device_type or get_device_type()) != "cpu"
+    return replace(
+        prediction,
+        reference=0 if is_on_host else reference,
+        resident=prediction.resident + reference,
+        on_host=prediction.on_host + (reference if is_on_host else 0),
+        approximations=(*prediction.approximations, *notes),
+    )
 
 
 def features_of(batch: Batch, adapter: Any) -> Batch:

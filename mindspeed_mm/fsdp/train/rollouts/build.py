@@ -15,6 +15,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
+from mindspeed_mm.fsdp.checkpoint.merged_hf import save_merged_hf
 from mindspeed_mm.fsdp.data import MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.data.dataloader.order import TOO_FEW
@@ -26,15 +27,18 @@ from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
 from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
+from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, check_judges, takes_setting
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import FrozenModel
+from mindspeed_mm.fsdp.train.reference_start import reference_start
 from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
-from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, ServedRollouts
+from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, ServedRollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
+from mindspeed_mm.fsdp.train.run.context import base_of_adapters
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -57,6 +61,7 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
         grpo.num_iterations,
         scale=grpo.scale_rewards,
         aggregation=grpo.multi_objective_aggregation,
+        ahead=posttrain.rollout.ahead,
     )
     keeps = posttrain.rollout.keep
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
@@ -221,11 +226,17 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
     assert rollout.base_url is not None and folder is not None and arguments.model.model_name_or_path is not None
     source.server = SERVERS[rollout.backend](rollout.base_url)
     source.speaks = job.rank == 0
-    ranks, start = Ranks(), Path(arguments.model.model_name_or_path)
+    ranks = Ranks()
+    ranks.first("asking the server", SERVERS[rollout.backend](rollout.base_url, CHECK_S).check)
+    start = base_of_adapters(arguments.training) or Path(arguments.model.model_name_or_path)
     written = Path(folder).absolute() / "hf" / "rollouts"
+    bare = build_outline(reference_start(arguments)).model if arguments.training.lora.enable else None
 
     def write_weights(model: nn.Module) -> Path:
-        save_hf(model, written, start, overwrite=True, ranks=ranks)
+        if bare is None:
+            save_hf(model, written, start, overwrite=True, ranks=ranks)
+        else:
+            save_merged_hf(model, bare, written, start, ranks=ranks)
         return written
 
     source.write_weights = write_weights

@@ -13,11 +13,11 @@ from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import Pr
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
-from mindspeed_mm.fsdp.optimizer.ema import Ema, OldPolicy
+from mindspeed_mm.fsdp.optimizer.ema import MovingReference, OldPolicy
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
-from mindspeed_mm.fsdp.train.reference import assemble_reference, check_start
+from mindspeed_mm.fsdp.train.reference import assemble_reference, check_same_inputs, check_start
 from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
 from mindspeed_mm.fsdp.train.rollouts.flow import FlowModel, FlowRollouts, Switch
 from mindspeed_mm.fsdp.train.run.data import RunData
@@ -34,7 +34,6 @@ def build_flow_rollouts(
     *,
     denoise: Denoiser,
     encoders: Any,
-    average: Ema | None = None,
 ) -> FlowRollouts:
     """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one.
 
@@ -54,7 +53,8 @@ def build_flow_rollouts(
         return move(batch if context is None else context.split(batch), job.device)
 
     reference = generator_reference(arguments, assembled, job.device)
-    old: Switch = average.applied if isinstance(average, OldPolicy) else nullcontext
+    draws_by_older = isinstance(assembled.average, OldPolicy) and not isinstance(assembled.average, MovingReference)
+    old: Switch = assembled.average.applied if draws_by_older and assembled.average else nullcontext
     return FlowRollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
@@ -77,7 +77,10 @@ def generator_reference(arguments: Arguments, assembled: Assembled, device: torc
         case "adapters_off":
             check_start(arguments)
             return lambda: adapters_off(assembled.model)
+        case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
+            return assembled.average.applied
         case "frozen":
             second = assemble_reference(arguments, device).model
+            check_same_inputs(assembled.model, second, arguments.posttrain.reference.model_name_or_path)
             return lambda: nullcontext(second)
     return None

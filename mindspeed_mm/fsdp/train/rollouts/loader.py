@@ -2,13 +2,15 @@
 
 It stands where other runs have their data loader. A rollout is drawn when its first step is asked for, by the weights
 of that moment, and serves `steps × iterations` optimizer steps. Which prompts make a step, and what is drawn for them,
-depends on no number of ranks.
+depends on no number of ranks. A server may draw the next rollout meanwhile, by the weights that it has by then.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,25 @@ class Rollout:
     advantages: list[torch.Tensor]
     digest: str = ""
     """Of its file."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A rollout whose samples are drawn, or are being drawn."""
+
+    header: dict[str, Any]
+    prompts: list[list[Any]]
+    """Of each step, each prompt as often as it has samples."""
+    keys: list[list[str]]
+    after: DataPosition
+    """Of the prompts that come next."""
+    stored: files.StoredRollout | None
+    """The file of the very same rollout."""
+    samples: Future[list[list[Any]]]
+    drawing_s: float
+    """That drawing has taken so far."""
+    steps_behind: int
+    """Optimizer steps between the weights that draw and those that will be trained."""
 
 
 class RolloutLoader:
@@ -146,10 +167,19 @@ class RolloutLoader:
         number = place.number + 1 if place is not None else 0
         if place is not None and place.used < self._plan.uses:
             yield from self._steps(self._resumed(place), self._prompts.position, place.used)
-        for prompts in self._prompts:
-            rollout = self._rollout(number, [batch["prompts"] for batch in prompts])
-            yield from self._steps(rollout, self._prompts.position, 0)
-            number += 1
+        for rollout, after in self._rollouts(number):
+            yield from self._steps(rollout, after, 0)
+
+    def _rollouts(self, number: int) -> Iterator[tuple[Rollout, DataPosition]]:
+        """Rollouts from this number on, each with the position of the prompts behind it."""
+        prompts = iter(self._prompts)
+        begun = self._begin(number, prompts, steps_behind=0)
+        while begun is not None:
+            rollout, after, number = self._ended(begun), begun.after, number + 1
+            # Begun before `rollout` is trained on, so that a server works meanwhile.
+            following = self._begin(number, prompts, steps_behind=self._plan.uses) if self._plan.ahead else None
+            yield rollout, after
+            begun = following or self._begin(number, prompts, steps_behind=0)
 
     def _steps(self, rollout: Rollout, after: DataPosition, used: int) -> Iterator[list[Batch]]:
         assert self.source is not None
@@ -162,25 +192,52 @@ class RolloutLoader:
 
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
-    def _rollout(self, number: int, prompts: list[list[Any]]) -> Rollout:
-        """Drawn and judged; or read, where the very same weights drew it before, by the same settings."""
-        repeated = [self._repeated(each) for each in prompts]
+    def _begin(self, number: int, prompts: Iterator[list[Batch]], *, steps_behind: int) -> _Begun | None:
+        """Let samples be drawn for the next prompts; nothing is, where the very same weights drew them before, by the
+        same settings. None: there are no further prompts."""
+        batches = next(prompts, None)
+        if batches is None:
+            return None
+        own = [batch["prompts"] for batch in batches]
+        repeated = [self._repeated(each) for each in own]
         keys = [self._keys(number, each) for each in repeated]
         assert self._model is not None
         mark = weights_mark(self._model) if self._folder is not None else 0
-        samples = self._plan.group_size * self._prompts_of_all(prompts)
+        samples = self._plan.group_size * self._prompts_of_all(own)
         header = {"rollout": number, "weights": mark, "settings": self._settings, "samples": samples}
-        stored = self._stored(number, header)
-        if stored is not None:
-            return self._read(number, repeated, stored)
-        return self._drawn(header, repeated, keys)
+        stored, drawing, begun = self._stored(number, header), Future[list[list[Any]]](), time.perf_counter()
+        if stored is None:
+            drawing = self._drawing(repeated, keys)
+        drawing_s = time.perf_counter() - begun
+        return _Begun(header, repeated, keys, self._prompts.position, stored, drawing, drawing_s, steps_behind)
 
-    def _drawn(self, header: dict[str, Any], prompts: list[list[Any]], keys: list[list[str]]) -> Rollout:
+    def _drawing(self, prompts: list[list[Any]], keys: list[list[str]]) -> Future[list[list[Any]]]:
+        """Samples of each step: drawn, or, where another program draws them ahead, asked for in a thread. New weights
+        are handed over here in any case: all ranks take part in that."""
         assert self.source is not None
-        source = self.source
-        begun = time.perf_counter()
+        source, found = self.source, Future[list[list[Any]]]()
+
+        def draw() -> None:
+            try:
+                found.set_result([source.draw(*each) for each in zip(prompts, keys, strict=True)])
+            except Exception as error:  # noqa: BLE001 it is raised where the samples are asked for
+                found.set_exception(error)
+
         with source.drawing():
-            samples = [source.draw(*each) for each in zip(prompts, keys, strict=True)]
+            if self._plan.ahead:
+                threading.Thread(target=draw, name="rollout", daemon=True).start()
+            else:
+                draw()
+        return found
+
+    def _ended(self, begun: _Begun) -> Rollout:
+        """Samples judged, and written; or read."""
+        if begun.stored is not None:
+            return self._read(begun.header["rollout"], begun.prompts, begun.stored)
+        assert self.source is not None
+        source, header, prompts, keys = self.source, begun.header, begun.prompts, begun.keys
+        waits = time.perf_counter()
+        samples = begun.samples.result()
         drawn = time.perf_counter()
         scores = [source.judge(*each) for each in zip(prompts, samples, strict=True)] if self._is_first else []
         judged = time.perf_counter()
@@ -199,7 +256,10 @@ class RolloutLoader:
             if not self._keeps_all:
                 files.remove_rollouts_before(self._folder, header["rollout"] - 1)
         facts = [source.facts(each) for each in samples]
-        self.metrics.count(lines, source.reward_names, facts, drawn - begun, judged - drawn)
+        drawing_s = begun.drawing_s + drawn - waits
+        self.metrics.count(lines, source.reward_names, facts, drawing_s, judged - drawn)
+        if self._plan.ahead:
+            self.metrics.steps_behind = begun.steps_behind
         return Rollout(header["rollout"], prompts, samples, advantages, files.digest_of(text))
 
     def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:

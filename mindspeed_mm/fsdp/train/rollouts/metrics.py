@@ -15,6 +15,10 @@ class RolloutMetrics:
     """Numbers of the rollouts since the last line of the log. Times and what `facts` tells are this rank's, rewards
     those of all ranks."""
 
+    steps_behind: int | None = None
+    """Optimizer steps between the weights that drew the last rollout and those that were trained with it; None: none
+    is drawn ahead."""
+
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._rewards: list[torch.Tensor] = []
@@ -68,6 +72,8 @@ class RolloutMetrics:
         if len(self._names) > 1:
             means = torch.cat(self._scores).nanmean(dim=0).tolist()
             metrics |= {f"reward/{name}": mean for name, mean in zip(self._names, means, strict=True)}
+        if self.steps_behind is not None:
+            metrics["rollout_steps_behind"] = float(self.steps_behind)
         self.__init__()  # type: ignore[misc]
         return metrics
 

@@ -26,6 +26,8 @@ from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, check_lengths
 
 TIMEOUT_S = 600.0
+CHECK_S = 5.0
+"""For a server that is asked whether it is there."""
 CONCURRENCY = 64
 _NEVER = -100.0
 """What is added to the logit of a token that is not to be drawn: the most that the interface of OpenAI takes."""
@@ -42,6 +44,27 @@ class RolloutServer(ABC):
 
     def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
         self.base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
+
+    asked_for: str
+    """What `check` asks for."""
+    takes_weights: str
+    """What new weights are told to."""
+
+    def check(self) -> None:
+        """Raise `MachineError` unless the server is there and lets its weights be replaced."""
+        if self._status(self.asked_for) >= 400:
+            raise self.failed(f"{self.asked_for} is not answered: another kind of server listens there")
+        if self._status(self.takes_weights) == 404:  # asked the wrong way, a path that is there is refused otherwise
+            raise self.failed(f"{self.takes_weights} is not there, by which it would get new weights")
+
+    def _status(self, path: str) -> int:
+        try:
+            with urllib.request.urlopen(self.base_url + path, timeout=self._timeout_s) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (OSError, ValueError) as error:
+            raise self.failed(f"{path}: {getattr(error, 'reason', error)}") from error
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
@@ -78,8 +101,8 @@ class RolloutServer(ABC):
             f"the server that draws answers failed: {what}",
             where=self.base_url,
             key="posttrain.rollout.base_url",
-            way_out="See its log. It must serve this model and let its weights be replaced (vLLM: "
-            "VLLM_SERVER_DEV_MODE=1).",
+            way_out="Start it, or correct the address. It must serve this model and let its weights be replaced (vLLM: "
+            "VLLM_SERVER_DEV_MODE=1). See its log.",
         )
 
     def _answer(self, tokens: Any, log_probs: Any, end_ids: Sequence[int]) -> DrawnAnswer:
@@ -92,6 +115,8 @@ class RolloutServer(ABC):
 
 class SglangServer(RolloutServer):
     """SGLang's own interface."""
+
+    asked_for, takes_weights = "/get_model_info", "/update_weights_from_disk"
 
     def load_weights(self, folder: Path) -> None:
         """See `RolloutServer`."""
@@ -120,6 +145,8 @@ class SglangServer(RolloutServer):
 class VllmServer(RolloutServer):
     """vLLM's server, by the interface of OpenAI. It draws from the logits divided by the temperature, and tells
     log-probabilities of these with `--logprobs-mode processed_logprobs`."""
+
+    asked_for, takes_weights = "/v1/models", "/collective_rpc"
 
     def load_weights(self, folder: Path) -> None:
         """See `RolloutServer`."""

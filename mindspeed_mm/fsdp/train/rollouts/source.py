@@ -25,6 +25,8 @@ class RolloutPlan:
     scale: Any = "group"
     aggregation: Any = "sum_then_normalize"
     """Of `group_advantages`."""
+    ahead: int = 0
+    """1: the samples of the next rollout are drawn while a rollout is trained on."""
 
     @property
     def uses(self) -> int:

@@ -16,10 +16,12 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
+from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from mindspeed_mm.fsdp.train.reference_start import reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
 
 EVERY_KIND = ("linear", "adapter", "convolution", "experts", "attention", "linear attention")
@@ -39,9 +41,16 @@ class Utilisation:
     """What the peak is of, in words."""
 
     @classmethod
-    def of(cls, outline: Outline, plan: FeaturePlan, arguments: Arguments) -> Utilisation:
-        """For a model that is built and neither split nor sharded."""
-        count = count_step(outline.model, plan, arguments.features.loss_cfg.loss_type)
+    def of(cls, outline: Outline, plan: FeaturePlan, arguments: Arguments, *, trains: bool = True) -> Utilisation:
+        """For a model that is built and neither split nor sharded.
+
+        Args:
+            outline: The model.
+            plan: What the features do to it.
+            arguments: The whole configuration.
+            trains: False for a model that is only compared with.
+        """
+        count = count_step(outline.model, plan, arguments) if trains else None
         devices = dist.get_world_size() if dist.is_initialized() else 1
         told = arguments.tools.peak_tflops
         if told is not None:
@@ -96,16 +105,29 @@ def device_name() -> str:
     return str(ask()) if ask is not None else get_device_type()
 
 
-def count_step(model: nn.Module, plan: FeaturePlan, loss_type: str | None) -> FlopCount | None:
-    """FLOPs of a training step: head, recomputation, what is kept.
+def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> FlopCount | None:
+    """FLOPs of a training step: head, recomputation, what is kept, and the passes of what the policy is compared with.
+    Samples that the model draws itself are not in it.
 
     Args:
         model: Whole, with adapters.
         plan: What the features do to it.
-        loss_type: `features.loss_cfg.loss_type`; only with `raw` the head sees tokens without labels.
+        arguments: The whole configuration.
     """
     kept = EVERY_KIND if plan.kept_kinds == ("all",) else plan.kept_kinds
-    return count_flops(model, head_on_labels=loss_type != "raw", recompute=list(plan.recomputed), keeps=kept)
+    # With `raw` alone the head sees tokens without labels.
+    on_labels = arguments.features.loss_cfg.loss_type != "raw"
+    count = count_flops(model, head_on_labels=on_labels, recompute=list(plan.recomputed), keeps=kept)
+    if count is None:
+        return None
+    policy = count
+    if arguments.posttrain.method == "nft":
+        count = count.beside(policy, "the policy that drew")
+    if reference_kind(arguments) in ("adapters_off", "frozen"):
+        folder = arguments.posttrain.reference.model_name_or_path
+        other = count_flops(build_outline(reference_start(arguments)).model) if folder else policy
+        count = count.beside(other, "reference") if other is not None else count
+    return count
 
 
 def arithmetic(arguments: Arguments) -> str:
