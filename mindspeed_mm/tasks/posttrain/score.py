@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,14 @@ def run(
     if histogram is not None and totals:
         found = ScoreHistogram.of_scores(totals)
         atomic_write_text(histogram, json.dumps({"bin_edges": found.edges, "counts": found.counts}) + "\n")
-    by_name = {each.name: [row["scores"][each.name] for row in judged] for each in arguments.posttrain.rewards}
-    means = {name: _mean(values) for name, values in {"reward": [row["score"] for row in judged], **by_name}.items()}
-    return ScoreOutcome(str(out), len(judged), means)
+    return ScoreOutcome(str(out), len(judged), _means(judged, [each.name for each in arguments.posttrain.rewards]))
+
+
+def _means(judged: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float | None]:
+    means = {"reward": _mean([row["score"] for row in judged])}
+    for name in names:
+        means[name] = _mean([row["scores"][name] for row in judged])
+    return means
 
 
 def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
@@ -93,44 +98,51 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     reader, media = open_reader(path), MediaLoader(path.absolute().parent)
     rewards = build_rewards(arguments, current_device())
     for first in range(0, len(reader), _AT_A_TIME):
-        numbers = range(first, min(first + _AT_A_TIME, len(reader)))
-        rows = [reader.read(number) for number in numbers]
-        places = [str(reader.place(number)) for number in numbers]
-        found = [dict(row) for row in rows]
-        for suffix in ("", "_rejected"):
-            having = [at for at, row in enumerate(rows) if not suffix or f"{_PICTURE}{suffix}" in row]
-            samples = [_sample(rows[at], places[at], suffix, media) for at in having]
-            prompts = [_prompt(rows[at], places[at]) for at in having]
-            scores = _scores(rewards, prompts, samples, [rows[at] for at in having], [places[at] for at in having])
-            for at, score in zip(having, scores, strict=True):
-                found[at] |= {f"{name}{suffix}": value for name, value in score.items()}
-        yield from found
+        asked = []
+        for number in range(first, min(first + _AT_A_TIME, len(reader))):
+            asked.append(_Asked(dict(reader.read(number)), str(reader.place(number))))
+        _score(rewards, asked, "", media)
+        _score(rewards, [each for each in asked if f"{_PICTURE}_rejected" in each.row], "_rejected", media)
+        for each in asked:
+            yield each.row | each.scores
 
 
-def _scores(
-    rewards: Sequence[Reward],
-    prompts: Sequence[str],
-    samples: Sequence[Any],
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
-) -> list[dict[str, Any]]:
-    """`score` and `scores` of each sample; null where a reward does not judge it."""
+@dataclass
+class _Asked:
+    """A row whose samples are scored."""
+
+    row: dict[str, Any]
+    place: str
+    """Where it stands, for messages."""
+    scores: dict[str, Any] = field(default_factory=dict)
+
+
+def _score(rewards: Sequence[Reward], asked: Sequence[_Asked], suffix: str, media: MediaLoader) -> None:
+    """Give rows the `score` and `scores` of their chosen or rejected samples; null where a reward does not judge."""
     from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, scores_of
 
-    if not samples:
-        return []
+    if not asked:
+        return
+    prompts, samples, rows, places = [], [], [], []
+    for each in asked:
+        prompts.append(_prompt(each.row, each.place))
+        samples.append(_sample(each.row, each.place, suffix, media))
+        rows.append(each.row)
+        places.append(each.place)
     found = scores_of(rewards, Judged(prompts, samples, rows, ids=places)).tolist()
-    lines = []
-    for values in found:
-        known = [each.weight * value for each, value in zip(rewards, values, strict=True) if not math.isnan(value)]
-        scores = {each.name: _or_null(value) for each, value in zip(rewards, values, strict=True)}
-        lines.append({"score": sum(known) if known else None, "scores": scores})
-    return lines
+    for each, values in zip(asked, found, strict=True):
+        total, by_name = None, {}
+        for reward, value in zip(rewards, values, strict=True):
+            by_name[reward.name] = None if math.isnan(value) else value
+            if not math.isnan(value):
+                total = (total or 0.0) + reward.weight * value
+        each.scores |= {f"score{suffix}": total, f"scores{suffix}": by_name}
 
 
 def _prompt(row: Mapping[str, Any], place: str) -> str:
     text = next((row[name] for name in _PROMPTS if row.get(name)), None)
-    text = text[0] if isinstance(text, list) and text else text
+    if isinstance(text, list) and text:
+        text = text[0]
     if not isinstance(text, str):
         raise DataError("has no prompt", where=place, key=_PROMPTS[0], way_out=f"Give it one of {', '.join(_PROMPTS)}.")
     return text
@@ -149,10 +161,6 @@ def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader)
             way_out=f"Name a picture in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
         )
     return text
-
-
-def _or_null(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -19,7 +19,8 @@ from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, refer
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference, check_same_inputs, check_start
 from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
-from mindspeed_mm.fsdp.train.rollouts.flow import FlowModel, FlowRollouts, Switch
+from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts
+from mindspeed_mm.fsdp.train.rollouts.flow_model import FlowModel, Switch
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.train_engine import move

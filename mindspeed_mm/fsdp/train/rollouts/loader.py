@@ -7,6 +7,7 @@ depends on no number of ranks. A server may draw the next rollout meanwhile, by 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,8 @@ class _Begun:
     """Of the prompts that come next."""
     stored: files.StoredRollout | None
     """The file of the very same rollout."""
-    samples: Future[list[list[Any]]]
+    drawing: Future[list[list[Any]]] | None
+    """Gives the samples of each step; None where they are stored."""
     drawing_s: float
     """That drawing has taken so far."""
     steps_behind: int
@@ -198,18 +200,35 @@ class RolloutLoader:
         batches = next(prompts, None)
         if batches is None:
             return None
-        own = [batch["prompts"] for batch in batches]
-        repeated = [self._repeated(each) for each in own]
-        keys = [self._keys(number, each) for each in repeated]
+        prompts_of_steps, keys_of_steps = [], []
+        for batch in batches:
+            repeated = self._repeated(batch["prompts"])
+            prompts_of_steps.append(repeated)
+            keys_of_steps.append(self._keys(number, repeated))
+        header = self._header(number, sum(map(len, prompts_of_steps)))
+        stored = self._stored(number, header)
+        begun = time.perf_counter()
+        drawing = self._drawing(prompts_of_steps, keys_of_steps) if stored is None else None
+        return _Begun(
+            header,
+            prompts_of_steps,
+            keys_of_steps,
+            self._prompts.position,
+            stored,
+            drawing,
+            time.perf_counter() - begun,
+            steps_behind,
+        )
+
+    def _header(self, number: int, samples: int) -> dict[str, Any]:
+        """What tells a rollout from others; `samples` of this rank."""
         assert self._model is not None
-        mark = weights_mark(self._model) if self._folder is not None else 0
-        samples = self._plan.group_size * self._prompts_of_all(own)
-        header = {"rollout": number, "weights": mark, "settings": self._settings, "samples": samples}
-        stored, drawing, begun = self._stored(number, header), Future[list[list[Any]]](), time.perf_counter()
-        if stored is None:
-            drawing = self._drawing(repeated, keys)
-        drawing_s = time.perf_counter() - begun
-        return _Begun(header, repeated, keys, self._prompts.position, stored, drawing, drawing_s, steps_behind)
+        return {
+            "rollout": number,
+            "weights": weights_mark(self._model) if self._folder is not None else 0,
+            "settings": self._settings,
+            "samples": samples * self._job.state.data_size,
+        }
 
     def _drawing(self, prompts: list[list[Any]], keys: list[list[str]]) -> Future[list[list[Any]]]:
         """Samples of each step: drawn, or, where another program draws them ahead, asked for in a thread. New weights
@@ -232,43 +251,56 @@ class RolloutLoader:
 
     def _ended(self, begun: _Begun) -> Rollout:
         """Samples judged, and written; or read."""
+        number = begun.header["rollout"]
         if begun.stored is not None:
-            return self._read(begun.header["rollout"], begun.prompts, begun.stored)
-        assert self.source is not None
-        source, header, prompts, keys = self.source, begun.header, begun.prompts, begun.keys
+            return self._read(number, begun.prompts, begun.stored)
+        assert self.source is not None and begun.drawing is not None
         waits = time.perf_counter()
-        samples = begun.samples.result()
+        samples = begun.drawing.result()
         drawn = time.perf_counter()
-        scores = [source.judge(*each) for each in zip(prompts, samples, strict=True)] if self._is_first else []
+        own = self._judged(begun, samples) if self._is_first else []
         judged = time.perf_counter()
-        own = []
-        for step, its_scores in enumerate(scores):
-            records = [source.record(*each) for each in zip(prompts[step], samples[step], strict=True)]
-            own.append([{"step": step, "key": key, **record} for key, record in zip(keys[step], records, strict=True)])
-            for record, values in zip(own[-1], its_scores.tolist(), strict=True):
-                record["scores"] = [None if value != value else value for value in values]
-        everyone = self._gathered(own)
-        lines = [record for of_step in everyone for of_rank in of_step for record in of_rank]
-        advantages = self._with_advantages(lines, len(everyone[0]))
-        text = files.text_of(header, lines)
-        if self._folder is not None and self._job.rank == 0:
-            files.write_rollout(self._folder, header["rollout"], text)
-            if not self._keeps_all:
-                files.remove_rollouts_before(self._folder, header["rollout"] - 1)
-        facts = [source.facts(each) for each in samples]
-        drawing_s = begun.drawing_s + drawn - waits
-        self.metrics.count(lines, source.reward_names, facts, drawing_s, judged - drawn)
+        lines, ranks = self._of_all_ranks(own)
+        advantages = self._with_advantages(lines, ranks)
+        text = files.text_of(begun.header, lines)
+        self._keep(number, text)
+        self.metrics.count(
+            lines,
+            self.source.reward_names,
+            list(map(self.source.facts, samples)),
+            begun.drawing_s + drawn - waits,
+            judged - drawn,
+        )
         if self._plan.ahead:
             self.metrics.steps_behind = begun.steps_behind
-        return Rollout(header["rollout"], prompts, samples, advantages, files.digest_of(text))
+        return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
+
+    def _judged(self, begun: _Begun, samples: list[list[Any]]) -> list[list[dict[str, Any]]]:
+        """What is kept of this rank's samples, step by step, with their scores."""
+        assert self.source is not None
+        kept = []
+        for step, drawn in enumerate(samples):
+            prompts, keys = begun.prompts[step], begun.keys[step]
+            scores = self.source.judge(prompts, drawn).tolist()
+            records = []
+            for prompt, key, sample, values in zip(prompts, keys, drawn, scores, strict=True):
+                record = {"step": step, "key": key, **self.source.record(prompt, sample)}
+                record["scores"] = list(map(_or_null, values))
+                records.append(record)
+            kept.append(records)
+        return kept
+
+    def _keep(self, number: int, text: str) -> None:
+        if self._folder is None or self._job.rank != 0:
+            return
+        files.write_rollout(self._folder, number, text)
+        if not self._keeps_all:
+            files.remove_rollouts_before(self._folder, number - 1)
 
     def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
         """Those of this rank, step by step; every line gets its own."""
         assert self.source is not None
-        scores = torch.tensor(
-            [[float("nan") if value is None else value for value in line["scores"]] for line in lines],
-            dtype=torch.float64,
-        )
+        scores = _scores_of(lines)
         check_judged(scores, self.source.reward_names)
         plan = self._plan
         found = group_advantages(
@@ -277,7 +309,7 @@ class RolloutLoader:
         self.metrics.judge(found)
         self._warn_of_flat_rewards(found)
         for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
-            line["reward"] = None if reward != reward else reward
+            line["reward"] = _or_null(reward)
             line["advantage"] = advantage
         by_step = found.values.view(plan.steps, ranks, -1)
         return list(by_step[:, self._job.state.data_rank])
@@ -297,15 +329,19 @@ class RolloutLoader:
     def _read(self, number: int, prompts: list[list[Any]], stored: files.StoredRollout) -> Rollout:
         """This rank's part of a file."""
         assert self.source is not None
-        ranks, rank = self._job.state.data_size, self._job.state.data_rank
         samples, advantages = [], []
         for step in range(self._plan.steps):
-            lines = [line for line in stored.samples if line["step"] == step]
-            share = len(lines) // ranks
-            own = lines[rank * share : (rank + 1) * share]
-            samples.append([self.source.restore(line) for line in own])
+            own = self._own_lines(stored, step)
+            samples.append(list(map(self.source.restore, own)))
             advantages.append(torch.tensor([line["advantage"] for line in own], dtype=torch.float64))
         return Rollout(number, prompts, samples, advantages, stored.digest)
+
+    def _own_lines(self, stored: files.StoredRollout, step: int) -> list[Mapping[str, Any]]:
+        """This rank's share of the samples of a step."""
+        ranks, rank = self._job.state.data_size, self._job.state.data_rank
+        lines = [line for line in stored.samples if line["step"] == step]
+        share = len(lines) // ranks
+        return lines[rank * share : (rank + 1) * share]
 
     def _resumed(self, place: RolloutPlace) -> Rollout:
         """The rollout that a run stopped within."""
@@ -319,11 +355,9 @@ class RolloutLoader:
                 way_out="Put the file back, or resume from an earlier checkpoint.",
             )
         prompts = []
-        ranks, rank = self._job.state.data_size, self._job.state.data_rank
         for step in range(self._plan.steps):
-            rows = [line["row"] for line in stored.samples if line["step"] == step][:: self._plan.group_size]
-            share = len(rows) // ranks
-            prompts.append(self._repeated([self.dataset[row] for row in rows[rank * share : (rank + 1) * share]]))
+            one_of_each_group = self._own_lines(stored, step)[:: self._plan.group_size]
+            prompts.append(self._repeated([self.dataset[line["row"]] for line in one_of_each_group]))
         return self._read(place.number, prompts, stored)
 
     def _stored(self, number: int, header: Mapping[str, Any]) -> files.StoredRollout | None:
@@ -348,12 +382,15 @@ class RolloutLoader:
         dist.all_gather_object(found, value)
         return found
 
-    def _gathered(self, own: list[list[Any]]) -> list[list[list[Any]]]:
-        """Step → data rank → its records."""
-        state = self._job.state
-        told = [each for each in self._of_all((state.data_rank, own) if self._is_first else None) if each is not None]
-        by_rank = [records for _, records in sorted(told, key=lambda each: each[0])]
-        return [[records[step] for records in by_rank] for step in range(self._plan.steps)]
+    def _of_all_ranks(self, own: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], int]:
+        """All ranks' records: step by step, within a step rank by rank; and the number of these ranks."""
+        told = self._of_all((self._job.state.data_rank, own) if self._is_first else None)
+        by_rank = sorted((each for each in told if each is not None), key=lambda each: each[0])
+        lines: list[dict[str, Any]] = []
+        for step in range(self._plan.steps):
+            for _, records in by_rank:
+                lines += records[step]
+        return lines, len(by_rank)
 
     def _repeated(self, prompts: Sequence[Any]) -> list[Any]:
         return [prompt for prompt in prompts for _ in range(self._plan.group_size)]
@@ -362,5 +399,13 @@ class RolloutLoader:
         size = self._plan.group_size
         return [f"{number}/{prompt['sample_id']}/{place % size}" for place, prompt in enumerate(prompts)]
 
-    def _prompts_of_all(self, prompts: list[list[Any]]) -> int:
-        return sum(map(len, prompts)) * self._job.state.data_size
+
+def _scores_of(lines: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """(samples, rewards) fp64; not a number where a reward does not judge a sample."""
+    rows = [[math.nan if value is None else value for value in line["scores"]] for line in lines]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _or_null(value: float) -> float | None:
+    """JSON has no word for what is not a number."""
+    return None if math.isnan(value) else value

@@ -92,28 +92,35 @@ class TextRollouts:
             together = order[start : start + self._batch_size]
             turns, copies = in_turns([prompts[place] for place in together])
             places = [together[turn] for turn in turns]
-            answers = self._drawn([prompts[place] for place in places], [keys[place] for place in places], copies)
-            found |= dict(zip(places, answers, strict=True))
+            drawn = self._drawn([prompts[place] for place in places], [keys[place] for place in places], copies)
+            found.update(zip(places, drawn, strict=True))
         return [found[place] for place in range(len(prompts))]
 
     def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str], copies: int) -> list[DrawnAnswer]:
-        plugin, pad_id = self._dataset.plugin, self._tokenizer.pad_token_id
-
-        def collate(samples: Sequence[Any]) -> Batch:
-            rows = [{"input_ids": each["input_ids"], **plugin.token_marks(each["input_ids"])} for each in samples]
-            fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}
-            media = [item for sample in samples for item in sample["media"]]
-            return {**left_padded_rows(rows, fills), **(plugin.collate(media) if media else {})}
-
-        batch = self._objective.media.repeat(with_media_once(collate, plugin, prompts, copies))
+        batch = with_media_once(self._collate_prompts, self._dataset.plugin, prompts, copies)
+        inputs = dict(self._objective.media.repeat(batch))
+        for name in ENGINE_KEYS & inputs.keys():
+            del inputs[name]
         return draw_answers(
             self._model,
-            move({key: value for key, value in batch.items() if key not in ENGINE_KEYS}, self._device),
+            move(inputs, self._device),
             keys,
             self._rule,
             end_ids=self._end_ids,
-            pad_id=pad_id,
+            pad_id=self._tokenizer.pad_token_id,
         )
+
+    def _collate_prompts(self, prompts: Sequence[Any]) -> Batch:
+        """Padded on the left, so that answers begin together."""
+        plugin = self._dataset.plugin
+        rows: list[dict[str, Any]] = []
+        media: list[Any] = []
+        for prompt in prompts:
+            rows.append({"input_ids": prompt["input_ids"], **plugin.token_marks(prompt["input_ids"])})
+            media += prompt["media"]
+        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self._tokenizer.pad_token_id}
+        batch: Batch = left_padded_rows(rows, fills)
+        return batch | plugin.collate(media) if media else batch
 
     # --- judging ------------------------------------------------------------------------------------------------------
 
@@ -155,12 +162,12 @@ class TextRollouts:
 
     def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
         """See `RolloutSource`."""
-        return {
-            "samples": len(samples),
-            "completion_tokens": sum(len(answer.token_ids) for answer in samples),
-            "truncated_share": sum(answer.is_truncated for answer in samples),
-            "entropy": sum(answer.entropy for answer in samples),
-        }
+        facts = {"samples": len(samples), "completion_tokens": 0, "truncated_share": 0, "entropy": 0.0}
+        for answer in samples:
+            facts["completion_tokens"] += len(answer.token_ids)
+            facts["truncated_share"] += answer.is_truncated
+            facts["entropy"] += answer.entropy
+        return facts
 
     def take_metrics(self) -> dict[str, float]:
         """See `RolloutSource`."""
@@ -177,11 +184,11 @@ class TextRollouts:
         is_fresh: bool,
     ) -> list[Batch]:
         """See `RolloutSource`."""
-        size = self._micro_batch_size
-        return [
-            self._batch(prompts[start:][:size], samples[start:][:size], advantages[start:][:size], is_fresh)
-            for start in range(0, len(samples), size)
-        ]
+        found = []
+        for first in range(0, len(samples), self._micro_batch_size):
+            own = slice(first, first + self._micro_batch_size)
+            found.append(self._batch(prompts[own], samples[own], advantages[own], is_fresh))
+        return found
 
     def _batch(
         self,
@@ -191,13 +198,17 @@ class TextRollouts:
         is_fresh: bool,
     ) -> Batch:
         turns, copies = in_turns(prompts)
-        prompts, samples = [prompts[turn] for turn in turns], [samples[turn] for turn in turns]
-        kept = [not (self._masks_truncated and answer.is_truncated) for answer in samples]
-        rows = [answered_row(*each) for each in zip(prompts, samples, kept, strict=True)]
-        log_probs = [answer.log_probs for answer, is_kept in zip(samples, kept, strict=True) if is_kept]
+        rows: list[EncodedSample] = []
+        sampled: list[float] = []  # of the labelled tokens, row by row
+        for turn in turns:
+            answer = samples[turn]
+            is_trained = not (self._masks_truncated and answer.is_truncated)
+            rows.append(answered_row(prompts[turn], answer, is_trained))
+            if is_trained:
+                sampled += answer.log_probs
         return with_media_once(self._collate, self._dataset.plugin, rows, copies) | {
             "_advantages": advantages[turns],
-            "_sampled": torch.tensor([value for each in log_probs for value in each], dtype=torch.float64),
+            "_sampled": torch.tensor(sampled, dtype=torch.float64),
             "_fresh": is_fresh,
         }
 
@@ -219,13 +230,11 @@ def in_turns(prompts: Sequence[EncodedPrompt]) -> tuple[list[int], int]:
     blocks = gcd(*map(len, groups.values()))
     if blocks == 1 or not any(prompt["media"] for prompt in prompts):
         return list(range(len(prompts))), 1
-    parts = {name: len(places) // blocks for name, places in groups.items()}
-    turns = [
-        place
-        for block in range(blocks)
-        for name, places in groups.items()
-        for place in places[block * parts[name] :][: parts[name]]
-    ]
+    turns: list[int] = []
+    for block in range(blocks):
+        for places in groups.values():
+            part = len(places) // blocks
+            turns += places[block * part : (block + 1) * part]
     return turns, blocks
 
 
