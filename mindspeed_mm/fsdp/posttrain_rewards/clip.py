@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,30 @@ class ClipReward:
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float]:
         """One score a picture, in order; of a clip the mean over its frames."""
-        chosen = [frames_of(each, self._frames) for each in completions]
-        pairs = [(prompt, frame) for prompt, frames in zip(prompts, chosen, strict=True) for frame in frames]
+        pairs: list[tuple[str, Image.Image]] = []
+        frames_of_each = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            frames = frames_of(completion, self._frames)
+            pairs += [(prompt, frame) for frame in frames]
+            frames_of_each.append(len(frames))
+        scores = torch.tensor(self._scores_of_all(pairs), dtype=torch.float64)
+        return [float(own.mean()) for own in scores.split(frames_of_each)]
+
+    def _scores_of_all(self, pairs: list[tuple[str, Image.Image]]) -> list[float]:
+        scores: list[float] = []
         self._model.to(self._device)
         try:
-            scores = iter([score for part in self._cut(pairs) for score in self._scores(part)])
+            for first in range(0, len(pairs), self._batch_size):
+                scores += self._scores(pairs[first : first + self._batch_size])
         finally:
             self._model.to("cpu")
-        return [sum(next(scores) for _ in frames) / len(frames) for frames in chosen]
-
-    def _cut(self, pairs: list[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
-        return (pairs[first : first + self._batch_size] for first in range(0, len(pairs), self._batch_size))
+        return scores
 
     @torch.inference_mode()
-    def _scores(self, pairs: list[tuple[str, Any]]) -> list[float]:
-        pixels = self._pixels([picture.convert("RGB") for _, picture in pairs])
-        inputs = self._tokens([prompt for prompt, _ in pairs]) | {"pixel_values": pixels}
+    def _scores(self, pairs: list[tuple[str, Image.Image]]) -> list[float]:
+        prompts, pictures = zip(*pairs, strict=True)
+        pixels = self._pixels([picture.convert("RGB") for picture in pictures])
+        inputs = self._tokens(list(prompts)) | {"pixel_values": pixels}
         found = self._model(**{name: tensor.to(self._device) for name, tensor in inputs.items()})
         cosines = (found.image_embeds * found.text_embeds).sum(dim=1)  # transformers normalises both
         return [float(score) for score in self._of_cosines(cosines).tolist()]

@@ -48,10 +48,9 @@ def posttrain_problems(arguments: Arguments) -> Iterator[Problem]:
 def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
     """Preference pairs come with the method that compares them, and that method with such rows."""
     compares = arguments.posttrain.method == "dpo"
-    for name in ("dataset_param", "val_dataset_param"):
-        dataset = getattr(arguments.data, name)
-        stage = getattr(getattr(dataset, "basic_parameters", None), "stage", None)
-        if dataset is None or not _gives_rows(dataset):
+    for name, dataset in _row_sections(arguments):
+        stage = dataset.basic_parameters.stage
+        if not _gives_rows(dataset):
             continue
         key = f"data.{name}.basic_parameters.stage"
         if stage == "rm" and not compares:
@@ -69,6 +68,13 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
                 if dataset.dataset_type == _OF_GENERATORS
                 else "Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
             )
+
+
+def _row_sections(arguments: Arguments) -> Iterator[tuple[str, DatasetParam]]:
+    """The sections of `data` that name rows."""
+    yield "dataset_param", arguments.data.dataset_param
+    if arguments.data.val_dataset_param is not None:
+        yield "val_dataset_param", arguments.data.val_dataset_param
 
 
 def _gives_rows(dataset: DatasetParam) -> bool:
@@ -144,9 +150,9 @@ def _of_the_model(arguments: Arguments) -> Iterator[Problem]:
 
 
 def _rows_hold_one_answer(arguments: Arguments) -> Iterator[Problem]:
-    for name in ("dataset_param", "val_dataset_param"):
-        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
-        if basic is not None and basic.packs:
+    for name, dataset in _row_sections(arguments):
+        basic = dataset.basic_parameters
+        if basic.packs:
             yield Problem(
                 f"true, but posttrain.method: {arguments.posttrain.method} compares answers, each in a row of its own",
                 key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
