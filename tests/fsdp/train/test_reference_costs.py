@@ -87,7 +87,9 @@ class CountedFlops(Hook):
         def train_step(*given: Any, **settings: Any) -> Any:
             with FlopCounterMode(display=False) as counter:
                 result = real(*given, **settings)
-            self.done, self.told = counter.get_total_flops(), result.tally.flops["full"]
+            # Of media the encoders work in the step, too; they are no part of the model.
+            in_model = counter.get_flop_counts()[type(engine.model).__name__]
+            self.done, self.told = sum(in_model.values()), result.tally.flops["full"]
             return result
 
         engine.train_step = train_step  # type: ignore[method-assign]
@@ -109,5 +111,6 @@ def test_flops_of_a_reference(text: Path, words: tuple[str, ...]) -> None:
 
 
 def test_flops_of_pairs_of_media(tmp_path: Path) -> None:
+    """Beside supervised training, which is counted with the same share of what torch does not count (attention)."""
     yaml = make_tiny_media_pairs(tmp_path)
-    assert flops(yaml, *MEDIA_PAIRS) == pytest.approx(1, abs=0.1)
+    assert flops(yaml, *MEDIA_PAIRS) == pytest.approx(flops(yaml), rel=0.02)
