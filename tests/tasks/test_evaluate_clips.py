@@ -83,6 +83,7 @@ def test_a_dynamic_clip_is_as_vbench_has_it(speeds: list[float], moves: bool) ->
     assert motion.moves(speeds, 256, 480) is moves
 
 
+@pytest.mark.slow
 def test_flow_is_torchvisions(tmp_path: Path) -> None:
     from torchvision.models.optical_flow import raft_large
 

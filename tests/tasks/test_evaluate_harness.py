@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.tasks.evaluate.harness.evaluate import FILES, RESULTS
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.tasks.evaluate.harness.evaluate import FILES, RESULTS, HarnessRequest, run
+from mindspeed_mm.tasks.evaluate.harness.served import Folder
 from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.runs import Said, mm
 from tests.helpers.stub_harnesses import install_stubs
@@ -90,11 +92,11 @@ def test_what_cannot_be_is_told(server: JudgingServer, python: Path, tmp_path: P
     (tmp_path / "none" / RESULTS).write_text('{"harness": 1}')
     said = asked(server, python, tmp_path / "none", "lmms-eval", "ai2d")
     assert said.code == 2 and "did not write" in said.err
-    run = python.parents[1] / "site" / "run.py"
-    newer = run.read_text()
-    run.write_text(newer.replace("base-url", "base"))
+    script = python.parents[1] / "site" / "run.py"
+    newer = script.read_text()
+    script.write_text(newer.replace("base-url", "base"))
     said = asked(server, python, tmp_path / "old", "vlmevalkit", "AI2D_TEST")
-    run.write_text(newer)
+    script.write_text(newer)
     assert said.code == 3 and "no run.py beside it that takes --base-url" in said.err
 
 
@@ -113,6 +115,15 @@ def test_what_cannot_be_is_told(server: JudgingServer, python: Path, tmp_path: P
 def test_options_that_do_not_fit(words: list[str], message: str) -> None:
     said = mm("evaluate", *words)
     assert said.code in (2, 3) and message in said.err, said
+
+
+def test_a_generator_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "flux"
+    model.mkdir()
+    (model / "model_index.json").write_text("{}")
+    with pytest.raises(UsageError, match="is a generator, and harnesses ask models that answer"):
+        run(HarnessRequest(Folder(model), "lmms-eval", ["ai2d"], tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_harness_that_is_not_installed(server: JudgingServer, tmp_path: Path) -> None:

@@ -57,14 +57,16 @@ class RowsView:
         basic, attr = self.param.basic_parameters, RowFormat.from_attr(self.param.attr)
         formats = []
         for dataset in (basic.dataset, basic.val_dataset):
+            if not dataset:
+                continue
             try:
-                sources = find_sources(dataset, basic.dataset_dir, attr) if dataset else []
+                sources = find_sources(dataset, basic.dataset_dir, attr)
             except (ConfigError, DataError):
                 continue  # the run's rows are somewhere else by now
             for source in sources:
                 if data.resolve() in [file.resolve() for file in source.files]:
                     return source.row_format
-            formats += [source.row_format for source in sources]
+                formats.append(source.row_format)
         return formats[0] if len(set(formats)) == 1 else attr
 
 
@@ -120,15 +122,18 @@ class QuestionEncoder:
 
     def collate(self, questions: Sequence[EncodedQuestion]) -> dict[str, Any]:
         """What the model takes: rows padded on the left, the media of all of them."""
-        rows = [
-            {"input_ids": question.input_ids, **self._plugin.token_marks(question.input_ids)} for question in questions
-        ]
+        rows, media = [], []
+        for question in questions:
+            marks = self._plugin.token_marks(question.input_ids)
+            rows.append({"input_ids": question.input_ids, **marks})
+            media += question.media
         fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self.tokenizer.pad_token_id}
-        media = [item for question in questions for item in question.media]
-        texts = left_padded_rows(rows, fills)
+        batch: dict[str, Any] = left_padded_rows(rows, fills)
         if is_whisper(self.processor):
-            texts = self._transcript_starts(texts, [len(question.media) for question in questions])
-        return {**texts, **(self._plugin.collate(media) if media else {})}
+            batch = self._transcript_starts(batch, [len(question.media) for question in questions])
+        if media:
+            batch |= self._plugin.collate(media)
+        return batch
 
     def _transcript_starts(self, texts: dict[str, Any], sounds: Sequence[int]) -> dict[str, Any]:
         """What the decoder of a speech recogniser goes on from; nothing where it is to find out the language itself.
@@ -136,12 +141,14 @@ class QuestionEncoder:
         Raises:
             DataError: A question has no sound, or several, or asks on.
         """
-        if set(sounds) != {1} or not texts["attention_mask"].all():
-            raise DataError(
-                f"this model transcribes one sound a row, and a row has {max(sounds, key=lambda n: abs(n - 1))}"
-                if set(sounds) != {1}
-                else "this model transcribes one sound, and a row goes on with an earlier transcript",
-                key="audios",
-                way_out="Give rows of one turn with one sound.",
-            )
-        return {} if self._detects_language else {"decoder_input_ids": texts["input_ids"]}
+        way_out = "Give rows of one turn with one sound."
+        for count in sounds:
+            if count != 1:
+                what = f"this model transcribes one sound a row, and a row has {count}"
+                raise DataError(what, key="audios", way_out=way_out)
+        if not texts["attention_mask"].all():
+            what = "this model transcribes one sound, and a row goes on with an earlier transcript"
+            raise DataError(what, key="audios", way_out=way_out)
+        if self._detects_language:
+            return {}
+        return {"decoder_input_ids": texts["input_ids"]}

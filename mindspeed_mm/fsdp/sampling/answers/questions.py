@@ -75,8 +75,7 @@ def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[s
     """
     pieces = split_text(text)
     if isinstance(pieces, str):
-        parts = [*({"type": item.kind} for item in media), *([{"type": "text", "text": text}] if text else [])]
-        return {"role": "user", "content": parts if media else text}, list(media)
+        return {"role": "user", "content": _media_first(text, media)}, list(media)
     waiting = {kind: [item for item in media if item.kind == kind] for kind in MEDIA_KINDS}
     marked = [piece["type"] for piece in pieces if piece["type"] != "text"]
     for kind, items in waiting.items():
@@ -87,6 +86,16 @@ def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[s
                 way_out=f"Give one file for each <{kind}>, or leave the marks out: media then stand before the text.",
             )
     return {"role": "user", "content": pieces}, [waiting[kind].pop(0) for kind in marked]
+
+
+def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, Any]]:
+    """The content of a turn whose text marks no media."""
+    if not media:
+        return text
+    parts: list[dict[str, Any]] = [{"type": item.kind} for item in media]
+    if text:
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def read_questions(
@@ -172,15 +181,8 @@ def question_of(
 def _check_media_exist(sample: Sample, media_dir: Path) -> None:
     for item in sample.media:
         name = item.source.get("path") if isinstance(item.source, dict) else item.source
-        if (
-            isinstance(name, str)
-            and len(name) < _LONGEST_PATH
-            and "://" not in name
-            and not (media_dir / name).exists()
-        ):
-            raise DataError(
-                f"'{name}' not found",
-                where=str(sample.place),
-                key=f"{item.kind}s",
-                way_out=f"Relative paths start at '{media_dir}'.",
-            )
+        if not isinstance(name, str) or len(name) >= _LONGEST_PATH or "://" in name:
+            continue  # no path
+        if not (media_dir / name).exists():
+            way_out = f"Relative paths start at '{media_dir}'."
+            raise DataError(f"'{name}' not found", where=str(sample.place), key=f"{item.kind}s", way_out=way_out)

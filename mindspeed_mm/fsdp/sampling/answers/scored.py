@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
-from mindspeed_mm.core.file_writing import any_of, check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, ErrorRate, Outcome, Score
@@ -27,9 +27,13 @@ _is_samples = any_of(
     first_line_has(*_SAMPLE_KEYS, "errors", "units"),
     first_line_has(*_SAMPLE_KEYS, "judge"),
 )
-_is_results = any_of(
-    *(is_object_of(_KEYS, _OPTIONAL, "overall", [field.name for field in fields(of)]) for of in (Score, ErrorRate))
-)
+
+
+def _is_results_of(kind: type[Score | ErrorRate]) -> IsOurs:
+    return is_object_of(_KEYS, _OPTIONAL, "overall", [field.name for field in fields(kind)])
+
+
+_is_results = any_of(_is_results_of(Score), _is_results_of(ErrorRate))
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,21 @@ class Evaluation:
         """For people: how many answers were not whole, if any, and the score of each task and of all."""
         shown = self.scores if len(self.tasks) > 1 else self.tasks
         told = [f"{self.comparison.title}, {name}: {score}" for name, score in shown.items()]
-        if failed := [sample for sample in self.samples if (sample.get("judge") or {}).get("failure")]:
-            first = failed[0]
+        if failed := [sample for sample in self.samples if _judges_failure(sample)]:
             told.append(
-                f"{len(failed)} answers count as wrong because the judge failed; the first is that of {first['id']}: "
-                f"{first['judge']['failure']}"
+                f"{len(failed)} answers count as wrong because the judge failed; the first is that of "
+                f"{failed[0]['id']}: {_judges_failure(failed[0])}"
             )
         if cut_off := self.facts.get("cut_off"):
             limit = self.facts["max_new_tokens"]
             told.insert(0, f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)")
         return [*told, *self.remarks]
+
+
+def _judges_failure(sample: Mapping[str, Any]) -> str | None:
+    """Why there is no verdict on an answer that a judge was asked about."""
+    verdict = sample.get("judge")
+    return verdict["failure"] if verdict else None
 
 
 def evaluate_answers(
@@ -102,9 +111,10 @@ def evaluate_answers(
         outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
         sample = _sample(question, answer, outcome, comparison)
         if verdicts is not None:
-            verdict = verdicts.get(question.row)
-            outcome = outcome if verdict is None else Outcome(verdict.correct)
-            sample |= {"correct": outcome.correct, "judge": None if verdict is None else asdict(verdict)}
+            sample["judge"] = None
+            if verdict := verdicts.get(question.row):
+                outcome = Outcome(verdict.correct)
+                sample |= {"correct": outcome.correct, "judge": asdict(verdict)}
         by_task[question.task].append(outcome)
         samples.append(sample)
     tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
@@ -128,7 +138,7 @@ def write_evaluation(evaluation: Evaluation, out: Path) -> None:
 
 def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
     names = question.image_names
-    return {
+    sample: dict[str, Any] = {
         "id": question.id,
         "task": question.task,
         "image": names[0] if len(names) == 1 else names,
@@ -136,5 +146,7 @@ def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Co
         "expected": question.expected,
         "given": answer.text,
         "correct": outcome.correct,
-        **({} if comparison.metric == "exact" else {"errors": outcome.errors, "units": outcome.units}),
     }
+    if comparison.metric != "exact":
+        sample |= {"errors": outcome.errors, "units": outcome.units}
+    return sample

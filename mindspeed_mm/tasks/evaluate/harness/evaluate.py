@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, is_object_of
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.tasks.evaluate.harness.figures import TaskFigures, read_newest, snapshot
 from mindspeed_mm.tasks.evaluate.harness.harnesses import HARNESSES, Asked
 from mindspeed_mm.tasks.evaluate.harness.served import AskedModel, Folder, served
 from mindspeed_mm.tasks.evaluate.outside import OutsidePackage, find_outside
+from mindspeed_mm.tasks.model_kind import kind_of_path
 
 RESULTS = "harness.json"
 FILES = "files"
@@ -69,10 +71,11 @@ def run(request: HarnessRequest) -> HarnessResult:
     """Let the harness ask the model, and write `harness.json`.
 
     Raises:
-        UsageError: The folder for the results holds files of others.
+        UsageError: The model is a generator, or the folder for the results holds files of others.
         MachineError: The harness is not installed, the model cannot be served, or the harness found nothing.
     """
     harness = HARNESSES[request.harness]
+    _check_can_answer(request.model)
     check_output_file(request.out / RESULTS, _is_results, "--out")
     package = find_outside(harness.wanted, request.python)
     files = (request.out / FILES).absolute()
@@ -89,6 +92,13 @@ def run(request: HarnessRequest) -> HarnessResult:
     result = HarnessResult(tasks, _facts(request, package, time.monotonic() - began))
     atomic_write_text(request.out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
     return result
+
+
+def _check_can_answer(model: AskedModel | Folder) -> None:
+    if isinstance(model, Folder) and kind_of_path(model.model) is GENERATOR:
+        what = "is a generator, and harnesses ask models that answer"
+        way_out = "Measure what it draws: mm evaluate SAMPLES --generated."
+        raise UsageError(what, where=str(model.model), key="--harness", way_out=way_out)
 
 
 @contextmanager
