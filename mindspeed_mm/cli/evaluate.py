@@ -329,8 +329,11 @@ def _measure_generated(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
 
     given = {name: options[name] for name in (*_MEASURES, "out", "batch_size") if options[name] is not None}
-    if "vbench" in given:
-        given["vbench"] = names_of(given["vbench"])
+    if {"vbench", "vbench_python"} & given.keys():
+        given["vbench"] = names_of(options["vbench"])
+        if not given["vbench"]:
+            way_out = "Name them as VBench does: --vbench subject_consistency,motion_smoothness."
+            raise UsageError("no dimensions are given", key="--vbench", way_out=way_out)
     return evaluate.run(evaluate.GeneratedRequest(Path(model), **given))
 
 

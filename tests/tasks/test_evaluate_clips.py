@@ -22,6 +22,7 @@ from mindspeed_mm.tasks.evaluate.generated.samples import frames_of
 from tests.helpers.runs import mm
 from tests.helpers.tiny_clip import make_tiny_clip
 from tests.helpers.tiny_media import write_video
+from tests.tasks.test_evaluate_generated import make_pictures
 
 
 @pytest.fixture(scope="module")
@@ -284,11 +285,14 @@ def test_what_cannot_be_measured_of_clips_is_said(clips: Path, tmp_path: Path) -
     (tmp_path / "short").mkdir()
     write_video(tmp_path / "short" / "a.mp4", [1, 2])
     write_video(tmp_path / "0.mp4", [1] * 5)
+    pictures = make_pictures(tmp_path / "pictures", 1, 1)
     for words, message in (
         ([tmp_path / "short", "--generated"], "fewer than three frames"),
         ([clips, "--generated", "--reference", tmp_path], "8 frames of 48×32 pixels, and"),
         ([clips, "--generated", "--lpips", tmp_path / "x.pth"], "measures pairs, and there are none"),
         ([clips, "--generated", "--dino", clips], "holds no vision transformer of DINO's kind"),
+        ([clips, "--generated", "--vbench-python", "python"], "no dimensions are given"),
+        ([pictures, "--generated", "--vbench", "temporal_flickering"], "measures clips, and there are none"),
     ):
         said = mm("evaluate", *words, "--out", tmp_path / "out")
         assert said.code in (2, 4) and message in said.err, said.err

@@ -125,6 +125,9 @@ def test_other_results_stand_beside_one_another(tmp_path: Path) -> None:
     assert lines == [
         ("SSIM", "one", "0.5"), ("SSIM", "two", "0.625"), ("PSNR", "one", "infinite"), ("PSNR", "two", "infinite"),
     ]  # fmt: skip
+    (folders[0] / "eval" / "other").mkdir()
+    for name in ("harness.json", "results.json"):  # of another tool
+        (folders[0] / "eval" / "other" / name).write_text('{"tasks": 3}')
     page = Page(report.run(folders, tmp_path / "page.html").read_text())
     for part in ("Difference to one on published sets", "DocVQA, overall", "+50.0", "lmms-eval 0.7.3", "A note."):
         assert part in page

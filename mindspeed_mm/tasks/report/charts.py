@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
 
+Curve = list[tuple[int, float]]
+"""Steps with values."""
 MOST_POINTS = 300
 """Points drawn of a curve: what a screen can show."""
 SERIES = ("#010101", "#010102", "#010103", "#010104", "#010105", "#010106")
@@ -66,12 +68,11 @@ CHARTS = (
 
 def draw_charts(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Title and SVG of every chart that some run has numbers for. Runs keep their colour in all of them."""
-    drawable = [
-        chart
-        for chart in [*CHARTS, *_single_rewards(runs)]
-        if any(points(_records(run, chart), chart.key) for run in runs)
-    ]
-    return [(chart.title, _draw(chart, runs)) for chart in drawable]
+    drawn = []
+    for chart in (*CHARTS, *_single_rewards(runs)):
+        if any(points(_records(run, chart), chart.key) for run in runs):
+            drawn.append((chart.title, _draw(chart, runs)))
+    return drawn
 
 
 def _single_rewards(runs: Sequence[ReportedRun]) -> list[Chart]:
@@ -84,9 +85,14 @@ def _records(run: ReportedRun, chart: Chart) -> Sequence[Record]:
     return run.evaluations if chart.is_rare else run.steps
 
 
-def points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
+def points(records: Sequence[Record], key: str) -> Curve:
     """Step and value of the records that have one."""
-    return [(record["step"], float(record[key])) for record in records if isinstance(record.get(key), int | float)]
+    found = []
+    for record in records:
+        value = record.get(key)
+        if isinstance(value, int | float):
+            found.append((record["step"], float(value)))
+    return found
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -98,7 +104,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return result
 
 
-def thinned(curve: list[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
     """Every n-th point and the last one."""
     if len(curve) <= most:
         return curve
@@ -129,22 +135,37 @@ def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
 def _draw_run(axes: Any, chart: Chart, run: ReportedRun, colour: str) -> None:
     curve = [(step, value * chart.scale) for step, value in points(_records(run, chart), chart.key)]
     if chart.log:
-        curve = [(step, value) for step, value in curve if value > 0]
+        curve = _positive(curve)
     if not curve:
         return
     if chart.smooth:
-        axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=0.7, alpha=0.35)
-        steps, values = zip(*curve, strict=True)
-        curve = list(zip(steps, smoothed(values, len(values) / (len(values) + _SMOOTHING_WINDOWS)), strict=True))
+        axes.plot(*_columns(curve), color=colour, linewidth=0.7, alpha=0.35)
+        curve = _smoothed_curve(curve)
     style = "o-" if chart.is_rare else "-"
-    axes.plot(*zip(*thinned(curve), strict=True), style, color=colour, linewidth=1.4, markersize=3, label="training")
+    axes.plot(*_columns(curve), style, color=colour, linewidth=1.4, markersize=3, label="training")
     if chart.key == "loss" and run.validations:
-        validation = [(step, value) for step, value in points(run.validations, "val_loss") if value > 0]
-        axes.plot(*zip(*thinned(validation), strict=True), "o--", color=colour, markersize=3, linewidth=0.9)
+        validation = _positive(points(run.validations, "val_loss"))
+        axes.plot(*_columns(validation), "o--", color=colour, markersize=3, linewidth=0.9)
         axes.lines[-1].set_label("validation")
     for event in run.events:
         if event.get("kind") == "resume":
             axes.axvline(event.get("step", 0), color=GRID, linewidth=1, linestyle=":")
+
+
+def _positive(curve: Curve) -> Curve:
+    """What a logarithmic axis can show."""
+    return [(step, value) for step, value in curve if value > 0]
+
+
+def _smoothed_curve(curve: Curve) -> Curve:
+    steps, values = zip(*curve, strict=True)
+    weight = len(values) / (len(values) + _SMOOTHING_WINDOWS)
+    return list(zip(steps, smoothed(values, weight), strict=True))
+
+
+def _columns(curve: Curve) -> Iterator[tuple[float, ...]]:
+    """Steps, then values, of as many points as a screen can show."""
+    return zip(*thinned(curve), strict=True)
 
 
 def _dress(axes: Any, chart: Chart) -> None:

@@ -4,7 +4,8 @@ their configurations."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
@@ -89,7 +90,7 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """Questions that all runs were asked, those first on which they differ in being right: each with `sample`, the
     first run's, and of every run `given` and `correct`."""
     answers = [by_question(run.samples) for run in runs]
-    shared = [question for question in answers[0] if all(question in own for own in answers[1:])]
+    shared = [question for question in answers[0] if all(question in own for own in answers)]
     chosen = sorted(shared, key=lambda question: _agreement([own[question] for own in answers]))
     shown = []
     for question in chosen[:MOST_QUESTIONS]:
@@ -112,7 +113,8 @@ def configuration_differences(runs: Sequence[ReportedRun]) -> list[tuple[str, li
     """Keys of the configuration that are not the same in all runs, with the value of each run."""
     settings = [_settings(run.configuration) for run in runs]
     rows = []
-    for key in dict.fromkeys(key for own in settings for key in own):
+    keys = dict.fromkeys(chain.from_iterable(settings))
+    for key in keys:
         values = [own.get(key, "–") for own in settings]
         if len(set(values)) > 1:
             rows.append((key, values))
@@ -127,7 +129,12 @@ def _settings(configuration: str) -> dict[str, str]:
     return dict(_leaves(loaded, "")) if isinstance(loaded, dict) else {}
 
 
-def _leaves(value: Any, key: str) -> list[tuple[str, str]]:
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys with their values as text."""
     if isinstance(value, dict) and value:
-        return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{key}.{name}" if key else str(name))]
-    return [(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))]
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str):
+        yield key, value
+    else:
+        yield key, json.dumps(value, ensure_ascii=False, default=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -16,6 +16,8 @@ from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.tasks.report.samples import Round, read_rounds
 
 Record = dict[str, Any]
+_OF_SET, _OF_HARNESS = ("benchmark", "title", "tasks"), ("harness", "tasks")
+_OF_SAMPLE = {"group", "task", "share"}
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def read_run(path: Path) -> ReportedRun:
         results=_read_object(evaluation / "results.json"),
         samples=read_jsonl(evaluation / "samples.jsonl"),
         published=_read_published(folder.evaluation),
-        harnesses=[_read_object(path) for path in sorted(folder.evaluation.glob("*/harness.json"))],
-        generated=_read_object(folder.evaluation / "generated.json"),
+        harnesses=_with_keys(sorted(folder.evaluation.glob("*/harness.json")), _OF_HARNESS),
+        generated=next(iter(_with_keys([folder.evaluation / "generated.json"], ("measures",))), {}),
         rounds=read_rounds(path),
         best=_read_object(folder.best),
     )
@@ -96,16 +98,24 @@ def _read_published(evaluation: Path) -> list[Record]:
     """Of the sets that `mm evaluate --benchmark` has scored, each in a folder of its own."""
     found = []
     for path in sorted(evaluation.glob("*/results.json")):
-        results = _read_object(path)
-        if "benchmark" in results:
-            found.append({**results, "samples": read_jsonl(path.with_name("samples.jsonl"))})
+        for results in _with_keys([path], _OF_SET):
+            samples = read_jsonl(path.with_name("samples.jsonl"))
+            found.append({**results, "samples": [sample for sample in samples if sample.keys() >= _OF_SAMPLE]})
     return found
+
+
+def _with_keys(paths: Sequence[Path], keys: Collection[str]) -> list[Record]:
+    """The objects of files that have these keys; those of other tools, which may have the same names, are left out."""
+    objects = [_read_object(path) for path in paths]
+    return [each for each in objects if set(keys) <= each.keys()]
 
 
 def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:
     """Wrong and right answers to show, at most so many of each, the tasks taking turns."""
-    wrong = [sample for sample in samples if not sample.get("correct")]
-    right = [sample for sample in samples if sample.get("correct")]
+    wrong: list[Record] = []
+    right: list[Record] = []
+    for sample in samples:
+        (right if sample.get("correct") else wrong).append(sample)
     return _tasks_in_turn(wrong)[:most_of_each], _tasks_in_turn(right)[:most_of_each]
 
 
@@ -117,9 +127,14 @@ def _tasks_in_turn(samples: list[Record]) -> list[Record]:
 
 
 def _latest_by_step(records: list[Record]) -> list[Record]:
-    by_step = {record["step"]: record for record in records if isinstance(record.get("step"), int)}
+    by_step = {}
+    for record in records:
+        if isinstance(record.get("step"), int):
+            by_step[record["step"]] = record
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _read_object(path: Path) -> Record:
-    return read_json_object(path, DataError, way_out="Move it away to report without it.") if path.exists() else {}
+    if not path.exists():
+        return {}
+    return read_json_object(path, DataError, way_out="Move it away to report without it.")

@@ -147,8 +147,8 @@ def _find(request: GeneratedRequest) -> _Found:
 
 
 def _check_has_something_to_measure(request: GeneratedRequest, found: _Found) -> None:
-    for key, path in (("--dino", request.dino), ("--flow", request.flow)):
-        if path is not None and not found.clips:
+    for key, given in (("--dino", request.dino), ("--flow", request.flow), ("--vbench", request.vbench)):
+        if given and not found.clips:
             raise UsageError("measures clips, and there are none", key=key, way_out="Leave it out.")
     if request.lpips is not None and not found.pairs:
         way_out = "Give real pictures of the same names: --reference FOLDER."

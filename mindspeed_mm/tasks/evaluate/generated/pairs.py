@@ -23,6 +23,7 @@ from mindspeed_mm.tasks.evaluate.generated.samples import as_values, frames_of
 
 Pair = tuple[Path, Path]
 """Generated and real."""
+_TAKE = "Take a file such as alexnet-owt-7be5be79.pth."
 _TRUNKS = {"alex": (64, 3, 11, 11), "vgg": (64, 3, 3, 3), "squeeze": (64, 3, 3, 3)}
 """Network of LPIPS → shape of its first weights."""
 
@@ -80,7 +81,7 @@ def _read_trunk(weights: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(weights, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise UsageError("holds no weights", where=str(weights), key="--lpips") from error
+        raise UsageError("holds no weights", where=str(weights), key="--lpips", way_out=_TAKE) from error
     return state if isinstance(state, dict) else {}
 
 
@@ -91,7 +92,7 @@ def _network_of(state: dict[str, torch.Tensor], weights: Path) -> str:
         if first is not None and tuple(first.shape) == shape and has_squeezing == (network == "squeeze"):
             return network
     what = "holds none of torchvision's AlexNet, VGG-16 and SqueezeNet 1.1"
-    raise UsageError(what, where=str(weights), key="--lpips", way_out="Take a file such as alexnet-owt-7be5be79.pth.")
+    raise UsageError(what, where=str(weights), key="--lpips", way_out=_TAKE)
 
 
 def _published(name: str) -> str:

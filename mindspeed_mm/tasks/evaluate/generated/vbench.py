@@ -61,12 +61,12 @@ def measure(
         python: Of the environment that VBench is installed in; None: this one.
 
     Raises:
-        UsageError: There is no clip, or a dimension or a prompt is missing.
+        UsageError: A dimension is none of these, or a prompt is not known.
         MachineError: It is not installed, or has found nothing.
     """
     clips = {name: path for name, path in samples.items() if is_clip(path)}
     known = {name: prompts[name] for name in clips if name in prompts}
-    _check(clips, known, dimensions)
+    _check(known, list(clips), dimensions)
     package = find_outside(_WANTED, python)
     with tempfile.TemporaryDirectory() as place:
         asked, written = _prepare(Path(place), clips, known, dimensions)
@@ -78,13 +78,11 @@ def measure(
     return {f"VBench {name}": _measured(*found[name]) for name in dimensions}, package.version
 
 
-def _check(clips: Samples, known: Mapping[str, str], dimensions: Sequence[str]) -> None:
+def _check(known: Mapping[str, str], clips: Sequence[str], dimensions: Sequence[str]) -> None:
     for name in dimensions:
         if name not in OF_ANY_CLIPS:
             way_out = f"Choose among {', '.join(OF_ANY_CLIPS)}."
             raise UsageError(f"'{name}' is no dimension of any clips", key="--vbench", way_out=way_out)
-    if not clips:
-        raise UsageError("there are no clips to measure", key="--vbench", way_out="Leave it out.")
     unknown = [name for name in clips if name not in known]
     about_prompts = [name for name in dimensions if name in _OF_PROMPTS]
     if about_prompts and unknown:
