@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from ruamel.yaml import YAML
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
@@ -21,6 +22,8 @@ from mindspeed_mm.fsdp.train.run.random_state import capture_rng
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.report.charts import draw_charts
+from mindspeed_mm.tasks.report.data import read_run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plan_matrix import DECODER, TP
 from tests.helpers.runs import differing, lines, losses, tensors
@@ -87,6 +90,13 @@ def test_answers_are_those_of_the_checkpoint_and_nothing_changes(yaml: Path, que
     (_, _, event) = (event for event in lines(tmp_path / "with" / "events.jsonl") if event["kind"] == "evaluate")
     assert (event["step"], event["eval_cer"]) == (3, scores[3])
     scored.check_evaluation_folder(tmp_path / "with" / "eval" / "while_training" / "iter_0000003")
+    log = next((tmp_path / "with" / "log").iterdir()).read_text()
+    assert f"step 3: held-out character error rate {found.overall} (" in log
+    events = EventAccumulator(str(tmp_path / "with" / "tb")).Reload()
+    drawn = {event.step: event.value for event in events.Scalars("eval_cer/read")}
+    assert drawn == pytest.approx(measured(tmp_path / "with", "eval_cer/read"))
+    titles = [title for title, _ in draw_charts([read_run(tmp_path / "with")])]
+    assert "Held-out character error rate, %" in titles
 
 
 def test_random_numbers_are_put_back(yaml: Path, questions: Path) -> None:
