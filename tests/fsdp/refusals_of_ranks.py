@@ -157,7 +157,7 @@ LAYERS = (
     Refusal(
         "a norm split",
         (f"{TENSOR}=2", f"{TP}.colwise_parallel=['{BLOCKS}.input_layernorm']"),
-        "no linear layer",
+        "not a linear layer",
         ranks=2,
     ),
     Refusal(

@@ -7,7 +7,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 # Renamed in torch 2.13, where the older names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,13 +29,20 @@ class AxisRanks:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: object) -> Self:
         return self  # process groups cannot be copied, and a copied model has the same ranks
 
 
 Axis = TypeVar("Axis", bound=AxisRanks)
 Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
 """A collective of the ranks of one kind of axis, without a gradient."""
+
+
+def sharded_along(parameter: nn.Parameter, dim: int, ranks: AxisRanks) -> nn.Parameter:
+    """The parameter as a DTensor of which this rank holds an equal part along `dim`, on meta or with values."""
+    own = parameter.detach().chunk(ranks.size, dim=dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
+    split = DTensor.from_local(own, ranks.mesh, [Shard(dim)], run_check=False)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 def with_gradient(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -23,6 +22,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 HEADLINE = "the parallel plan does not fit the model"
 
@@ -39,7 +39,9 @@ class TowerPlan:
     @property
     def whole(self) -> tuple[str, ...]:
         """Towers that are not split although the decoder is: ranks that split it encode different media."""
-        return self.towers if self.sizes.copies > 1 else ()
+        if self.sizes.copies == 1:
+            return ()
+        return self.towers
 
     def describe(self) -> str:
         """One line for the log."""
@@ -116,33 +118,42 @@ def resolve_parallel_plan(
     section = as_applied(parallel, casts_inputs=facts_of(model).kind.casts_inputs)
     errors = CollectedErrors()
     towers = errors.attempt(_resolve_towers, model, section, sizes, layout)
-    whole = towers.whole if towers is not None else ()
+    whole_towers: tuple[str, ...] = ()
+    spread_towers = sorted(layout.towers)
+    if towers is not None:
+        whole_towers = towers.whole
+        if towers.sizes.parts > 1:  # ranks of a sequence share media, and do not spread the patches of each
+            spread_towers = []
     tensor = None
     if section.tensor_parallel_size > 1:
         tensor = errors.attempt(
-            resolve_tensor_parallel, model, section.tp_plan, section.tensor_parallel_size, whole=whole
+            resolve_tensor_parallel, model, section.tp_plan, section.tensor_parallel_size, whole=whole_towers
         )
     experts = None
+    expert_modules: tuple[str, ...] = ()
     if is_spread(section):
         experts = errors.attempt(resolve_expert_plan, model, section, sizes, layout.expert_copies)
+        if experts is not None:
+            expert_modules = experts.modules
     stages = errors.attempt(resolve_stages, model, section)
     context = errors.attempt(
         resolve_context_plan,
         model,
         section.ring_attention_size,
         section.ulysses_parallel_size,
-        towers=sorted(layout.towers) if towers is None or towers.sizes.parts == 1 else (),
+        towers=spread_towers,
     )
     wishes = ShardingWishes(
         layout.shard_modules,
         layout.tie_groups,
-        experts=experts.modules if experts is not None else (),
-        whole_towers=whole,
+        experts=expert_modules,
+        whole_towers=whole_towers,
         stages=stages,
         on_host=layout.on_host,
     )
-    resolved: Any = errors.attempt(resolve_sharding, model, section.fsdp_plan, sizes, wishes, ranks_known=ranks_known)
+    resolved = errors.attempt(resolve_sharding, model, section.fsdp_plan, sizes, wishes, ranks_known=ranks_known)
     errors.raise_all(HEADLINE)
+    assert resolved is not None
     sharding, costs = resolved
     return ParallelPlan(
         section, sizes, sharding, tensor, context, experts, stages, towers, layout.gathers_logits, tuple(costs)
@@ -152,7 +163,9 @@ def resolve_parallel_plan(
 def as_applied(parallel: ParallelArguments, *, casts_inputs: bool) -> ParallelArguments:
     """The section as it is applied. A stage stays gathered for the length of a step: several micro-batches are under
     way in it."""
-    changes: dict[str, bool] = {} if casts_inputs else {"cast_forward_inputs": False}
+    changes: dict[str, bool] = {}
+    if not casts_inputs:
+        changes["cast_forward_inputs"] = False
     if parallel.pipeline_parallel_size > 1:
         changes["reshard_after_forward"] = False
     return parallel.model_copy(update={"fsdp_plan": parallel.fsdp_plan.model_copy(update=changes)})
@@ -167,6 +180,6 @@ def _resolve_towers(
     plan = TowerPlan(tuple(sorted(layout.towers)), encoder)
     check_towers(model, plan.towers, in_teams=encoder.team > 1)
     key = "parallel.fsdp_plan.ignored_modules"
-    names = [name for name, _ in model.named_modules()]
+    names = module_names(model)
     check_tower_sums(model, plan.whole, resolve_patterns(parallel.fsdp_plan.ignored_modules or (), names, key=key))
     return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, Literal, cast, get_args
 
@@ -57,10 +57,19 @@ class ParallelState:
         self.sizes = sizes
         self.device_type = device_type
         check_world_size(sizes, dist.get_world_size())
-        views = [_build_mesh(sizes, axes, device_type) for axes in (MESH_AXES, DATA_AXES, EXPERT_AXES, SHARD_AXES)]
-        self.mesh, _, self.expert_mesh, self.shard_mesh = views
-        # A parameter must meet fully_shard and tensor parallelism on one mesh: a shared axis is the last view's.
-        self._axes = {axis: view[axis] for view in views for axis in view.mesh_dim_names or ()}
+        self._axes: dict[Axis, DeviceMesh] = {}
+        self.mesh = self._build_view(MESH_AXES)
+        self._build_view(DATA_AXES)
+        self.expert_mesh = self._build_view(EXPERT_AXES)
+        # Last: an axis that views share is that of the last one, and a parameter must meet fully_shard and tensor
+        # parallelism on one mesh.
+        self.shard_mesh = self._build_view(SHARD_AXES)
+
+    def _build_view(self, axes: tuple[Axis, ...]) -> DeviceMesh:
+        view = job_mesh(self.device_type, tuple(sizes_along(self.sizes, axes)), axes)
+        for axis in axes:
+            self._axes[axis] = view[axis]
+        return view
 
     # Any axis.
 
@@ -82,8 +91,12 @@ class ParallelState:
 
     def describe(self) -> str:
         """The axes with more than one rank: `dp_replicate 2 × dp_shard 4`."""
-        sizes = ((axis, getattr(self.sizes, axis)) for axis in (*MESH_AXES, "ep"))
-        return " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+        axes: tuple[Axis, ...] = (*MESH_AXES, "ep")
+        parts = []
+        for axis, size in zip(axes, sizes_along(self.sizes, axes), strict=True):
+            if size > 1:
+                parts.append(f"{axis} {size}")
+        return " × ".join(parts) or "one rank"
 
     # Samples and tokens.
 
@@ -178,7 +191,7 @@ def destroy_parallel_state() -> None:
 def check_world_size(sizes: ParallelSizes, world_size: int) -> None:
     """Raise `ConfigError` unless the sizes multiply to the number of processes, seen with and without experts."""
     for axes in (MESH_AXES, EXPERT_AXES):
-        shape = [getattr(sizes, axis) for axis in axes]
+        shape = sizes_along(sizes, axes)
         if prod(shape) != world_size:
             product = " × ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
             raise ConfigError(
@@ -188,8 +201,9 @@ def check_world_size(sizes: ParallelSizes, world_size: int) -> None:
             )
 
 
-def _build_mesh(sizes: ParallelSizes, axes: tuple[Axis, ...], device_type: str) -> DeviceMesh:
-    return job_mesh(device_type, tuple(getattr(sizes, axis) for axis in axes), axes)
+def sizes_along(sizes: ParallelSizes, axes: Sequence[Axis]) -> list[int]:
+    """The size of each of these axes."""
+    return [getattr(sizes, axis) for axis in axes]
 
 
 _meshes: dict[Hashable, DeviceMesh] = {}

@@ -7,6 +7,7 @@ root), then prefetch order. No step renames a parameter, and none decides: what 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -34,6 +35,7 @@ from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh, unsumm
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing, share_media
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 __all__ = ["ParallelApplier", "set_gradient_sync"]
 
@@ -126,7 +128,9 @@ class ParallelApplier:
         self._model_shards_itself = own_hook is not None and own_hook(sharding.section)
         if self._model_shards_itself and sharding.whole_towers:
             raise unsummed_towers(f"{type(model).__name__} shards itself")
-        roots = [model] if self._pipeline is None else self._pipeline.stages
+        roots: Sequence[nn.Module] = [model]
+        if self._pipeline is not None:
+            roots = self._pipeline.stages
         for root in roots:
             if self._model_shards_itself:
                 settle_sharded(root, sharding.section)
@@ -140,7 +144,7 @@ class ParallelApplier:
         A model's own `set_modules_to_prefetch(fsdp_plan, ep_plan) -> bool` is asked first.
         """
         sharding = self._resolved(model).sharding
-        own_hook = getattr(model, "set_modules_to_prefetch", None)
+        own_hook = attribute_at(model, "set_modules_to_prefetch")
         if own_hook is not None and own_hook(sharding.section, self._parallel.ep_plan):
             return
         for root, units in self._sharded:
@@ -156,15 +160,27 @@ class ParallelApplier:
     def _shard(self, root: nn.Module, plan: ParallelPlan, state: ParallelState) -> None:
         """Shard `root`: the model, or a stage, which holds some of the model's modules."""
         sharding, experts = plan.sharding, plan.experts
-        mesh = state.get_hsdp_device_mesh() if state.axis_size("dp_replicate") > 1 else state.axis_mesh("fsdp")
-        if copies := _names_in(root, sharding.copies):
+        mesh = state.axis_mesh("fsdp")
+        if state.axis_size("dp_replicate") > 1:
+            mesh = state.get_hsdp_device_mesh()
+        tower_mesh = None
+        if sharding.whole_towers:
+            tower_mesh = build_tower_mesh(state.sizes, state.device_type)
+        copies = _names_in(root, sharding.copies)
+        if copies:
             replicate_modules(map(root.get_submodule, copies), state.build_copies_device_mesh())
-        held = [(_names_in(root, unit.names), unit) for unit in sharding.units]
-        units = [Unit(tuple(names), unit.of_tower) for names, unit in held if names]
-        tower_mesh = build_tower_mesh(state.sizes, state.device_type) if sharding.whole_towers else None
-        ignored = {p for name in _names_in(root, sharding.ignored) for p in root.get_submodule(name).parameters()}
+        units = []
+        for unit in sharding.units:
+            names = _names_in(root, unit.names)
+            if names:
+                units.append(replace(unit, names=tuple(names)))
+        ignored: set[nn.Parameter] = set()
+        for name in _names_in(root, sharding.ignored):
+            ignored.update(root.get_submodule(name).parameters())
         on_host = set(sharding.on_host)
-        ignored |= {parameter for name, parameter in root.named_parameters() if name in on_host}
+        for name, parameter in root.named_parameters():
+            if name in on_host:
+                ignored.add(parameter)
         if experts is not None:
             shard_experts(root, _names_in(root, experts.modules), state, **build_expert_options(sharding.section))
         shard_units(root, units, sharding.section, mesh, ignored, _cut_dims(root, sharding), tower_mesh)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices
 from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import check_skipped_kernels
@@ -123,15 +124,18 @@ def _kept_kinds(features: FeatureArguments, keys: ModelArguments) -> tuple[str, 
         return ()
     if features.recompute_plan.mode == "selective":
         return ("all",)
-    kinds = ("attention",) if keys.skip_flash_attn_recompute else ()
-    return kinds + (("linear attention",) if keys.skip_gdn_recompute or keys.skip_kda_recompute else ())
+    kinds = []
+    if keys.skip_flash_attn_recompute:
+        kinds.append("attention")
+    if keys.skip_gdn_recompute or keys.skip_kda_recompute:
+        kinds.append("linear attention")
+    return tuple(kinds)
 
 
 def _modules_to_slice(
     model: nn.Module, features: FeatureArguments, blocks: Sequence[str], towers: Collection[str]
 ) -> list[str]:
-    in_towers = tuple(f"{tower}." for tower in towers)
-    with_rows = [name for name in blocks if not name.startswith(in_towers)]
+    with_rows = [name for name in blocks if not is_inside(name, towers, strict=True)]
     found = select_modules(model, features.chunkmbs_plan.apply_modules, with_rows, SLICED_MODULES)
     check_slices(model, found, features.chunkmbs_plan)
     return found
@@ -139,9 +143,10 @@ def _modules_to_slice(
 
 def _check_apart(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
     for outer in recomputed:
-        if inner := next((name for name in offloaded if name.startswith(f"{outer}.")), None):
-            raise ConfigError(
-                f"'{inner}' lies inside '{outer}', which is computed again instead of keeping anything",
-                key=OFFLOAD_MODULES,
-                way_out=f"Name '{outer}': its input is then kept on the host.",
-            )
+        for inner in offloaded:
+            if is_inside(inner, (outer,), strict=True):
+                raise ConfigError(
+                    f"'{inner}' lies inside '{outer}', which is computed again instead of keeping anything",
+                    key=OFFLOAD_MODULES,
+                    way_out=f"Name '{outer}': its input is then kept on the host.",
+                )

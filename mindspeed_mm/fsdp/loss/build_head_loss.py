@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.loss.liger import find_liger
 from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices
 from mindspeed_mm.fsdp.params.feature_args import ChunkLossPlan, FeatureArguments
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 PLAN = "features.chunkloss_plan"
 
@@ -101,13 +102,14 @@ def _refuse_without_head(model: nn.Module, features: FeatureArguments) -> None:
 
 def _check_named(model: nn.Module, head_name: str, pattern: str) -> None:
     key = f"{PLAN}.apply_module"
-    if compile_pattern(pattern, key=key, allow_suffix=True).fullmatch(head_name):
+    expression = compile_pattern(pattern, key=key, allow_suffix=True)
+    if expression.fullmatch(head_name):
         return
-    names = [name for name, _ in model.named_modules() if name]
-    is_module = any(compile_pattern(pattern, key=key, allow_suffix=True).fullmatch(name) for name in names)
-    near = "" if is_module else f" (modules of such a name: {', '.join(nearest(pattern, names, most=3)) or 'none'})"
+    what, names = f"'{pattern}' is not the output head of {type(model).__name__}", module_names(model)[1:]
+    if not any(map(expression.fullmatch, names)):
+        what += f" (modules of such a name: {', '.join(nearest(pattern, names, most=3)) or 'none'})"
     raise ConfigError(
-        f"'{pattern}' is not the output head of {type(model).__name__}{near}",
+        what,
         key=key,
         way_out=f"The head is '{head_name}'.",
     )

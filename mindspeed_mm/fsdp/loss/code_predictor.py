@@ -16,13 +16,14 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.head_loss import output_of
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import whole_cross_entropy
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _COUNT = "_codes"
 
 
 def code_loss_factor(model: nn.Module) -> float:
     """The weight of the code predictor's loss, which a model with one states (`code_loss_factor`); 0 without one."""
-    return float(getattr(model, "code_loss_factor", 0.0))
+    return float(attribute_at(model, "code_loss_factor", 0.0))
 
 
 class WithCodePredictor:

@@ -101,23 +101,26 @@ class DenoisingObjective:
         for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True):
             draws.append(self.draw(sample, epoch if training else VALIDATION))
         dropped = [draw.drops_caption and training for draw in draws]
-        batch = self._encoded(batch, dropped) if "pixels" in batch else self._without_captions(batch, dropped)
-        latents = batch["latents"]
-        times = [self._time(draw.random, latents.shape[1:]) for draw in draws]
+        if "pixels" in batch:
+            prepared = dict(self._encoded(batch, dropped))
+        else:
+            prepared = dict(self._without_captions(batch, dropped))
+        latent_shape = prepared[LATENTS].shape[1:]
+        times = [self._time(draw.random, latent_shape) for draw in draws]
         weights = [loss_weight(self._arguments.loss_weighting, time) for time in times]
-        blanks = batch.get("blank_rows", 0)
-        return batch | {
-            **{noise_key(key): self._noise(draws, key, batch[key].shape[1:]) for key in self._keys(batch)},
-            "_time": self._exact(times),
-            "_weights": self._exact(weights[: len(weights) - blanks] + [0.0] * blanks),
-        }
+        for row in range(real_rows(prepared), len(weights)):  # blank rows stand behind the samples
+            weights[row] = 0.0
+        for key in self._keys(prepared):
+            prepared[noise_key(key)] = self._noise(draws, key, prepared[key].shape[1:])
+        prepared["_time"], prepared["_weights"] = self._exact(times), self._exact(weights)
+        return prepared
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Samples."""
-        samples = sum(map(_real_rows, batches))
+        samples = sum(map(real_rows, batches))
         if self._arguments.prior_loss_weight is None:
             return {self.term: samples}
-        prior = sum(int(_is_prior(batch)[: _real_rows(batch)].sum()) for batch in batches)
+        prior = sum(int(_is_prior(batch)[: real_rows(batch)].sum()) for batch in batches)
         return {self.term: samples - prior, PRIOR: prior}
 
     def tokens(self, batch: Batch) -> BatchTokens:
@@ -147,8 +150,9 @@ class DenoisingObjective:
         noisy, targets = {}, {}
         for key in self._keys(batch):
             latents, noise = batch[key].to(exact), batch[noise_key(key)].to(exact)
-            at = time.reshape(-1, *[1] * (latents.dim() - 1))
-            noisy[key], targets[key] = self._path.mix(latents, noise, at), self._path.target(latents, noise, at)
+            time_of_each = time.reshape(-1, *[1] * (latents.dim() - 1))
+            noisy[key] = self._path.mix(latents, noise, time_of_each)
+            targets[key] = self._path.target(latents, noise, time_of_each)
         given = self._adapter.given_latents(batch)
         if given is not None:
             noisy[LATENTS] = torch.where(given, batch[LATENTS].to(exact), noisy[LATENTS])
@@ -168,8 +172,11 @@ class DenoisingObjective:
     @staticmethod
     def _noise(draws: Sequence[Draw], key: str, shape: Sequence[int]) -> torch.Tensor:
         """ε of the latents under a key; further ones have a seed of their own."""
-        seeds = [draw.seed if key == LATENTS else derive_seed(draw.seed, key) for draw in draws]
-        return torch.stack([noise_of(seed, shape) for seed in seeds])
+        noise = []
+        for draw in draws:
+            seed = draw.seed if key == LATENTS else derive_seed(draw.seed, key)
+            noise.append(noise_of(seed, shape))
+        return torch.stack(noise)
 
     def draw(self, sample_id: str, epoch: int | str) -> Draw:
         """What chance decides of a sample in an epoch."""
@@ -225,10 +232,17 @@ class DenoisingObjective:
                 key="data.dataset_param.basic_parameters.features_dir",
                 way_out="Extract features with mm extract.",
             )
-        captions = ["" if drops else caption for caption, drops in zip(batch["captions"], dropped, strict=True)]
-        pixels = {key: value for key, value in batch.items() if key.startswith("pixels") or key == SOUND.batch_key}
-        kept = {key: value for key, value in batch.items() if key != "captions" and key not in pixels}
-        return kept | self._encode({**pixels, "captions": captions})
+        captions = []
+        for caption, drops in zip(batch["captions"], dropped, strict=True):
+            captions.append("" if drops else caption)
+        raw: Batch = {"captions": captions}
+        kept: Batch = {}
+        for key, value in batch.items():
+            if key.startswith("pixels") or key == SOUND.batch_key:
+                raw[key] = value
+            elif key != "captions":
+                kept[key] = value
+        return kept | self._encode(raw)
 
     def _without_captions(self, batch: Batch, dropped: Sequence[bool]) -> Batch:
         rows = [row for row, drops in enumerate(dropped) if drops]
@@ -246,30 +260,32 @@ class DenoisingObjective:
 
 def _is_prior(batch: Batch) -> torch.Tensor:
     """(B,) bool; a data set without such samples says nothing."""
-    return batch["is_prior"] if "is_prior" in batch else torch.zeros(len(batch["sample_ids"]), dtype=torch.bool)
+    if "is_prior" in batch:
+        return batch["is_prior"]
+    return torch.zeros(len(batch["sample_ids"]), dtype=torch.bool)
 
 
-def _real_rows(batch: Batch) -> int:
+def real_rows(batch: Batch) -> int:
+    """Samples of a batch, without the rows that only fill it up."""
     return len(batch["sample_ids"]) - int(batch.get("blank_rows", 0))
 
 
 def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:
     """Raise `ConfigError` for settings of `training.diffusion` that mean something for noise levels alone, where times
     are numbers of steps."""
-    given = {
-        "shift": arguments.shift is not None,
-        "loss_weighting": arguments.loss_weighting != "none",
-        "sigma_range": arguments.sigma_range is not None,
-    }
-    problems = [
-        Problem(
-            f"{getattr(arguments, name)}, but this model learns by {path.describe()}, which has no noise levels",
-            key=f"training.diffusion.{name}",
-            way_out="Leave it out.",
-        )
-        for name, is_given in given.items()
-        if is_given and not path.is_flow
-    ]
+    if path.is_flow:
+        return
+    given: dict[str, object] = {}
+    if arguments.shift is not None:
+        given["shift"] = arguments.shift
+    if arguments.loss_weighting != "none":
+        given["loss_weighting"] = arguments.loss_weighting
+    if arguments.sigma_range is not None:
+        given["sigma_range"] = arguments.sigma_range
+    problems = []
+    for name, value in given.items():
+        what = f"{value}, but this model learns by {path.describe()}, which has no noise levels"
+        problems.append(Problem(what, key=f"training.diffusion.{name}", way_out="Leave it out."))
     if problems:
         raise ConfigError("settings of flow matching for a model of another objective", problems=problems)
 

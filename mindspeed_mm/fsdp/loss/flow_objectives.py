@@ -44,8 +44,11 @@ class RewardObjective:
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Samples × steps, the same for all terms."""
-        names = (self.term, "kl") if self.needs_reference else (self.term,)
-        return dict.fromkeys(names, float(sum(len(batch["sample_ids"]) for batch in batches)))
+        samples = float(sum(len(batch["sample_ids"]) for batch in batches))
+        counts = {self.term: samples}
+        if self.needs_reference:
+            counts["kl"] = samples
+        return counts
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Latent tokens."""
@@ -82,9 +85,12 @@ class FlowPolicyObjective(RewardObjective):
 
     def describe(self) -> str:
         """For the log."""
-        norm = ", ratios normalised" if self._arguments.ratio_norm else ""
-        kl = f", KL × {self._kl_weight:g}" if self.needs_reference else ""
-        return f"policy gradient of sampling steps, clipped at 1 ± {self._arguments.clip_range:g}{norm}{kl}"
+        described = f"policy gradient of sampling steps, clipped at 1 ± {self._arguments.clip_range:g}"
+        if self._arguments.ratio_norm:
+            described += ", ratios normalised"
+        if self.needs_reference:
+            described += f", KL × {self._kl_weight:g}"
+        return described
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the micro-batch."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, real_rows
 from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_loss, pair_margin, pair_weight, timestep_factor
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
@@ -21,7 +20,7 @@ from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
 BETA = 2000.0
 """Of `posttrain.dpo.beta: null`."""
-Switch = Callable[[], AbstractContextManager[Any]]
+Switch = Callable[[], AbstractContextManager[nn.Module | None]]
 """Enters the reference, and gives the model to call meanwhile; None: the policy, which is changed inside."""
 
 
@@ -45,7 +44,9 @@ class FlowPairObjective:
     def __init__(self, denoising: DenoisingObjective, dpo: DpoArguments, reference: Switch) -> None:
         self._denoising, self._dpo, self._reference = denoising, dpo, reference
         self._beta = BETA if dpo.beta is None else dpo.beta
-        self._histogram = ScoreHistogram.read(dpo.histogram_path) if dpo.histogram_path else None
+        self._histogram: ScoreHistogram | None = None
+        if dpo.histogram_path:
+            self._histogram = ScoreHistogram.read(dpo.histogram_path)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As denoising prepares the chosen sides; adds `_pair_weights` (B,).
@@ -60,23 +61,23 @@ class FlowPairObjective:
                 key="data.dataset_param.basic_parameters.stage",
                 way_out="Set stage: rm, for rows with file and file_rejected.",
             )
-        real = len(batch["sample_ids"]) - int(batch.get("blank_rows", 0))
         weights = torch.ones(len(batch["sample_ids"]), dtype=batch["_weights"].dtype)
         if self._histogram is not None:
-            weights = torch.tensor(self._weights(batch), dtype=batch["_weights"].dtype)
-        weights[real:] = 0
+            weights = torch.tensor(self._weights(batch, self._histogram), dtype=batch["_weights"].dtype)
+        weights[real_rows(batch) :] = 0
         return batch | {"_pair_weights": weights}
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Pairs."""
-        pairs = float(sum(len(batch["sample_ids"]) - int(batch.get("blank_rows", 0)) for batch in batches))
         names = [self.term, "rewards/margins", "rewards/accuracies", "errors/chosen", "errors/rejected"]
-        return dict.fromkeys([*names, self.sft_term] if self._dpo.pref_ftx else names, pairs)
+        if self._dpo.pref_ftx:
+            names.append(self.sft_term)
+        return dict.fromkeys(names, float(sum(map(real_rows, batches))))
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Latent tokens of both sides."""
-        one = self._denoising.tokens(batch)
-        return BatchTokens(*(2 * each for each in one))
+        of_one = self._denoising.tokens(batch)
+        return BatchTokens(2 * of_one.real, 2 * of_one.trained)
 
     def describe(self) -> str:
         """For the log."""
@@ -86,7 +87,8 @@ class FlowPairObjective:
         """Sums over the pairs of this micro-batch."""
         both = as_sides(batch)
         with torch.no_grad(), self._reference() as reference:
-            reference_w, reference_l = self._denoising.errors(model if reference is None else reference, both).chunk(2)
+            asked = model if reference is None else reference
+            reference_w, reference_l = self._denoising.errors(asked, both).chunk(2)
         error_w, error_l = self._denoising.errors(model, both).chunk(2)
         omega, counts = batch["_weights"], batch["_pair_weights"]
         beta = self._beta * omega * timestep_factor(self._dpo.timestep_weight, batch["_time"])
@@ -103,8 +105,7 @@ class FlowPairObjective:
             found[self.sft_term] = self._dpo.pref_ftx * (error_w * omega * is_real).sum()
         return found
 
-    def _weights(self, batch: Batch) -> list[float]:
-        assert self._histogram is not None
+    def _weights(self, batch: Batch, histogram: ScoreHistogram) -> list[float]:
         if "scores" not in batch:
             raise DataError(
                 "the rows have no scores, by which posttrain.dpo.weight_alpha weighs pairs",
@@ -112,19 +113,18 @@ class FlowPairObjective:
                 way_out="Give rows score and score_rejected, or set it to 0.",
             )
         alpha, beta = self._dpo.weight_alpha, self._dpo.weight_beta
-        return [
-            pair_weight(self._histogram, chosen, rejected, alpha, beta) for chosen, rejected in batch["scores"].tolist()
-        ]
+        scores = batch["scores"].tolist()
+        return [pair_weight(histogram, chosen, rejected, alpha, beta) for chosen, rejected in scores]
 
 
 def as_sides(batch: Batch) -> Batch:
     """B prepared pairs as 2B samples: the chosen sides, then the rejected ones, with the same text, noise and times."""
     rows = len(batch["sample_ids"])
-
-    def twice(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.cat([value, value]) if value.dim() and len(value) == rows else value
-        return [*value, *value] if isinstance(value, list) and len(value) == rows else value
-
-    sides = {key: twice(value) for key, value in batch.items() if key not in (LATENTS, REJECTED_LATENTS)}
-    return sides | {LATENTS: torch.cat([batch[LATENTS], batch[REJECTED_LATENTS]])}
+    sides = dict(batch)
+    rejected = sides.pop(REJECTED_LATENTS)
+    for key, value in sides.items():
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+            sides[key] = torch.cat([value, rejected if key == LATENTS else value])
+        elif isinstance(value, list) and len(value) == rows:
+            sides[key] = [*value, *value]
+    return sides

@@ -25,11 +25,6 @@ _Bins = tuple[tuple[float, ...], tuple[float, ...]]
 """Borders and counts."""
 
 
-def velocity_error(v: torch.Tensor, noise: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """(B,) mean over latents of (v − (ε − x))²."""
-    return (v - (noise - latents)).square().flatten(1).mean(dim=1)
-
-
 def pair_margin(
     error_w: torch.Tensor, error_l: torch.Tensor, reference_w: torch.Tensor, reference_l: torch.Tensor
 ) -> torch.Tensor:

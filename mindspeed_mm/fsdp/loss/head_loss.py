@@ -8,13 +8,12 @@ returns the sums of the loss itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, check_untouched
+from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, check_untouched, named_output
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
 from mindspeed_mm.fsdp.loss.sliced_head import LogProbRequest, LossRequest, SlicedHead
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossSums, VocabularyShare, whole_cross_entropy
@@ -72,7 +71,7 @@ class HeadLoss:
     def of_model(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         rows: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor | None = None,
@@ -96,7 +95,7 @@ class HeadLoss:
     def log_probs(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         rows: torch.Tensor,
         targets: torch.Tensor,
         suppressed: torch.Tensor | None = None,
@@ -139,8 +138,10 @@ class HeadLoss:
 
     def describe(self) -> str:
         """For the log: which loss runs."""
-        z_loss = f", z-loss {self.z_loss_coef:g}" if self.z_loss_coef else ""
-        return (self._sliced.describe() if self._sliced is not None else "plain, from whole logits") + z_loss
+        described = "plain, from whole logits" if self._sliced is None else self._sliced.describe()
+        if self.z_loss_coef:
+            described += f", z-loss {self.z_loss_coef:g}"
+        return described
 
     def _sums(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, z_loss_coef: float
@@ -149,13 +150,13 @@ class HeadLoss:
         return whole_cross_entropy(logits_NV, targets, weights, z_loss_coef=z_loss_coef, vocabulary=self.vocabulary)
 
 
-def output_of(output: Any, name: str) -> torch.Tensor:
+def output_of(output: object, name: str) -> torch.Tensor:
     """The named tensor of a model's output, a dict or an object.
 
     Raises:
         ConfigError: The model does not return it.
     """
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    value: torch.Tensor | None = named_output(output, name)
     if value is None:
         raise ConfigError(
             f"the model's output has no '{name}'",

@@ -8,7 +8,7 @@ remembers what is done to it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, forwards_replaced
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 KEY = "features.enable_chunk_loss"
 _ELEMENTWISE = {"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh"}
@@ -57,22 +58,28 @@ class RecordingTensor(torch.Tensor):
 
     steps: list[LogitStep]
     others: list[str]
-    """Operations that are no such ones."""
+    """Names of operations that do not work on elements."""
     is_written: bool
     """Whether one of these wrote into it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Remember an operation, or do what is asked."""
         kwargs = kwargs or {}
-        own = args[0] if args and isinstance(args[0], RecordingTensor) else None
-        if own is not None and (known := _step_of(func, args[1:], kwargs)) is not None:
+        if not args or not isinstance(args[0], RecordingTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own, *operands = args
+        known = _step_of(func, tuple(operands), kwargs)
+        if known is not None:
             own.steps += known
             return own
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if own is not None and (isinstance(result, torch.Tensor) or name == "__setitem__"):
+        name = _name_of(func)
+        if isinstance(result, torch.Tensor) or name == "__setitem__":
             own.others.append(name)
             own.is_written |= result is own or name == "__setitem__"
         return result
@@ -85,14 +92,22 @@ def recording(tensor: torch.Tensor) -> RecordingTensor:
     return own
 
 
-def _step_of(func: Any, operands: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[LogitStep] | None:
-    """What an operation adds to the list: nothing, if it changes no value; None when it is none on elements."""
-    name = getattr(func, "__name__", "")
+def _name_of(func: Callable[..., Any]) -> str:
+    return str(attribute_at(func, "__name__", func))
+
+
+def _step_of(
+    func: Callable[..., Any], operands: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[LogitStep] | None:
+    """What an operation adds to the list: nothing, if it changes no value; None when it does not work on elements."""
+    name = _name_of(func)
     if name in _CASTS:
         return [LogitStep("to", torch.Tensor.to, (_CASTS[name],))]
     if name == "to":
-        dtypes = [each for each in (*operands, *kwargs.values()) if isinstance(each, torch.dtype)]
-        return [LogitStep("to", torch.Tensor.to, (dtypes[0],))] if dtypes else []
+        for operand in (*operands, *kwargs.values()):
+            if isinstance(operand, torch.dtype):
+                return [LogitStep("to", torch.Tensor.to, (operand,))]
+        return []
     if name == "contiguous":
         return []
     if name in _ELEMENTWISE and not kwargs and all(isinstance(each, int | float) for each in operands):
@@ -124,7 +139,7 @@ def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
             output = owner.forward(**_inputs_of(owner))
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return LogitSteps()
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = named_output(output, "logits")
     if logits is not None and (logits is not returned or returned.is_written):
         raise _touched(owner, returned)
     return LogitSteps(tuple(returned.steps))
@@ -140,7 +155,9 @@ def check_untouched(
 
 
 def _touched(model: nn.Module, returned: RecordingTensor | None) -> ConfigError:
-    seen = [] if returned is None else [*returned.others, *(step.name for step in returned.steps)]
+    seen: list[str] = []
+    if returned is not None:
+        seen += [*returned.others, *(step.name for step in returned.steps)]
     done = f" ({', '.join(dict.fromkeys(seen))})" if seen else ""
     return ConfigError(
         f"{type(model).__name__.removeprefix('FSDP')} changes the logits behind its output head{done}, which a loss in "
@@ -159,10 +176,18 @@ class _Outputs:
     def __getattr__(self, _name: str) -> None:
         return None
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, at: object) -> torch.Tensor | tuple[()]:
         return () if isinstance(at, slice) else self.last_hidden_state
 
 
-def _inputs_of(owner: nn.Module) -> dict[str, Any]:
-    names = inspect.signature(owner.forward).parameters
-    return {name: torch.zeros(1, 1, dtype=torch.long, device="meta") for name in ("input_ids",) if name in names}
+def _inputs_of(owner: nn.Module) -> dict[str, torch.Tensor]:
+    if "input_ids" not in inspect.signature(owner.forward).parameters:
+        return {}
+    return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device="meta")}
+
+
+def named_output(output: object, name: str) -> Any:
+    """What a model's output, a dict or an object, has under a name; None where it has nothing."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    return attribute_at(output, name)

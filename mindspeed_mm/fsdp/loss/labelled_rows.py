@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.fsdp.ops.forward_stack import Args
 
 
 def labelled_rows(shift_labels: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class LabelledRowsHead:
         finally:
             self._rows, self._request = None, ()
 
-    def _keep_rows(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _keep_rows(self, _module: nn.Module, inputs: Args) -> Args | None:
         if self._rows is None:
             return None
         hidden, *rest = inputs

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.params.posttrain_args import BUILT_METHODS, GrpoArguments
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 _KEY = "posttrain.method"
 _FROM_A_PROMPT = ("t2i", "t2v")
@@ -49,7 +53,7 @@ def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bo
         )
 
 
-def check_rewarded_generator(method: str, adapter: Any, model: nn.Module) -> None:
+def check_rewarded_generator(method: str, adapter: DiffusionAdapter, model: nn.Module) -> None:
     """Raise `ConfigError` unless rewards can teach this family: it draws one stream of latents from a prompt alone, by
     steps that have densities.
 
@@ -79,7 +83,7 @@ def check_rewarded_generator(method: str, adapter: Any, model: nn.Module) -> Non
         )
 
 
-def check_paired_generator(adapter: Any, model: nn.Module) -> None:
+def check_paired_generator(adapter: DiffusionAdapter, model: nn.Module) -> None:
     """Raise `ConfigError` unless preference pairs can teach this family: it learns one stream of latents.
 
     Args:
@@ -107,6 +111,8 @@ def check_generator_settings(grpo: GrpoArguments) -> None:
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
     for name, module in model.named_modules():
-        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        rate = attribute_at(module, "attention_dropout", 0.0)
+        if isinstance(module, nn.Dropout):
+            rate = module.p
         if isinstance(rate, float) and rate > 0:
             yield name or "its root", rate

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
+from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 
 KEPT = ("_rows", "_targets", "_weights", "_weight_sum", "_labelled_samples")
 """What the objective adds to a batch that it prepares."""
@@ -37,7 +37,7 @@ class WithMultiToken:
         self,
         objective: TokenCrossEntropy,
         head: HeadLoss,
-        watching: Callable[[], AbstractContextManager[Any]],
+        watching: Callable[[], AbstractContextManager[Pass]],
         depths: int,
         factor: float,
     ) -> None:
@@ -60,7 +60,8 @@ class WithMultiToken:
         """The objective's, and of each depth its own."""
         counts = self._objective.count(batches)
         for depth in self._depths:
-            if own := [_of_depth(batch, depth) for batch in batches if _key(depth, "_rows") in batch]:
+            own = [_of_depth(batch, depth) for batch in batches if _key(depth, "_rows") in batch]
+            if own:
                 counts[_term(depth)] = self._objective.count(own)[self._objective.term]
         return counts
 

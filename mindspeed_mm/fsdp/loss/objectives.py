@@ -18,14 +18,15 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
 from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows, labels_per_sample
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
 
 
 def is_measured(term: str) -> bool:
-    """Whether a term is only looked at, as its slash tells (`rewards/margins`): it has a denominator as a loss has, but
-    no gradient, and is no part of what is minimised."""
+    """Whether a term is only looked at, which a slash in its name says (`rewards/margins`): it has a denominator as a
+    loss has, but no gradient, and is not part of what is minimised."""
     return "/" in term
 
 
@@ -71,20 +72,28 @@ class ModelInputs:
     """Keeps of a batch what a model's `forward` takes: the engine's own keys never reach it."""
 
     def __init__(self, model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
-        parameters = inspect.signature(model.forward).parameters.values()
-        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        self._names = {p.name for p in parameters}
+        self._names = set(inspect.signature(model.forward).parameters)
+        self._takes_any = _takes_any_keyword(model)
         self._withheld = ENGINE_KEYS - keep
-        self._optional = {"use_cache": False} if "use_cache" in self._names or self._takes_any else {}
 
     def __call__(self, batch: Batch) -> Batch:
         """The arguments of `forward` in this batch."""
-        inputs = {
-            key: value
-            for key, value in batch.items()
-            if not key.startswith("_") and key not in self._withheld and (self._takes_any or key in self._names)
-        }
-        return inputs | self._optional
+        inputs = {}
+        for key, value in batch.items():
+            is_ours = key.startswith("_") or key in self._withheld
+            if self._is_taken(key) and not is_ours:
+                inputs[key] = value
+        if self._is_taken("use_cache"):
+            inputs["use_cache"] = False  # for drawing tokens one by one; it costs memory
+        return inputs
+
+    def _is_taken(self, name: str) -> bool:
+        return self._takes_any or name in self._names
+
+
+def _takes_any_keyword(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 class TokenCrossEntropy:
@@ -111,8 +120,9 @@ class TokenCrossEntropy:
         labels = batch["shift_labels"]
         rows = labelled_rows(labels)
         prepared = batch | {"_rows": rows, "_targets": labels.reshape(-1).index_select(0, rows)}
-        given = prepared.pop("loss_weights", None)
-        weights = None if given is None else given.reshape(-1).index_select(0, rows).double()
+        weights = prepared.pop("loss_weights", None)
+        if weights is not None:
+            weights = weights.reshape(-1).index_select(0, rows).double()
         if self._per_sample:
             prepared |= _weights_per_sample(labels_per_sample(batch), weights)
         elif weights is not None:
@@ -136,9 +146,10 @@ class TokenCrossEntropy:
         `_weights`, (n, samples), each has a column. For passes without gradients."""
         labelled = labels_per_sample(prepared)
         weights = prepared.get("_weights")
-        own = torch.ones(len(prepared["_rows"]), dtype=torch.float64) if weights is None else weights
+        if weights is None:
+            weights = torch.ones(len(prepared["_rows"]), dtype=torch.float64)
         sample = torch.arange(len(labelled)).repeat_interleave(labelled)
-        columns = own.new_zeros(len(own), len(labelled)).scatter_(1, sample.unsqueeze(1), own.unsqueeze(1))
+        columns = weights.new_zeros(len(weights), len(labelled)).scatter_(1, sample.unsqueeze(1), weights.unsqueeze(1))
         return prepared | {"_weights": columns}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
@@ -148,7 +159,8 @@ class TokenCrossEntropy:
 
     def describe(self) -> str:
         """For the log."""
-        return f"cross-entropy{' by sample' if self._per_sample else ''}, {self._head.describe()}"
+        kind = "cross-entropy by sample" if self._per_sample else "cross-entropy"
+        return f"{kind}, {self._head.describe()}"
 
     def _terms(self) -> list[str]:
         return [self.term, self.z_term] if self._head.z_loss_coef else [self.term]
@@ -158,8 +170,8 @@ class ModelLoss:
     """The loss that the model returns itself (`loss_type: raw`), the mean over the label tokens of a micro-batch.
 
     Over a step it is Σ n_m · loss_m / Σ n_m, with n_m label tokens in micro-batch m: the mean over all label tokens.
-    That holds for models whose loss is a mean, and for those that divide a sum by `num_items_in_batch`, which are told
-    n_m: nobody has to know which of the two a model does, and a signature does not say it. A term that a model adds to
+    That holds for models whose loss is a mean, and for those that divide a sum by `num_items_in_batch`, which are given
+    n_m: which of the two a model does need not be known, and its signature does not say it. A term that a model adds to
     its loss is weighted alike. A batch without labels weighs as many samples as it has.
 
     An encoder-decoder predicts `labels` where they stand: transformers' models shift the decoder's input instead. All
@@ -171,7 +183,7 @@ class ModelLoss:
     def __init__(self, model: nn.Module) -> None:
         self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
         self._tells_count = _accepts_item_count(model)
-        self._labels_stand = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self._labels_stand = attribute_at(model, "config.is_encoder_decoder", False)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the weight of the micro-batch.
@@ -188,8 +200,9 @@ class ModelLoss:
         if self._labels_stand and "labels" in batch:
             batch = batch | {"shift_labels": batch["labels"]}
         weight = _own_weight(batch)
-        with_label = {} if weight or "labels" not in batch else {"labels": _with_one_label(batch["labels"])}
-        return batch | with_label | {"_weight": weight}
+        if weight == 0 and "labels" in batch:
+            batch = batch | {"labels": _with_one_label(batch["labels"])}
+        return batch | {"_weight": weight}
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Real tokens and labels."""
@@ -201,15 +214,16 @@ class ModelLoss:
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The model's own loss, times the weight."""
-        weight = batch["_weight"]
-        extra = {"num_items_in_batch": max(weight, 1)} if self._tells_count else {}
-        loss = output_of(model(**self._inputs(batch), **extra), "loss")
+        inputs, weight = self._inputs(batch), batch["_weight"]
+        if self._tells_count:
+            inputs["num_items_in_batch"] = max(weight, 1)
+        loss = output_of(model(**inputs), "loss")
         return {self.term: loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight}
 
     def describe(self) -> str:
         """For the log."""
-        told = ", which is given their number" if self._tells_count else ""
-        return f"the model's own, as the mean over label tokens{told}"
+        described = "the model's own, as the mean over label tokens"
+        return f"{described}, which is given their number" if self._tells_count else described
 
 
 def _own_weight(batch: Batch) -> int:
@@ -234,11 +248,12 @@ def _weights_per_sample(labelled: torch.Tensor, weights: torch.Tensor | None) ->
         labelled: (samples,) labels of each.
         weights: (n,) of the labels, one sample after the other; None: all alike.
     """
-    own = torch.ones(int(labelled.sum()), dtype=torch.float64) if weights is None else weights
+    if weights is None:
+        weights = torch.ones(int(labelled.sum()), dtype=torch.float64)
     sample = torch.arange(len(labelled)).repeat_interleave(labelled)
-    sums = torch.zeros(len(labelled), dtype=torch.float64).index_add(0, sample, own)
+    sums = torch.zeros(len(labelled), dtype=torch.float64).index_add(0, sample, weights)
     divisors = sums.masked_fill(sums == 0, 1.0)  # labels that count for nothing make a sample that counts for nothing
-    share = own / divisors.index_select(0, sample)
+    share = weights / divisors.index_select(0, sample)
     return {"_weights": share, "_labelled_samples": int((sums > 0).sum())}
 
 
@@ -246,15 +261,17 @@ def text_tokens(batch: Batch) -> BatchTokens:
     """Tokens that are not padding, and labels, of a batch of text."""
     labels = batch["shift_labels"]
     mask = batch.get("attention_mask", batch.get("decoder_attention_mask"))
-    real = int(mask.sum()) if mask is not None else labels.numel() - batch.get("pad_tokens", 0)
+    if mask is not None:
+        real = int(mask.sum())
+    else:
+        real = labels.numel() - batch.get("pad_tokens", 0)
     return BatchTokens(real, int((labels != IGNORED_LABEL).sum()))
 
 
 def _accepts_item_count(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters
-    return "num_items_in_batch" in parameters or (
-        hasattr(model, "loss_function") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    )
+    if "num_items_in_batch" in inspect.signature(model.forward).parameters:
+        return True
+    return has_all(model, "loss_function") and _takes_any_keyword(model)
 
 
 def build_objective(loss_type: str | None, model: nn.Module, head: HeadLoss | None) -> Objective:

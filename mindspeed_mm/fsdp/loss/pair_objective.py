@@ -6,7 +6,7 @@ B pairs make 2B rows of L tokens: the chosen answers' rows, then the rejected on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed.nn.functional as dist_nn
@@ -173,13 +173,14 @@ class PairObjective:
         sums = self._sums(batch, found)
         if "_reference" in batch:
             reference = batch["_reference"].to(sums)
-        # Every rank that shares a sequence computes all of the loss, and gives its part of it.
-        share = batch.get(CONTEXT_KEY)
-        parts = 1 if share is None else share.groups.everyone.size()
         terms = self._losses(batch, sums, reference)
         if self._sft:
             terms[self.sft_term] = -self._sft * _chosen(self._plain(batch, found, sums)).sum()
-        return {name: value / parts for name, value in terms.items()} if parts > 1 else terms
+        share = batch.get(CONTEXT_KEY)
+        if share is None:
+            return terms
+        # Every rank that shares a sequence computes all of the loss, and gives its part of it.
+        return {name: value / share.groups.everyone.size() for name, value in terms.items()}
 
     def answers(self, model: nn.Module, batch: Batch) -> Tensor:
         """(2B,) log-probabilities of the answers of a prepared micro-batch."""
@@ -188,15 +189,22 @@ class PairObjective:
 
     def describe(self) -> str:
         """For the log."""
-        names = [name if weight == 1 else f"{weight:g} · {name}" for name, weight in self._weights.items()]
-        names += [f"{self._sft:g} · sft"] if self._sft else []
-        against = f", reference: {self._reference.describe()}" if self._reference is not None else ""
-        return f"preferences, {' + '.join(names)}, beta {self._settings.beta:g}{against}; {self._head.describe()}"
+        names = []
+        for name, weight in self._weights.items():
+            names.append(name if weight == 1 else f"{weight:g} · {name}")
+        if self._sft:
+            names.append(f"{self._sft:g} · sft")
+        described = f"preferences, {' + '.join(names)}, beta {self._settings.beta:g}"
+        if self._reference is not None:
+            described += f", reference: {self._reference.describe()}"
+        return f"{described}; {self._head.describe()}"
 
     def _losses(self, batch: Batch, sums: Tensor, reference: Tensor | None) -> Terms:
         """Σ over pairs of the losses, and what is measured beside them."""
         counts = batch["_counts"].to(sums)
-        ratios = sums if reference is None else sums - reference
+        ratios = sums  # without a reference the losses are of the probabilities themselves
+        if reference is not None:
+            ratios = sums - reference
         pair = PairScores(*sums.chunk(2), *ratios.chunk(2), *batch["_tokens"].clamp(min=1).to(sums).chunk(2))
         total = sums.new_zeros(len(counts))
         for name, weight in self._weights.items():
@@ -211,13 +219,16 @@ class PairObjective:
             "logps/chosen": (pair.chosen.detach() * counts).sum(),
             "logps/rejected": (pair.rejected.detach() * counts).sum(),
         }
-        return found if reference is None else found | {"kl/reference": -ratios.detach().sum()}
+        if reference is not None:
+            found["kl/reference"] = -ratios.detach().sum()
+        return found
 
     def _sums(self, batch: Batch, log_probs: Tensor) -> Tensor:
         """(2B,) log-probabilities of answers, of which each rank may hold some tokens."""
         weights = batch.get("_weights")
-        own = log_probs if weights is None else log_probs * weights.to(log_probs)
-        sums = own.new_zeros(len(batch["_tokens"])).index_add(0, batch["_segment"], own)
+        if weights is not None:
+            log_probs = log_probs * weights.to(log_probs)
+        sums = log_probs.new_zeros(len(batch["_tokens"])).index_add(0, batch["_segment"], log_probs)
         share = batch.get(CONTEXT_KEY)
         if share is None:
             return sums
@@ -227,7 +238,8 @@ class PairObjective:
         """(2B,) the same with all tokens alike."""
         if "_weights" not in batch:
             return sums
-        without: dict[str, Any] = {key: value for key, value in batch.items() if key != "_weights"}
+        without = dict(batch)
+        del without["_weights"]
         return self._sums(without, log_probs)
 
 

@@ -14,12 +14,13 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def tells_pictures(model: nn.Module) -> bool:
     """Whether a model says pictures as tokens: it has `picture_tokens(pixel_values)` and `picture_placeholder`."""
-    return bool(getattr(model, "tells_pictures", False))
+    return bool(attribute_at(model, "tells_pictures", False))
 
 
 class WithPictureLabels:
@@ -47,7 +48,7 @@ class WithPictureLabels:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's."""
 
-        def say(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        def say(model: Any, args: Args, kwargs: Kwargs) -> CallArguments:
             pixels = kwargs.pop("pixel_values", None)
             if pixels is None:
                 return args, kwargs

@@ -108,7 +108,9 @@ def policy_sums(rule: PolicyRule, rows: PolicyRows) -> PolicySums:
         ConfigError: β is not 0 and there is no reference.
     """
     lp = rows.log_probs_N
-    old = lp.detach() if rows.old_N is None else rows.old_N.to(lp.dtype)
+    old = lp.detach()
+    if rows.old_N is not None:
+        old = rows.old_N.to(lp.dtype)
     advantages = rows.advantages_A.to(lp.dtype).index_select(0, rows.answer_N)
     ratio = torch.exp(_log_ratio(rule, rows, lp - old))
     surrogate, clipped = _surrogate(rule, ratio, advantages, lp)
@@ -123,7 +125,9 @@ def policy_sums(rule: PolicyRule, rows: PolicyRows) -> PolicySums:
         distance = rows.reference_N.to(lp.dtype) - lp
         k3 = torch.exp(distance) - distance - 1
         divergence = k3.detach().sum()
-        kl = rule.beta * ((k3 * ratio if rule.corrects_kl else k3) * share).sum()
+        if rule.corrects_kl:
+            k3 = k3 * ratio
+        kl = rule.beta * (k3 * share).sum()
     entropy = zero
     if rule.entropy_coef:
         assert rows.entropy_N is not None
@@ -153,8 +157,11 @@ def _surrogate(
         gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
         return -gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
     within = ratio.clamp(1 - rule.epsilon, 1 + rule.upper)
-    bounded = ratio if rule.delta is None else ratio.clamp(max=rule.delta)
-    low, high = (bounded < 1 - rule.epsilon) & (advantages < 0), (bounded > 1 + rule.upper) & (advantages > 0)
+    bounded = ratio
+    if rule.delta is not None:
+        bounded = ratio.clamp(max=rule.delta)
+    low = (bounded < 1 - rule.epsilon) & (advantages < 0)
+    high = (bounded > 1 + rule.upper) & (advantages > 0)
     return -torch.min(bounded * advantages, within * advantages), low | high
 
 

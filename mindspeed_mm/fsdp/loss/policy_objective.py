@@ -84,7 +84,9 @@ class PolicyObjective:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the answers of this micro-batch."""
         inputs, rows, targets = self._inputs(batch), batch["_rows"], batch["_targets"]
-        never = self._suppressed.to(rows.device) if len(self._suppressed) else None
+        never = None
+        if len(self._suppressed):
+            never = self._suppressed.to(rows.device)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
@@ -95,9 +97,11 @@ class PolicyObjective:
         found = self._head.log_probs(
             model, inputs, rows, targets, never, temperature=self._temperature, with_entropy=has_entropy
         )
-        log_probs, entropy = found.unbind(1) if has_entropy else (found, None)
+        log_probs, entropy = found, None
+        if has_entropy:
+            log_probs, entropy = found.unbind(1)
         sampled = batch["_sampled"].to(log_probs.dtype)
-        old = None if batch["_fresh"] else sampled
+        old = None if batch["_fresh"] else sampled  # fresh: the policy's own, so that every ratio is 1
         policy = PolicyRows(
             log_probs,
             batch["_segment"],
@@ -110,7 +114,9 @@ class PolicyObjective:
         )
         sums = policy_sums(self.rule, policy)
         if torch.is_grad_enabled():
-            gap = (log_probs.detach() - sampled).abs().sum() if batch["_fresh"] else log_probs.new_zeros(())
+            gap = log_probs.new_zeros(())
+            if batch["_fresh"]:
+                gap = (log_probs.detach() - sampled).abs().sum()
             self._note(log_probs, clip_share=sums.clipped, kl=sums.divergence, log_prob_gap=gap)
         terms = {"policy": sums.policy}
         if self.rule.beta:
@@ -122,11 +128,13 @@ class PolicyObjective:
     def describe(self) -> str:
         """For the log: which loss runs."""
         rule = self.rule
-        clip = f"ratios of {'answers' if rule.level == 'sequence' else 'tokens'}"
-        words = f"policy gradient, {rule.loss_type}, {clip}"
+        of = "answers" if rule.level == "sequence" else "tokens"
+        described = f"policy gradient, {rule.loss_type}, ratios of {of}"
         if self._reference is not None:
-            words += f", KL {rule.beta:g}, reference: {self._reference.describe()}"
-        return words + (f", entropy {rule.entropy_coef:g}" if rule.entropy_coef else "")
+            described += f", KL {rule.beta:g}, reference: {self._reference.describe()}"
+        if rule.entropy_coef:
+            described += f", entropy {rule.entropy_coef:g}"
+        return described
 
     def take_metrics(self) -> dict[str, float]:
         """Means over this rank's tokens since the last call."""
@@ -145,9 +153,12 @@ class PolicyObjective:
             return None
         kind, most = self._correction
         ratio = torch.exp(log_probs.detach() - sampled)
-        return ratio.clamp(max=most) if kind == "token_truncate" else ratio.where(ratio <= most, 0.0)
+        if kind == "token_truncate":
+            return ratio.clamp(max=most)
+        return ratio.where(ratio <= most, 0.0)
 
     def _note(self, log_probs: torch.Tensor, **sums: torch.Tensor) -> None:
-        tokens = torch.tensor(float(len(log_probs)))
-        for name, value in {"tokens": tokens, **{name: each.detach() for name, each in sums.items()}}.items():
+        sums["tokens"] = torch.tensor(float(len(log_probs)))
+        for name, value in sums.items():
+            value = value.detach()
             self._seen[name] = self._seen[name] + value if name in self._seen else value

@@ -75,7 +75,9 @@ PairLoss = Callable[[PairScores, PairSettings], Tensor]
 def _smoothed(logits: Tensor, epsilon: float) -> Tensor:
     """−(1 − ε) log σ(x) − ε log σ(−x): the label is wrong with probability ε (cDPO)."""
     loss = -F.logsigmoid(logits)
-    return loss if not epsilon else (1 - epsilon) * loss - epsilon * F.logsigmoid(-logits)
+    if epsilon:
+        loss = (1 - epsilon) * loss - epsilon * F.logsigmoid(-logits)
+    return loss
 
 
 def _sigmoid(pair: PairScores, given: PairSettings) -> Tensor:
@@ -191,4 +193,6 @@ def loss_weights(dpo: DpoArguments) -> dict[str, float]:
     for name, weight in zip(dpo.loss_type, given, strict=True):
         weights[name] = weights.get(name, 0.0) + weight
     sft = weights.pop("sft", 0.0) + weights.get("orpo", 0.0) + dpo.pref_ftx
-    return weights | ({"sft": sft} if sft else {})
+    if sft:
+        weights["sft"] = sft
+    return weights

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import holders_of
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 TERM = "router_aux"
 KEY = "features.loss_cfg.router_aux_loss_coef"
@@ -56,9 +58,7 @@ class RouterLogits:
         """Of the layers that ran last, in the order in which their logits were kept."""
         for number, (module, index) in enumerate(find_routers(model)):
             self.choices.append(_choices(module))
-            module.register_forward_hook(
-                lambda _module, _inputs, output, number=number, index=index: self._keep(number, output, index)
-            )
+            module.register_forward_hook(partial(self._keep, number, index))
 
     @contextmanager
     def kept(self) -> Iterator[list[torch.Tensor]]:
@@ -71,12 +71,20 @@ class RouterLogits:
             yield found
         finally:  # also of a stage, which is left by an exception
             self._kept = None
-            found += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept.values()]
             self.ran = [self.choices[number] for number in kept]
+            for parts in kept.values():
+                found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _keep(self, number: int, output: Any, index: int) -> None:
+    def _keep(
+        self,
+        number: int,
+        index: int,
+        _module: nn.Module,
+        _inputs: object,
+        output: torch.Tensor | Sequence[torch.Tensor],
+    ) -> None:
         if self._kept is not None:
-            logits = output[index] if isinstance(output, tuple | list) else output
+            logits = output if isinstance(output, torch.Tensor) else output[index]
             self._kept.setdefault(number, []).append(logits)
 
 
@@ -84,33 +92,33 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Modules that choose experts, with the place of the logits in what they return; none of those parts of a model
     that it runs without a gradient (`run_without_gradient`)."""
     found: dict[nn.Module, int] = {}
-    unlearnt = [model.get_submodule(name) for name in getattr(model, "run_without_gradient", ())]
-    left_out = {module for part in unlearnt for module in part.modules()}
+    unlearnt: set[nn.Module] = set()
+    for name in attribute_at(model, "run_without_gradient", ()):
+        unlearnt.update(model.get_submodule(name).modules())
     for parent in model.modules():
-        if parent in left_out:
+        # A class of modules, or transformers' record of one: which of its outputs, and of modules with which names.
+        recorder = attribute_at(parent, "_can_record_outputs", {}).get("router_logits")
+        target = attribute_at(recorder, "target_class", recorder)
+        if parent in unlearnt or not isinstance(target, type):
             continue
-        recorder = (getattr(parent, "_can_record_outputs", None) or {}).get("router_logits")
-        target = getattr(recorder, "target_class", recorder)
-        if not isinstance(target, type):
-            continue
-        layer = getattr(recorder, "layer_name", None)
+        layer = attribute_at(recorder, "layer_name", "")
         for name, module in parent.named_modules():
-            if isinstance(module, target) and (layer is None or name.endswith(layer)):
-                found[module] = getattr(recorder, "index", 0)
+            if isinstance(module, target) and name.endswith(layer):
+                found[module] = attribute_at(recorder, "index", 0)
     return list(found.items())
 
 
 def _choices(router: nn.Module) -> int:
-    names = ("top_k", "num_experts_per_tok", "moe_top_k")
-    owners = (router, getattr(router, "config", None))
-    count = next((v for owner in owners for name in names if isinstance(v := getattr(owner, name, None), int)), None)
-    if count is None:
-        raise ConfigError(
-            f"{type(router).__name__} does not say how many experts it chooses (top_k)",
-            key=KEY,
-            way_out="Set it to 0 for this model.",
-        )
-    return count
+    for owner in (router, attribute_at(router, "config")):
+        for name in ("top_k", "num_experts_per_tok", "moe_top_k"):
+            count = attribute_at(owner, name)
+            if isinstance(count, int):
+                return count
+    raise ConfigError(
+        f"{type(router).__name__} does not say how many experts it chooses (top_k)",
+        key=KEY,
+        way_out="Set it to 0 for this model.",
+    )
 
 
 class WithRouterAux:
@@ -137,8 +145,10 @@ class WithRouterAux:
         offload: bool = False,
     ) -> None:
         self._objective, self._coefficient, self._groups = objective, coefficient, groups
-        stages = [stage if stage is model else stage.get_submodule("model") for stage in holders_of(model)]
-        self._routers, self._real_tokens = RouterLogits(model), RealTokens(*stages)
+        called = []
+        for holder in holders_of(model):  # the model itself, or stages around their parts of it
+            called.append(holder if holder is model else holder.get_submodule("model"))
+        self._routers, self._real_tokens = RouterLogits(model), RealTokens(*called)
         self._passing = facts_of(model).noted(RouterPassing)
         self._saving = SavedOnHost() if offload else nullcontext
         self._where = ", its statistics on the host" if offload else ""
@@ -153,7 +163,8 @@ class WithRouterAux:
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The objective's, and real tokens."""
-        return self._objective.count(batches) | {TERM: sum(self._objective.tokens(batch).real for batch in batches)}
+        real_tokens = sum(self._objective.tokens(batch).real for batch in batches)
+        return self._objective.count(batches) | {TERM: real_tokens}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The objective's, and this rank's share of coefficient × tokens × aux. Of the stages of a pipeline the last
@@ -172,15 +183,17 @@ class WithRouterAux:
 
     def _summed(self, logits: Sequence[torch.Tensor]) -> RouterSums:
         """Of all layers so far."""
-        before = None if self._passing is None else self._passing.received
-        found = [] if before is None else [RouterSums.parted(before)]
+        before = None
+        if self._passing is not None and self._passing.received is not None:
+            before = RouterSums.parted(self._passing.received)
         if logits:
-            real_T = self._real_tokens.mask(len(logits[0].reshape(-1, logits[0].shape[-1])))
-            found.append(sum_routers(logits, self._routers.ran, real_T))
-        if not found:
+            real_T = self._real_tokens.mask(logits[0].numel() // logits[0].shape[-1])
+            own = sum_routers(logits, self._routers.ran, real_T)
+            return own if before is None else before.plus(own)
+        if before is None:  # a first stage without routers
             assert self._passing is not None
-            found = [RouterSums.parted(torch.zeros(self._passing.numbers, dtype=self._passing.dtype))]
-        return RouterSums(sum(each.counts for each in found), sum(each.probabilities_E for each in found))  # type: ignore[arg-type]
+            before = RouterSums.parted(torch.zeros(self._passing.numbers, dtype=self._passing.dtype))
+        return before
 
     def describe(self) -> str:
         """For the log."""
@@ -194,6 +207,10 @@ class RouterSums(NamedTuple):
     """(E + 2,) fp64: how often each expert was chosen, rows (real tokens × layers), layers."""
     probabilities_E: torch.Tensor
     """(E,), differentiable."""
+
+    def plus(self, other: RouterSums) -> RouterSums:
+        """Of both."""
+        return RouterSums(self.counts + other.counts, self.probabilities_E + other.probabilities_E)
 
     def joined(self, dtype: torch.dtype) -> torch.Tensor:
         """(2 E + 2,) as it passes between stages."""
@@ -209,8 +226,7 @@ class RouterSums(NamedTuple):
 def router_numbers(model: nn.Module) -> int:
     """How many numbers pass between stages of a whole model (`RouterSums.joined`)."""
     router, _ = find_routers(model)[0]
-    weight: torch.Tensor = getattr(router, "base_layer", router).weight  # type: ignore[assignment]
-    return 2 * len(weight) + 2
+    return 2 * len(weight_of(router)) + 2
 
 
 def sum_routers(logits: Sequence[torch.Tensor], choices: Sequence[int], real_T: torch.Tensor | None) -> RouterSums:
@@ -253,16 +269,17 @@ def share_of(sums: RouterSums, groups: Sequence[dist.ProcessGroup] = ()) -> torc
 
 
 def leave_router_loss_to_us(model: nn.Module) -> None:
-    """Let the model add no balancing loss of its own: its configuration has a coefficient that nobody asked for."""
+    """Let the model add no balancing loss of its own: its folder states a coefficient, the training file decides."""
     for module in model.modules():
-        for config in (getattr(module, "config", None), getattr(getattr(module, "config", None), "text_config", None)):
-            if getattr(config, "output_router_logits", False):
-                config.output_router_logits = False  # type: ignore[union-attr]
+        for key in ("config", "config.text_config"):
+            config = attribute_at(module, key)
+            if attribute_at(config, "output_router_logits", False):
+                config.output_router_logits = False
 
 
 def check_routers(model: nn.Module) -> None:
     """Raise `ConfigError` unless the model's classes name their routers."""
-    if next(iter(find_routers(model)), None) is None:
+    if not find_routers(model):
         raise ConfigError(
             f"{type(model).__name__} names no router", key=KEY, way_out="Set it to 0 for models without experts."
         )

@@ -1,10 +1,10 @@
 """What a model plugin may derive from when transformers has no class for it.
 
 A plain `nn.Module` can be registered as well; these classes name the hooks that are asked for. Beyond them a model may
-have `fully_shard(fsdp_plan) -> bool` (and `shards_itself() -> bool`, asked before it, where a base class brings it) and
-more is done), `ep_forward(...)` on an expert module, `overwrite_transformer_config(config, model_args, feature_args)`,
-`get_rope_index`, `get_output_embeddings`, `get_towers`, `_no_split_modules` (class names of the blocks to shard one by
-one) and `_can_record_outputs`.
+have `fully_shard(fsdp_plan) -> bool` (and `shards_itself() -> bool`, asked before it, where a base class brings it),
+`set_modules_to_prefetch(fsdp_plan, ep_plan) -> bool`, `overwrite_transformer_config(config, model_args, feature_args)`,
+`ep_forward(...)` on an expert module, `get_rope_index`, `get_output_embeddings`, `get_towers`, `_no_split_modules`
+(class names of the blocks to shard one by one) and `_can_record_outputs`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from mindspeed_mm.checkpoint.keymap import KeyMap
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 class WeightInitMixin:
@@ -26,7 +27,7 @@ class WeightInitMixin:
         A model that defines `init_weights()` instead is initialised in one go, as full tensors on every rank: fine for
         a small model only.
         """
-        reset = getattr(module, "reset_parameters", None)
+        reset = attribute_at(module, "reset_parameters")
         if reset is not None:
             reset()
 

@@ -43,7 +43,7 @@ class ModelFacts:
     """What reads the decoder's pass for the heads that predict further tokens."""
     share: Share | None = None
     """What a rank of a pipeline knows about the rest of the model."""
-    _others: dict[type, Any] = field(default_factory=dict)
+    _others: dict[type, object] = field(default_factory=dict)
 
     @property
     def kind(self) -> ModelKind:
@@ -56,7 +56,8 @@ class ModelFacts:
 
     def noted(self, kind: type[Fact]) -> Fact | None:
         """The fact of this class that was noted last."""
-        return self._others.get(kind)
+        fact = self._others.get(kind)
+        return fact if isinstance(fact, kind) else None
 
 
 def facts_of(model: nn.Module) -> ModelFacts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, undo_forwards
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ModelHub:
         model_args: ModelArguments,
         *,
         param_dtype: torch.dtype | None = None,
-        overrides: Mapping[str, Any] | None = None,
+        overrides: Mapping[str, object] | None = None,
         feature_args: FeatureArguments | None = None,
     ) -> nn.Module:
         """The model with parameters on the meta device and real buffers; ties are live.
@@ -135,7 +136,8 @@ class ModelHub:
         Raises:
             ModelFolderError: The weights are damaged or do not fit, with a diff.
         """
-        has_values = not any(p.is_meta for name, p in model.named_parameters() if not is_adapter_weight(name))
+        base = [parameter for name, parameter in model.named_parameters() if not is_adapter_weight(name)]
+        has_values = not any(parameter.is_meta for parameter in base)
         materialize(model, device, buffer_device)
         if has_values and folder is None:  # by the model's own `from_pretrained`
             return LoadReport(folder=str(model_args.model_name_or_path))
@@ -168,7 +170,7 @@ def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.d
 
 def _build_generator(
     model_args: ModelArguments,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, object],
     feature_args: FeatureArguments | None,
     param_dtype: torch.dtype | None,
 ) -> nn.Module:
@@ -183,7 +185,7 @@ def _build_generator(
 
 def _build_by_class(
     model_args: ModelArguments,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, object],
     feature_args: FeatureArguments | None,
     param_dtype: torch.dtype | None,
 ) -> nn.Module:
@@ -196,8 +198,9 @@ def _build_by_class(
         )
     model_class, config = resolve_class(model_args)
     override_config(config, overrides)
-    if hasattr(model_class, "overwrite_transformer_config"):
-        config = model_class.overwrite_transformer_config(config, model_args, feature_args) or config
+    overwrite = attribute_at(model_class, "overwrite_transformer_config")
+    if overwrite is not None:
+        config = overwrite(config, model_args, feature_args) or config
     model = construct(model_class, config, model_args, param_dtype)
     if model_args.mtp_num_layers:
         multi_token.attach_multi_token(model, model_args.mtp_num_layers)
@@ -211,7 +214,8 @@ BUILDERS = {LANGUAGE: _build_by_class, GENERATOR: _build_generator}
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     if not patterns:
         return
-    for name in resolve_patterns(patterns, [name for name, _ in model.named_modules()], key="model.freeze"):
+    names = module_names(model)
+    for name in resolve_patterns(patterns, names, key="model.freeze"):
         model.get_submodule(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, has_all, weight_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 _MEDIA = ("image", "video", "audio")
 _SIZES = (
-    ("vision_config", "patch_size", "image_processor", "patch_size"),
-    ("vision_config", "spatial_merge_size", "image_processor", "merge_size"),
-    ("vision_config", "temporal_patch_size", "image_processor", "temporal_patch_size"),
-    ("audio_config", "num_mel_bins", "feature_extractor", "feature_size"),
-    ("", "num_mel_bins", "feature_extractor", "feature_size"),
+    ("vision_config.patch_size", "image_processor", "patch_size"),
+    ("vision_config.spatial_merge_size", "image_processor", "merge_size"),
+    ("vision_config.temporal_patch_size", "image_processor", "temporal_patch_size"),
+    ("audio_config.num_mel_bins", "feature_extractor", "feature_size"),
+    ("num_mel_bins", "feature_extractor", "feature_size"),
 )
-"""Section and key of a model's configuration → part and attribute of its processor that must say the same."""
-_WIDTHS = (("vision_config", "out_hidden_size"), ("audio_config", "output_dim"))
+"""Key of a model's configuration → part and attribute of its processor that must say the same."""
+_WIDTHS = ("vision_config.out_hidden_size", "audio_config.output_dim")
 """What a tower hands to the decoder as it is; the decoder's `hidden_size` must be the same."""
 
 _MOST_ROUNDED = 2
 """Times as many rows as tokens: no model rounds up so far."""
 
 
-def check_processor(model: nn.Module, processor: Any) -> None:
+def check_processor(model: nn.Module, processor: ProcessorMixin | PreTrainedTokenizerBase | None) -> None:
     """Raise `ModelFolderError` when rows made by this processor do not fit the model: its tokenizer makes ids that the
     embedding has no row for, it marks media by other tokens than those that the model looks for or cuts them into other
     pieces; or when a tower of the model does not fit the decoder.
 
     Args:
         model: Whole, not sharded.
-        processor: Processor or tokenizer; None says nothing.
+        processor: Processor or tokenizer; without one, only the model's own parts are compared.
     """
-    config = getattr(model, "config", None)
+    config = attribute_at(model, "config")
     _check_widths(config)
     if processor is None:
         return
-    where = str(tokenizer_of(processor).name_or_path)
-    check_vocabulary(model, tokenizer_of(processor), where=where)
+    tokenizer = tokenizer_of(processor)
+    where = str(tokenizer.name_or_path)
+    check_vocabulary(model, tokenizer, where=where)
     _check_sizes(config, processor, where)
+    _check_media_tokens(config, processor, where)
+
+
+def _check_media_tokens(
+    config: PreTrainedConfig | None, processor: ProcessorMixin | PreTrainedTokenizerBase, where: str
+) -> None:
     for kind in _MEDIA:
-        own = getattr(processor, f"{kind}_token_id", None)
+        own = attribute_at(processor, f"{kind}_token_id")
         # Gemma 3's own mark stands in the text before a picture is filled in; the model looks for what it becomes.
-        filled_in = getattr(processor, f"{kind}_token_ids", None) or ()
+        filled_in = attribute_at(processor, f"{kind}_token_ids", ())
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
-            sought = getattr(config, key, None)
+            sought = attribute_at(config, key)
             if isinstance(own, int) and isinstance(sought, int) and sought not in (own, *filled_in):
                 raise ModelFolderError(
                     f"the model looks for {kind}s at token {sought}, the processor marks them by {own}",
@@ -60,32 +68,34 @@ def check_processor(model: nn.Module, processor: Any) -> None:
                 )
 
 
-def _check_sizes(config: Any, processor: Any, where: str) -> None:
-    for section, key, part, attribute in _SIZES:
-        wanted = getattr(getattr(config, section, None) if section else config, key, None)
-        tool = getattr(processor, part, None)
-        if hasattr(tool, f"vision_{attribute}"):  # Step-3.7 calls the crops that it cuts patches, too
+def _check_sizes(
+    config: PreTrainedConfig | None, processor: ProcessorMixin | PreTrainedTokenizerBase, where: str
+) -> None:
+    for key, part, attribute in _SIZES:
+        wanted = attribute_at(config, key)
+        tool = attribute_at(processor, part)
+        if has_all(tool, f"vision_{attribute}"):  # Step-3.7 calls the crops that it cuts patches, too
             attribute = f"vision_{attribute}"
-        made = getattr(tool, attribute, None)
+        made = attribute_at(tool, attribute)
         if isinstance(wanted, int) and isinstance(made, int) and wanted != made:
             raise ModelFolderError(
                 f"is {wanted}, the {part.replace('_', ' ')}'s {attribute} is {made}",
                 where=where,
-                key=f"{section}.{key}".lstrip("."),
+                key=key,
                 way_out="Take configuration and processor of one model.",
             )
 
 
-def _check_widths(config: Any) -> None:
-    decoder = getattr(getattr(config, "text_config", config), "hidden_size", None)
-    for section, key in _WIDTHS:
-        width = getattr(getattr(config, section, None), key, None)
-        feeds_decoder = section == "vision_config" or "omni" in str(getattr(config, "model_type", ""))
+def _check_widths(config: PreTrainedConfig | None) -> None:
+    decoder = attribute_at(attribute_at(config, "text_config", config), "hidden_size")
+    for key in _WIDTHS:
+        width = attribute_at(config, key)
+        feeds_decoder = key.startswith("vision_config") or "omni" in attribute_at(config, "model_type", "")
         if feeds_decoder and isinstance(width, int) and isinstance(decoder, int) and width != decoder:
             raise ModelFolderError(
                 f"is {width}, but the decoder's hidden_size is {decoder}",
-                where=str(getattr(config, "name_or_path", "") or "config.json"),
-                key=f"{section}.{key}",
+                where=str(attribute_at(config, "name_or_path") or "config.json"),
+                key=key,
                 way_out="Give both the same width, as the model was trained with.",
             )
 
@@ -93,11 +103,13 @@ def _check_widths(config: Any) -> None:
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, where: str) -> None:
     """Raise `ModelFolderError` when the tokenizer makes ids that the embedding has no row for.
 
-    A larger embedding is fine: models round it up. One of twice as many rows is told: the tokenizer may be another
-    model's, and the model would give ids that mean nothing to it.
+    A larger embedding is fine: models round it up. One of more than twice as many rows is warned of: the tokenizer may
+    be another model's, and the model would give ids that mean nothing to it.
     """
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    rows = getattr(getattr(embedding, "weight", None), "shape", [len(tokenizer)])[0]
+    embedding = embedding_of(model)
+    if embedding is None or not has_all(embedding, "weight"):
+        return
+    rows = len(weight_of(embedding))
     if len(tokenizer) > rows:
         raise ModelFolderError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows",

@@ -10,6 +10,7 @@ Shapes: B rows, H heads, K key-value heads, T query tokens, S key tokens, D head
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.ops.forward_stack import Kwargs
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.torch_features import takes_argument
 
 ATTENTION_NAME = "mm_varlen"
@@ -29,7 +32,12 @@ ATTENTION_NAME = "mm_varlen"
 
 PADDING_KEY = "pad_tokens"
 BORDER_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", PADDING_KEY)
-"""What a packed row tells of its documents; the last of them is `pad_tokens` long and only fills it up."""
+"""What a packed row says of its documents; the last of them is `pad_tokens` long and only fills it up."""
+
+
+def without_borders(kwargs: Kwargs) -> Kwargs:
+    """Arguments without what a packed row says of its documents."""
+    return {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
 
 
 class AttentionError(MMError):
@@ -61,7 +69,7 @@ def varlen_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, with the signature that transformers calls.
 
@@ -91,13 +99,15 @@ def varlen_attention(
     """
     if others.get("softcap") is not None:
         raise AttentionError(f"{ATTENTION_NAME} has no softcap", way_out="Set model.attn_implementation: eager.")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    layer = _Layer(dropout, scaling, causal, sliding_window, s_aux)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    layer = _Layer(dropout, scaling, is_causal, sliding_window, s_aux)
     check_mask(attention_mask, packed=cu_seq_lens_q is not None)
     if cu_seq_lens_q is None:
         output = layer.attend(query, key, value, attention_mask)
         return output.transpose(1, 2).contiguous(), None
-    cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    if cu_seq_lens_k is None:
+        cu_seq_lens_k = cu_seq_lens_q
     if layer.fits_flash(query, value) and max_length_q is not None and max_length_k is not None:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return layer.attend_flash(query, key, value, *lengths), None
@@ -113,8 +123,8 @@ def varlen_mask(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     local_size: int | None = None,
-    config: Any = None,
-    **others: Any,
+    config: object = None,
+    **others: object,
 ) -> torch.Tensor | None:
     """The mask of a layer type, with the signature that transformers calls: None where the order of tokens says it all.
 
@@ -127,7 +137,7 @@ def varlen_mask(
     """
     causal = "allow_is_bidirectional_skip" not in others and not use_vmap and q_length == kv_length
     causal = causal and not _sees_ahead(others.get("mask_function"))
-    windowed = local_size in (None, getattr(config, "sliding_window", None))
+    windowed = local_size in (None, attribute_at(config, "sliding_window"))
     if causal and windowed:
         if attention_mask is None:
             # transformers forbids the skip when positions start again inside a row.
@@ -148,14 +158,15 @@ def varlen_mask(
     )
 
 
-def _sees_ahead(mask_function: Any) -> bool:
+def _sees_ahead(mask_function: object) -> bool:
     """Whether what transformers composed is the order of tokens or something else beside it, such as pictures whose
     tokens see each other both ways, and no documents: these would stand around the order of tokens."""
     from transformers.masking_utils import causal_mask_function  # loaded by whoever calls this
 
-    if not getattr(mask_function, "__qualname__", "").startswith("or_masks."):
+    if not attribute_at(mask_function, "__qualname__", "").startswith("or_masks."):
         return False
-    return any(causal_mask_function in cell.cell_contents for cell in mask_function.__closure__)
+    closure: tuple[CellType, ...] = attribute_at(mask_function, "__closure__", ())
+    return any(causal_mask_function in cell.cell_contents for cell in closure)
 
 
 def is_right_padded(attention_mask: torch.Tensor) -> bool:
@@ -232,10 +243,9 @@ class _Layer:
             return attend_npu(q_BHTD, k_BKSD, v_BKSD, mask, **self._for_npu(q_BHTD) | {"causal": causal})
         if causal and self.window is not None and keys > self.window:
             mask, causal = _band(tokens, self.window, q_BHTD.device), False
-        scale = q_BHTD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+        scale, groups = self._scale_of(q_BHTD), q_BHTD.shape[1] // k_BKSD.shape[1]
         if mask is not None or self.sinks is not None:
-            k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
+            k_BKSD, v_BKSD = k_BKSD.repeat_interleave(groups, dim=1), v_BKSD.repeat_interleave(groups, dim=1)
         if self.sinks is not None:
             return self._attend_with_sinks(q_BHTD, k_BKSD, v_BKSD, mask, causal, scale)
         return F.scaled_dot_product_attention(
@@ -249,8 +259,11 @@ class _Layer:
             enable_gqa=groups > 1 and mask is None,
         )
 
+    def _scale_of(self, query: torch.Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
     def _for_npu(self, query: torch.Tensor) -> dict[str, Any]:
-        scale = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        scale = self._scale_of(query)
         return {"causal": self.causal, "window": self.window, "scale": scale, "dropout": self.dropout}
 
     def fits_flash(self, q_1HTD: torch.Tensor, v_1KSD: torch.Tensor) -> bool:
@@ -277,10 +290,11 @@ class _Layer:
         if groups > 1 and takes_argument(varlen_attn, "enable_gqa"):
             options = {"enable_gqa": True}
         elif groups > 1:
-            k_1KSD, v_1KSD = (t.repeat_interleave(groups, dim=1) for t in (k_1KSD, v_1KSD))
+            k_1KSD, v_1KSD = k_1KSD.repeat_interleave(groups, dim=1), v_1KSD.repeat_interleave(groups, dim=1)
         q_THD, k_THD, v_THD = (t.transpose(1, 2).flatten(0, 1) for t in (q_1HTD, k_1KSD, v_1KSD))
-        left = self.window - 1 if self.causal and self.window is not None else -1
-        window = (left, 0 if self.causal else -1)
+        window = (-1, -1)  # tokens before and behind that are seen; -1 is all of them
+        if self.causal:
+            window = (-1 if self.window is None else self.window - 1, 0)
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
         lengths = (cu_q, cu_k, max_q, max_k)
         output = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=self.scaling, window_size=window, **options)
@@ -310,7 +324,8 @@ class _Layer:
         if causal:
             q = F.pad(q, (0, 0, 1, 0))
         if mask is not None:
-            mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+            seen = True if mask.dtype == torch.bool else 0.0
+            mask = F.pad(mask, (1, 0), value=seen)
         output = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=causal, scale=scale
         )

@@ -7,7 +7,7 @@ one of its experts, E experts, H hidden features.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,11 +16,32 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 EXPERTS_NAME = "mm_experts"
 """Our name in transformers' registry."""
 _FORWARD = "_mm_experts"
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class ExpertModule(Protocol):
+    """A module behind transformers' experts interface."""
+
+    num_experts: int
+    is_transposed: bool
+    has_gate: bool
+    has_bias: bool
+    config: Any
+
+    def _apply_gate(self, inner: torch.Tensor) -> torch.Tensor: ...
+
+    def act_fn(self, inner: torch.Tensor) -> torch.Tensor:
+        """What stands between the projections where there is no gate."""
+        ...
+
+    def post_expert_norm(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Only of modules with a true `has_post_expert_norm`."""
+        ...
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -30,12 +51,17 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module holds its experts in fused parameters (E, …), in a layout that it declares."""
-    if not all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "has_bias", "config")):
+    if not has_all(module, "is_transposed", "has_gate", "has_bias", "config"):
         return False
-    own = [module._parameters.get(name) for name in _PARAMETERS]
-    fused = [parameter for parameter in own if parameter is not None]
-    count = getattr(module, "num_experts", None)
-    return len(fused) > 1 and all(p.dim() == 3 and p.shape[0] == count for p in fused)
+    count, fused = attribute_at(module, "num_experts"), 0
+    for name in _PARAMETERS:
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter.dim() != 3 or parameter.shape[0] != count:
+            return False
+        fused += 1
+    return fused > 1
 
 
 class Weights(NamedTuple):
@@ -48,12 +74,16 @@ class Weights(NamedTuple):
     down_bias: torch.Tensor | None
 
     @classmethod
-    def of(cls, module: Any) -> Weights:
+    def of(cls, module: ExpertModule) -> Weights:
         """Those of a module, as this rank has them."""
+
+        def own(name: str) -> torch.Tensor:
+            return local(getattr(module, name))
+
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        biases = (f"{up}_bias", "down_proj_bias") if module.has_bias else ()
-        up_weight, down_weight, *rest = (local(getattr(module, name)) for name in (up, "down_proj", *biases))
-        return cls(up_weight, down_weight, *(rest or (None, None)))
+        if not module.has_bias:
+            return cls(own(up), own("down_proj"), None, None)
+        return cls(own(up), own("down_proj"), own(f"{up}_bias"), own("down_proj_bias"))
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -61,7 +91,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def run_experts(module: Any, weights: Weights, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def run_experts(module: ExpertModule, weights: Weights, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """What experts make of rows that are sorted by expert.
 
     Args:
@@ -73,7 +103,9 @@ def run_experts(module: Any, weights: Weights, rows_SH: torch.Tensor, counts_E: 
     inner = grouped_linear(rows_SH, weights.up, counts_E, weights.up_bias, transposed=module.is_transposed)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     outputs = grouped_linear(inner, weights.down, counts_E, weights.down_bias, transposed=module.is_transposed)
-    return module.post_expert_norm(outputs) if getattr(module, "has_post_expert_norm", False) else outputs
+    if getattr(module, "has_post_expert_norm", False):
+        outputs = module.post_expert_norm(outputs)
+    return outputs
 
 
 class Pairs(NamedTuple):
@@ -91,13 +123,15 @@ def sort_pairs(experts_TK: torch.Tensor, num_experts: int, *, number: int | None
     Args:
         experts_TK: Numbers of the experts; `num_experts` where a pair is left out.
         num_experts: E.
-        number: Pairs that are not left out; None: the host waits for the device to tell.
+        number: Pairs that are not left out; None: the host reads it off the device, and waits for that.
     """
     ids = experts_TK.reshape(-1)
     slots = ids.argsort(stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device)
     counts = counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
-    return Pairs(slots[: int(counts.sum()) if number is None else number], counts)
+    if number is None:
+        number = int(counts.sum())
+    return Pairs(slots[:number], counts)
 
 
 def combine(outputs_SH: torch.Tensor, pairs: Pairs, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -125,7 +159,7 @@ class ExpertsForward:
         return type(self) is ExpertsForward and self.real_tokens is None
 
     def __call__(
-        self, module: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+        self, module: ExpertModule, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """(T, H), in the dtype of `hidden_TH`."""
         experts_TK, number = self.without_padding(experts_TK, module.num_experts)
@@ -134,17 +168,20 @@ class ExpertsForward:
         outputs_SH = self.outputs(module, rows_SH, pairs.counts_E)
         return combine(outputs_SH, pairs, weights_TK).to(hidden_TH.dtype)
 
-    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """What the experts make of rows that are sorted by expert, in the same order."""
         return run_experts(module, Weights.of(module), rows_SH, counts_E)
 
     def without_padding(self, experts_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, int | None]:
         """The choices with those of padding left out, and how many are not, where the host knows."""
-        real_T = self.real_tokens.mask(len(experts_TK)) if self.real_tokens is not None else None
-        if self.real_tokens is None or real_T is None:
+        if self.real_tokens is None:
             return experts_TK, experts_TK.numel()
-        real = self.real_tokens.number
-        number = None if real is None else real * experts_TK.shape[1]
+        real_T = self.real_tokens.mask(len(experts_TK))
+        if real_T is None:
+            return experts_TK, experts_TK.numel()
+        number = self.real_tokens.number
+        if number is not None:
+            number *= experts_TK.shape[1]
         return experts_TK.masked_fill(~real_T[:, None], num_experts), number
 
 
@@ -152,7 +189,7 @@ _PLAIN = ExpertsForward()
 
 
 def experts_forward(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: ExpertModule, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What transformers calls, with its names of the arguments."""
     forward = own_experts_of(module)
@@ -161,14 +198,21 @@ def experts_forward(
     return forward(module, hidden_states, top_k_index, top_k_weights)
 
 
-def own_experts_of(module: nn.Module) -> ExpertsForward:
+def own_experts_of(module: ExpertModule | nn.Module) -> ExpertsForward:
     """What `use_own_experts` gave a module of experts; the plain one where it gave none."""
-    return getattr(module, _FORWARD, _PLAIN)
+    forward: ExpertsForward = getattr(module, _FORWARD, _PLAIN)
+    return forward
 
 
 @outside_graphs
-def _outside(forward: ExpertsForward, *args: Any) -> torch.Tensor:
-    return forward(*args)
+def _outside(
+    forward: ExpertsForward,
+    module: ExpertModule,
+    hidden_TH: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+) -> torch.Tensor:
+    return forward(module, hidden_TH, experts_TK, weights_TK)
 
 
 def use_own_experts(module: Any, forward: ExpertsForward | None = None) -> None:

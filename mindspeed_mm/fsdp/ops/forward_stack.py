@@ -17,9 +17,11 @@ from typing import Any
 
 from torch import nn
 
-Forward = Callable[..., Any]
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+CallArguments = tuple[Args, Kwargs]
 """What a forward is called with, by position and by name."""
+Forward = Callable[..., Any]
 _ATTRIBUTE = "_mm_forwards"
 
 

@@ -3,7 +3,7 @@
 Rows go through in slices. With the logits of a slice at hand, their gradient (softmax − one-hot of the target) is
 formed on the spot and multiplied into the gradients of hidden states and weight: the backward pass has nothing left to
 do but to scale them by one number, the gradient of the loss. That fits a loss which is the last thing computed and
-whose backward pass runs once; whoever goes back twice has the slices computed again.
+whose backward pass runs once; a second one computes the slices again.
 
 Shapes: N rows, H hidden, V words of the vocabulary (under tensor parallelism: this rank's).
 """
@@ -69,6 +69,10 @@ class LossPlan:
     vocabulary: VocabularyShare | None = None
     """The other parts of the vocabulary."""
 
+    def finished(self, logits: Tensor) -> Tensor:
+        """The logits as the model returns them."""
+        return logits if self.behind is None else self.behind(logits)
+
     def slices(self, rows: int) -> Iterator[slice]:
         """One at least, also of no rows: gradients of zero are gradients."""
         for start in range(0, max(rows, 1), self.slice_rows):
@@ -122,13 +126,16 @@ def recomputed_cross_entropy(
     """
 
     def run(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> LossSums:
-        logits = plan.behind(logits_of(hidden)) if plan.behind else logits_of(hidden)
+        logits = plan.finished(logits_of(hidden))
         return whole_cross_entropy(logits, targets, weights, z_loss_coef=plan.z_loss_coef, vocabulary=plan.vocabulary)
 
     sums = []
     for part in plan.slices(len(targets_N)):
-        inputs = (hidden_NH[part], targets_N[part], None if weights_N is None else weights_N[part])
-        sums.append(checkpoint(run, *inputs, use_reentrant=False) if torch.is_grad_enabled() else run(*inputs))
+        inputs = (hidden_NH[part], targets_N[part], _of_rows(weights_N, part))
+        if torch.is_grad_enabled():
+            sums.append(checkpoint(run, *inputs, use_reentrant=False))
+        else:
+            sums.append(run(*inputs))
     losses, z_losses = zip(*sums, strict=True)
     return LossSums(torch.stack(losses).sum(dim=0), torch.stack(z_losses).sum(dim=0))
 
@@ -213,7 +220,7 @@ def _pass(inputs: _Inputs, wanted: tuple[bool, ...]) -> tuple[LossSums, _Gradien
         if of_bias is not None:
             of_bias += logits_SV.sum(dim=0, dtype=wide)
     del room_SV, logits_SV, work  # before the gradients are cast: both together would be the peak
-    own_weights = None if weights_N is None else weights_N.to(wide)
+    own_weights = _as(weights_N, losses_N)
     sums = LossSums(_weighed(losses_N, own_weights), plan.z_loss_coef * _weighed(logsums_N.square(), own_weights))
     gradients = of_hidden, _as(of_weight, weight_VH), _as(of_bias, bias_V)
     return sums, gradients
@@ -228,15 +235,15 @@ class _Softmax:
 
     def run(self, logits_SV: Tensor, targets_S: Tensor, part: slice, losses_N: Tensor, logsums_N: Tensor) -> None:
         """Fill in the losses and log Σ exp of these rows; leave the gradient in `logits_SV`."""
-        weights_S = None if self._weights_N is None else self._weights_N[part].to(losses_N.dtype)
+        weights_S = _as(_of_rows(self._weights_N, part), losses_N)
         losses_S, logsums_S = losses_N[part], logsums_N[part]
         at_a_time = max(1, _wide_numbers(logits_SV) // max(1, logits_SV.shape[1]))
         if self._plan.vocabulary is not None:  # fewer collectives
             at_a_time = max(1, len(logits_SV))
         for start in range(0, len(logits_SV), at_a_time):
             few = slice(start, start + at_a_time)
-            weights = None if weights_S is None else weights_S[few]
-            losses_S[few], logsums_S[few] = self._rows(logits_SV[few], targets_S[few], weights, losses_N.dtype)
+            weights_R = _of_rows(weights_S, few)
+            losses_S[few], logsums_S[few] = self._rows(logits_SV[few], targets_S[few], weights_R, losses_N.dtype)
 
     def _rows(
         self, logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor | None, wide: torch.dtype
@@ -263,12 +270,16 @@ class _Softmax:
         softmax = self._whole if self._plan.vocabulary is None else self._shared
         losses_R, logsums_R, own, here, probabilities_RV = softmax(final_RV, targets_R, wide)
         if self._forms_gradient:
-            factor_R = 1 + 2 * self._plan.z_loss_coef * logsums_R if self._plan.z_loss_coef else None
-            if weights_R is not None:
-                factor_R = weights_R if factor_R is None else weights_R * factor_R
-                here = here * weights_R.unsqueeze(1)
             # d(−log p_t)/dz = p − 1[t] and d(lse²)/dz = 2 · lse · p: both hold the probabilities times a number of the
-            # row, and only the first has the target's one-hot to take off.
+            # row, and only the first has the target's one-hot to take off. A factor of 1 is left out: multiplying is
+            # one more pass over all logits.
+            factor_R = weights_R
+            if self._plan.z_loss_coef:
+                factor_R = 1 + 2 * self._plan.z_loss_coef * logsums_R
+                if weights_R is not None:
+                    factor_R = weights_R * factor_R
+            if weights_R is not None:
+                here = here * weights_R.unsqueeze(1)
             if factor_R is not None:
                 probabilities_RV *= factor_R.unsqueeze(1)
             probabilities_RV.scatter_add_(1, own, -here)
@@ -280,7 +291,7 @@ class _Softmax:
         if self._room is None or self._room.shape[0] < len(final_RV):
             self._room = final_RV.new_empty(final_RV.shape, dtype=wide)
         probabilities_RV = torch.softmax(final_RV, 1, dtype=wide, out=self._room[: len(final_RV)])
-        # One pass for exponentials: the largest probability, which is never small, tells their sum.
+        # One pass for exponentials: their sum follows from the largest probability, which is never small.
         logsums_R = final_RV.amax(dim=1).to(wide) - probabilities_RV.amax(dim=1).log()
         losses_R = logsums_R - final_RV.gather(1, own).squeeze(1).to(wide)
         return losses_R, logsums_R, own, torch.ones_like(own, dtype=wide), probabilities_RV
@@ -314,11 +325,14 @@ def _differentiable_gradients(inputs: _Inputs, wanted: tuple[bool, ...], outer: 
     if plan.vocabulary is not None:
         raise NotImplementedError("second derivatives of a loss whose vocabulary is cut over ranks")
     logits_NV = F.linear(hidden_NH, weight_VH, bias_V)
-    final_NV = plan.behind(logits_NV) if plan.behind else logits_NV
-    sums = whole_cross_entropy(final_NV, targets_N, weights_N, z_loss_coef=plan.z_loss_coef)
-    needed = [tensor for tensor, is_wanted in zip(inputs[1:], wanted, strict=False) if is_wanted]
-    found = iter(torch.autograd.grad(sums.loss + sums.z_loss, needed, outer, create_graph=True))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
+    sums = whole_cross_entropy(plan.finished(logits_NV), targets_N, weights_N, z_loss_coef=plan.z_loss_coef)
+    needed = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+    differentiated = [inputs[1:][place] for place in needed]
+    found = torch.autograd.grad(sums.loss + sums.z_loss, differentiated, outer, create_graph=True)
+    gradients: list[Tensor | None] = [None] * len(wanted)
+    for place, gradient in zip(needed, found, strict=True):
+        gradients[place] = gradient
+    return gradients
 
 
 def whole_cross_entropy(
@@ -331,7 +345,7 @@ def whole_cross_entropy(
 ) -> LossSums:
     """The sums from logits that are there, in fp32 at least; autograd differentiates both."""
     logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
-    own_N = None if weights_N is None else weights_N.to(logits_NV.dtype)
+    own_N = _as(weights_N, logits_NV)
     if vocabulary is not None:
         losses_N, logsums_N = vocabulary.token_losses(logits_NV, targets_N)
         return LossSums(_weighed(losses_N, own_N), z_loss_coef * _weighed(logsums_N.square(), own_N))
@@ -370,7 +384,13 @@ def _weighed(numbers_N: Tensor, weights_N: Tensor | None) -> Tensor:
     """One sum; of weights in columns one for each of them."""
     if weights_N is None:
         return numbers_N.sum()
-    return numbers_N @ weights_N if weights_N.dim() > 1 else (numbers_N * weights_N).sum()
+    if weights_N.dim() == 1:
+        return (numbers_N * weights_N).sum()
+    return numbers_N @ weights_N
+
+
+def _of_rows(weights: Tensor | None, rows: slice) -> Tensor | None:
+    return None if weights is None else weights[rows]
 
 
 def _add_product(total_VH: Tensor, gradient_SV: Tensor, hidden_SH: Tensor) -> None:
@@ -383,8 +403,11 @@ def _add_product(total_VH: Tensor, gradient_SV: Tensor, hidden_SH: Tensor) -> No
         total_VH[few] += gradient_SV[:, few].t() @ hidden_SH
 
 
-def _as(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or like is None else gradient.to(like.dtype)
+def _as(tensor: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """In the other's type, where there are both."""
+    if tensor is None or like is None:
+        return tensor
+    return tensor.to(like.dtype)
 
 
 def _scale(gradient: Tensor, factor: Tensor) -> None:

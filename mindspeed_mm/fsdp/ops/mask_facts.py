@@ -1,4 +1,4 @@
-"""What the host knew of an attention mask before it went to the device, so that nobody has to read it there.
+"""What the host knew of an attention mask before it went to the device, so that it need not be read there.
 
 The facts travel with the moved tensor to the model's call; while that runs, whoever makes masks from it can ask.
 """
@@ -6,12 +6,13 @@ The facts travel with the moved tensor to the model's call; while that runs, who
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
 
 _KEY = "attention_mask"
 _FACTS = "_mm_facts"
@@ -55,15 +56,15 @@ def facts_of_this_call(mask: torch.Tensor) -> MaskFacts | None:
 
 
 def tell_facts(model: nn.Module) -> None:
-    """Let a model's calls tell what their masks brought along."""
+    """Let the facts that came with a mask be found while the model runs on it."""
     model.register_forward_pre_hook(_begin, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 
 
-def _begin(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(_model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
     mask = kwargs.get(_KEY)
     _OF_THIS_CALL.set(mask_facts_of(mask) if isinstance(mask, torch.Tensor) else None)
 
 
-def _end(_model: nn.Module, _args: Any, _output: Any) -> None:
+def _end(_model: nn.Module, _args: object, _output: object) -> None:
     _OF_THIS_CALL.set(None)

@@ -86,10 +86,10 @@ def attend_npu_documents(
     rows = [tensor[0].transpose(0, 1) for tensor in (q_1HTD, k_1KSD, v_1KSD)]
     options: dict[str, object] = {"scale": scale, "keep_prob": 1.0 - dropout, "sparse_mode": _BY_MASK}
     if causal:
-        reach = _ANY if window is None else window - 1
-        mode = _CAUSAL if window is None else _BAND
-        options |= {"sparse_mode": mode, "atten_mask": _hidden(_MASK_TOKENS, q_1HTD.device)}
-        options |= {"pre_tockens": reach, "next_tockens": 0}
+        options |= {"sparse_mode": _CAUSAL, "pre_tockens": _ANY, "next_tockens": 0}
+        options["atten_mask"] = _hidden(_MASK_TOKENS, q_1HTD.device)
+    if causal and window is not None:
+        options |= {"sparse_mode": _BAND, "pre_tockens": window - 1}
     ends = {"actual_seq_qlen": tuple(borders_q[1:]), "actual_seq_kvlen": tuple(borders_k[1:])}
     output: torch.Tensor = operator(*rows, q_1HTD.shape[1], "TND", **options, **ends)[0]
     return output.transpose(0, 1)[None]
@@ -98,4 +98,6 @@ def attend_npu_documents(
 def _hidden(tokens: int, device: torch.device, window: int | None = None) -> torch.Tensor:
     """(T, T) booleans, true where a causal token does not see."""
     above = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
-    return above if window is None else above | torch.ones_like(above).tril(-window)
+    if window is None:
+        return above
+    return above | torch.ones_like(above).tril(-window)

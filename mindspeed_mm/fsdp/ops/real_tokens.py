@@ -1,14 +1,13 @@
-"""Which tokens of the micro-batch in flight are not padding, for whoever sees hidden states only."""
+"""Which tokens of the micro-batch in flight are not padding, for modules that see hidden states only."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.fsdp.ops.attention import PADDING_KEY
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
 from mindspeed_mm.fsdp.ops.mask_facts import mask_facts_of
 
 
@@ -48,20 +47,24 @@ class RealTokens:
             return None
         return self._mask_T
 
-    def _look(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(self, _model: nn.Module, _args: Args, kwargs: Kwargs) -> None:
         mask = _mask_of(kwargs)
         self._mask_T = self.number = None
         if mask is None:
             return
         share = kwargs.get(CONTEXT_KEY)
-        own = share.take(mask, 1) if isinstance(share, ContextShare) else mask
-        self._mask_T = own.reshape(-1) != 0
-        if own is mask:
-            facts, padding = mask_facts_of(mask), kwargs.get(PADDING_KEY, 0)
-            self.number = mask.numel() - padding if padding else facts.ones if facts is not None else None
+        if isinstance(share, ContextShare):  # how many of the own tokens are padding is not known to the host
+            self._mask_T = share.take(mask, 1).reshape(-1) != 0
+            return
+        self._mask_T = mask.reshape(-1) != 0
+        facts, padding = mask_facts_of(mask), kwargs.get(PADDING_KEY, 0)
+        if padding:
+            self.number = mask.numel() - padding
+        elif facts is not None:
+            self.number = facts.ones
 
 
-def _mask_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _mask_of(kwargs: Kwargs) -> torch.Tensor | None:
     """(B, L) of a call; None where nothing is padding."""
     mask, padding = kwargs.get("attention_mask"), kwargs.get(PADDING_KEY, 0)
     if padding:

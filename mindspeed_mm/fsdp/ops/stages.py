@@ -35,7 +35,7 @@ class RouterPassing:
     """(numbers,) with those of the stage that has run."""
 
     def leaving(self, like: Tensor) -> Tensor:
-        """What the stage that has run hands on; zeros where nobody asked its routers.
+        """What the stage that has run hands on; zeros where its routers were not asked.
 
         Args:
             like: A tensor of its device.

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -76,14 +77,14 @@ class StreamedAdamW(torch.optim.AdamW):
         super().__init__(groups, **options)
         self.state_dtype, self.swaps, self._memory_share = state_dtype, swaps, memory_share
         self._names = names
-        for group in self.param_groups:
-            for parameter in group["params"] if not group["matrices"] else ():
+        for group in self._groups_of_adamw():
+            for parameter in group["params"]:
                 self._check(parameter)
 
     @property
     def kind(self) -> str:
         """What its state is, whoever computes it and wherever it lives."""
-        return " ".join(filter(None, ["AdamW", self.state_dtype]))
+        return f"AdamW {self.state_dtype}" if self.state_dtype else "AdamW"
 
     def state_device(self, key: str, parameter: torch.Tensor) -> torch.device:
         """Where an entry of a parameter's state is kept. The step is counted on the host: it is needed there."""
@@ -93,17 +94,21 @@ class StreamedAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, wherever they are."""
         super().zero_grad(set_to_none)
-        forget_gradients(parameter for group in self.param_groups for parameter in group["params"])
+        for group in self.param_groups:
+            forget_gradients(group["params"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         self._update_all()
 
     def _update_all(self) -> None:
-        for group in self.param_groups:
-            if not group["matrices"]:
-                self._update_group(group)
+        for group in self._groups_of_adamw():
+            self._update_group(group)
+
+    def _groups_of_adamw(self) -> list[Group]:
+        """All but those of matrices, which a derived optimizer updates in its own way."""
+        return [group for group in self.param_groups if not group["matrices"]]
 
     def _update_group(self, group: Group) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -111,7 +116,7 @@ class StreamedAdamW(torch.optim.AdamW):
             if parameter.grad is not None or offloaded(parameter) is not None:
                 by_device.setdefault(local(parameter).device, []).append(parameter)
         for device, parameters in by_device.items():
-            items = (piece for parameter in parameters for piece in self._pieces(parameter))
+            items = chain.from_iterable(map(self._pieces, parameters))
             most = bucket_bytes(memory_room_bytes(self._memory_share))
             work_in_buckets(items, partial(self._update, group), most, device)
             for parameter in parameters:
@@ -120,12 +125,21 @@ class StreamedAdamW(torch.optim.AdamW):
     def _update(self, group: Group, bucket: list[StreamedItem[ParameterSlice]]) -> None:
         """torch's AdamW on the pieces of a bucket."""
         ready = [_unpacked(item) for item in bucket]
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        first_moments: list[torch.Tensor] = []
+        second_moments: list[torch.Tensor] = []
+        for each in ready:
+            parameters.append(each.piece.parameter)
+            gradients.append(each.gradient)
+            first_moments.append(each.numbers[0])
+            second_moments.append(each.numbers[1])
         beta1, beta2 = group["betas"]
         adamw(
-            [each.piece.parameter for each in ready],
-            [each.gradient for each in ready],
-            [each.numbers[0] for each in ready],
-            [each.numbers[1] for each in ready],
+            parameters,
+            gradients,
+            first_moments,
+            second_moments,
             [],
             _counters([each.piece for each in ready], group),
             foreach=group["foreach"],
@@ -147,22 +161,25 @@ class StreamedAdamW(torch.optim.AdamW):
         state, formats = self._state_of(parameter), self._formats(parameter)
         away = offloaded(parameter)
         own, step = local(parameter).view(-1), float(state["step"])
-        gradient = local(away.host if away is not None else parameter.grad).reshape(-1)  # type: ignore[arg-type]
-        flat = {key: local(tensor).view(-1) for key, tensor in state.items() if key != "step"}
+        whole_gradient = parameter.grad if away is None else away.host
+        assert whole_gradient is not None  # only parameters with a gradient come here
+        gradient = local(whole_gradient).reshape(-1)
         for start in range(0, own.numel(), PIECE):
             end = min(start + PIECE, own.numel())
-            moments = [(how, [_stretch(flat[key], own, start, end) for key in how.state_keys()]) for how in formats]
             piece = ParameterSlice(
-                own[start:end],
-                gradient[start:end] if away is None else None,
-                None if away is None else away.factor,
-                moments,
-                step,
-                _seed(self._names[parameter], step, start),
+                own[start:end], gradient[start:end], None, [], step, _seed(self._names[parameter], step, start)
             )
             # What lives on the host comes and goes around the update; a gradient only comes.
-            updated = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
-            read_only = [] if away is None else [gradient[start:end]]
+            updated: list[torch.Tensor] = []
+            read_only: list[torch.Tensor] = []
+            for how in formats:
+                tensors = [_stretch(local(state[key]).view(-1), own, start, end) for key in how.state_keys()]
+                piece.moments.append((how, tensors))
+                if self.swaps:
+                    updated += tensors
+            if away is not None:
+                read_only.append(gradient[start:end])
+                piece.gradient, piece.factor = None, away.factor
             yield StreamedItem(piece, updated, read_only, self._extra(formats, piece))
 
     def _extra(self, formats: list[Format], piece: ParameterSlice) -> int:
@@ -196,14 +213,17 @@ class StreamedAdamW(torch.optim.AdamW):
 
 def _unpacked(streamed: StreamedItem[ParameterSlice]) -> Ready:
     piece, staged = streamed.item, list(streamed.staged)
-    kept = [tensors for _, tensors in piece.moments]
-    if streamed.updated:
-        kept = [[staged.pop(0) for _ in tensors] for tensors in kept]
+    # What is staged is in the order of `_pieces`: the moments, if they live on the host, then the gradient, if it does.
+    kept: list[list[torch.Tensor]] = []
+    numbers: list[torch.Tensor] = []
+    for how, tensors in piece.moments:
+        if streamed.updated:
+            tensors = [staged.pop(0) for _ in tensors]
+        kept.append(tensors)
+        numbers.append(how.unpack(tensors, piece.parameter.dtype))
     gradient = piece.gradient if piece.gradient is not None else staged.pop(0)
     if piece.factor is not None:
         gradient.mul_(piece.factor)
-    dtype = piece.parameter.dtype
-    numbers = [how.unpack(tensors, dtype) for (how, _), tensors in zip(piece.moments, kept, strict=True)]
     return Ready(piece, gradient, numbers, kept)
 
 

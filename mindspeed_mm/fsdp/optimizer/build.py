@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def build_optimizer(
@@ -38,7 +40,7 @@ def build_optimizer(
         training: The `training` section.
         features: The `features` section, whose `enable_gradient_offload` lets gradients leave the device.
         plan: How the parameters of the whole model are treated; None: it is resolved here.
-        note: Tells the user.
+        note: Shows a sentence to the user.
 
     Raises:
         ConfigError: No parameter is trainable, a pattern matches nothing, a package is absent, or the optimizer cannot
@@ -76,12 +78,13 @@ def build_optimizer(
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Whose state it has: optimizers of one kind go on from each other's checkpoints."""
-    return str(getattr(optimizer, "kind", type(optimizer).__name__))
+    return str(attribute_at(optimizer, "kind", type(optimizer).__name__))
 
 
 def _is_fused_here(groups: list[Group], note: Callable[[str], None]) -> bool:
     """Whether torch has the fused kernel for the devices that the parameters are on; says so when it has not."""
-    devices = {local(parameter).device.type for group in groups for parameter in group["params"]}
+    parameters = chain.from_iterable(group["params"] for group in groups)
+    devices = {local(parameter).device.type for parameter in parameters}
     lacking = sorted(devices - set(_get_fused_kernels_supported_devices()))
     if lacking:
         note(f"no fused AdamW on {', '.join(lacking)}: training.adam_fused is taken as false")

@@ -40,7 +40,8 @@ def grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | No
     if not parameters:
         return torch.zeros(())
     # Of all parameters: the stages of a pipeline, some frozen, must add up the same type.
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    has_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    dtype = torch.float64 if has_double else torch.float32
     device = _mesh_device(parameters[0])
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, members in _by_shard_groups(trainable).items():
@@ -66,12 +67,13 @@ def clip_grads_(
         foreach: Scale many gradients in one call; None and True are the same, False goes one by one.
     """
     parameters = list(parameters)
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for kept in filter(None, map(offloaded, parameters)):
-        own = scale.to(kept.norm.device)  # where the computation will be
-        kept.factor = own if kept.factor is None else kept.factor * own
-    for device, same_device in _by_device(gradients).items():
+        factor = scale.to(kept.norm.device)  # where the computation will be
+        if kept.factor is not None:
+            factor = kept.factor * factor
+        kept.factor = factor
+    for device, same_device in _gradients_by_device(parameters).items():
         factor = scale.to(device)
         if foreach is False:
             for gradient in same_device:
@@ -83,7 +85,7 @@ def clip_grads_(
 @torch.no_grad()
 def unscale_grads_(parameters: Iterable[nn.Parameter], divisor: float | torch.Tensor) -> None:
     """Divide gradients in place by what the loss was multiplied by, before their norm is taken. Overflown ones stay
-    infinite or not a number, so the norm tells of them.
+    infinite or not a number, and so does their norm.
 
     Args:
         parameters: Those without a gradient are passed over.
@@ -93,38 +95,49 @@ def unscale_grads_(parameters: Iterable[nn.Parameter], divisor: float | torch.Te
     for kept in filter(None, map(offloaded, parameters)):
         kept.factor = torch.ones_like(kept.norm).mul_(factor)
         kept.norm = kept.norm * kept.factor
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    for device, same_device in _by_device(gradients).items():
-        torch._foreach_mul_(same_device, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+    for device, same_device in _gradients_by_device(parameters).items():
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device)
+        torch._foreach_mul_(same_device, factor)
 
 
 def _by_shard_groups(parameters: Sequence[nn.Parameter]) -> dict[ShardGroups, list[nn.Parameter]]:
     """Parameters by the process groups over which they are cut; none for plain and replicated ones."""
-    by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        by_layout.setdefault(layout, []).append(parameter)
+    groups_of: dict[tuple[DeviceMesh, tuple[Placement, ...]], ShardGroups] = {}
     found: dict[ShardGroups, list[nn.Parameter]] = {}
-    for layout, members in by_layout.items():
-        found.setdefault(_shard_groups(*layout) if layout else (), []).extend(members)
+    for parameter in parameters:
+        groups: ShardGroups = ()
+        if isinstance(parameter, DTensor):
+            layout = (parameter.device_mesh, parameter.placements)
+            if layout not in groups_of:  # a model has thousands of parameters and a handful of layouts
+                groups_of[layout] = _shard_groups(*layout)
+            groups = groups_of[layout]
+        found.setdefault(groups, []).append(parameter)
     return found
 
 
 def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardGroups:
-    # `_StridedShard` is not a subclass of `Shard`; both have a `dim`, and `Replicate` has none.
-    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim") and mesh.size(axis) > 1]
-    return tuple(mesh.get_group(axis) for axis in cut)
+    groups = []
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate() and mesh.size(axis) > 1:
+            groups.append(mesh.get_group(axis))
+    return tuple(groups)
 
 
 def _sum_of_squares(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Σ g² of this rank's shards, as a 0-d tensor on `device`."""
-    norms = [kept.norm.to(dtype) for kept in map(offloaded, parameters) if kept is not None]
-    for same_device in _by_device([local(p.grad) for p in parameters if p.grad is not None]).values():
+    norms = [kept.norm.to(dtype) for kept in filter(None, map(offloaded, parameters))]
+    for same_device in _gradients_by_device(parameters).values():
         norms += torch._foreach_norm(same_device, 2.0, dtype=dtype)
     total = torch.zeros((), dtype=dtype, device=device)
     for same_device in _by_device(norms).values():
         total += copied_to(torch.stack(same_device).square().sum(), device)
     return total
+
+
+def _gradients_by_device(parameters: Iterable[nn.Parameter]) -> dict[torch.device, list[torch.Tensor]]:
+    """This rank's part of each gradient there is."""
+    return _by_device(local(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.models.structure.share import holders_of
+from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 
 
@@ -21,7 +21,9 @@ def decay_at(step: int, args: EmaArguments) -> float:
     d is `decay`, with `warmup` min(decay, (1 + step) / (10 + step)). The power makes the average reach back over the
     same number of steps whatever the interval is.
     """
-    decay = min(args.decay, (1 + step) / (10 + step)) if args.warmup else args.decay
+    decay = args.decay
+    if args.warmup:
+        decay = min(decay, (1 + step) / (10 + step))
     return float(decay**args.interval)
 
 
@@ -58,13 +60,16 @@ class Ema:
         if step % self._interval:
             return
         share = 1 - self._decay(step)
-        pairs = [(average, weights) for _, average, weights in self._local_pairs()]
-        alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
-        if alike:
-            torch._foreach_lerp_([average for average, _ in alike], [weights for _, weights in alike], share)
-        for average, weights in pairs:  # one at a time: a cast is a copy
-            if average.dtype != weights.dtype:
+        moved: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for average, weights in self._local_pairs():
+            if average.dtype == weights.dtype:
+                moved.append(average)
+                targets.append(weights)
+            else:  # one at a time: a cast is a copy
                 average.lerp_(weights.to(average.dtype), share)
+        if moved:
+            torch._foreach_lerp_(moved, targets, share)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average by parameter name, sharded as the parameters are, fp32 (fp64 of fp64 parameters); they alias its
@@ -83,8 +88,12 @@ class Ema:
             MMError: They are not those of this model's trainable parameters; nothing was changed.
         """
         self._refuse_while_applied("loaded")
-        shapes, own = ({name: t.shape for name, t in which.items()} for which in (tensors, self._average))
-        if differing := sorted(name for name in shapes.keys() | own if shapes.get(name) != own.get(name)):
+        differing = []
+        for name in sorted(tensors.keys() | self._average.keys()):
+            given, own = tensors.get(name), self._average.get(name)
+            if given is None or own is None or given.shape != own.shape:
+                differing.append(name)
+        if differing:
             raise MMError(f"is not the average of this model: {len(differing)} tensors differ", where=differing[0])
         for name, average in self._average.items():
             average.copy_(tensors[name])
@@ -118,7 +127,7 @@ class Ema:
     def _exchange(self, done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Fill `done` with (weights, average, weights kept aside) of what has changed places."""
         _forget_gathered(self.model)
-        for _, average, weights in self._local_pairs():
+        for average, weights in self._local_pairs():
             if average.dtype == weights.dtype:
                 _swap(average, weights)
                 done.append((weights, average, None))
@@ -135,9 +144,9 @@ class Ema:
             else:
                 weights.copy_(aside)
 
-    def _local_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, average, weights) of this rank. Asked for every time: sharding may lay a shard into new memory."""
-        return [(name, _local(self._average[name]), _local(p)) for name, p in self._parameters.items()]
+    def _local_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(average, weights) of this rank. Asked for every time: sharding may lay a shard into new memory."""
+        return [(local(self._average[name]), local(parameter)) for name, parameter in self._parameters.items()]
 
     def _refuse_while_applied(self, action: str) -> None:
         if self._is_applied:
@@ -171,10 +180,6 @@ class MovingReference(OldPolicy):
 def _copy(parameter: nn.Parameter) -> torch.Tensor:
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     return parameter.detach().to(dtype, copy=True)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -33,7 +33,9 @@ class OffloadedGradient:
     def on_device(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy beside the parameter, this rank's part, multiplied."""
         gradient = local(self.host).to(local(parameter).device, non_blocking=True, copy=True)
-        return gradient if self.factor is None else gradient.mul_(self.factor)
+        if self.factor is not None:
+            gradient.mul_(self.factor)
+        return gradient
 
 
 def offload_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -47,7 +49,9 @@ def offload_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def offloaded(parameter: torch.Tensor) -> OffloadedGradient | None:
     """The gradient that has left the device; None where there is none."""
     kept: OffloadedGradient | None = vars(parameter).get(_NAME)
-    return kept if kept is not None and kept.is_held else None
+    if kept is None or not kept.is_held:
+        return None
+    return kept
 
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -72,7 +76,8 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """As `zero_grad`."""
     for parameter in parameters:
-        if (kept := offloaded(parameter)) is not None:
+        kept = offloaded(parameter)
+        if kept is not None:
             kept.is_held, kept.factor = False, None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -47,8 +47,10 @@ class GroupPlan:
         """One line for the log: `12 decay, 8 do not`."""
         undecayed = sum(not each.weight_decay for each in self.settings.values())
         scaled = sum(each.lr_scale != 1 for each in self.settings.values())
-        text = f"{len(self.settings) - undecayed} parameters decay, {undecayed} do not"
-        return text + (f", {scaled} with a learning rate of their own" if scaled else "")
+        described = f"{len(self.settings) - undecayed} parameters decay, {undecayed} do not"
+        if scaled:
+            described += f", {scaled} with a learning rate of their own"
+        return described
 
 
 def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
@@ -87,31 +89,27 @@ def parameter_groups(model: nn.Module, training: TrainingArguments, plan: GroupP
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members[plan.settings[copies.get(name, name)]].append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": settings.weight_decay,
-            "lr_scale": settings.lr_scale,
-            "lr": training.lr * settings.lr_scale,
-            "matrices": settings.matrices,
-        }
-        for settings, parameters in members.items()
-    ]
+    groups = []
+    for settings, parameters in members.items():
+        lr = training.lr * settings.lr_scale
+        groups.append({"params": parameters, "lr": lr, **settings._asdict()})
+    return groups
 
 
 def _undecayed_names(model: nn.Module, trainable: dict[str, nn.Parameter], training: TrainingArguments) -> set[str]:
-    # The biases of stacked experts have two dimensions.
-    names = {n for n, parameter in trainable.items() if parameter.ndim < 2 or n.endswith((".bias", "_bias"))}
-    if training.no_decay_params:
-        names.update(
-            resolve_patterns(training.no_decay_params, trainable, key="training.no_decay_params", allow_suffix=True)
-        )
+    names = set()
+    for name, parameter in trainable.items():
+        if parameter.ndim < 2 or name.endswith((".bias", "_bias")):  # biases of stacked experts have two dimensions
+            names.add(name)
+    patterns = training.no_decay_params
+    if patterns:
+        names.update(resolve_patterns(patterns, trainable, key="training.no_decay_params", allow_suffix=True))
     modules = dict(model.named_modules())
     for pattern in training.no_decay_modules:
         # A class name (`LayerNorm`) or a module pattern (`model.visual.*`).
         found = [name for name, module in modules.items() if type(module).__name__.removeprefix("FSDP") == pattern]
-        for module in found or resolve_patterns([pattern], modules, key="training.no_decay_modules"):
-            names.update(name for name in trainable if name.startswith(f"{module}."))
+        found = found or resolve_patterns([pattern], modules, key="training.no_decay_modules")
+        names.update(name for name in trainable if is_inside(name, found))
     return names
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, first_of
 
 _GATE_AND_UP = "gate_up_proj"
 
@@ -44,8 +45,9 @@ def matrices(model: nn.Module, trainable: Collection[str]) -> dict[str, int]:
 
 
 def _count(module: nn.Module, name: str, parameter: nn.Parameter) -> int:
-    """How many matrices a parameter is, or each of its experts; 0: it is none."""
-    if parameter.ndim == 3 and (hasattr(module, "is_transposed") or hasattr(module, "ep_forward")):
-        return 2 if name == _GATE_AND_UP and not getattr(module, "is_transposed", True) else 1
+    """How many matrices a parameter is, or each of its experts; 0 for what is not a matrix."""
+    if parameter.ndim == 3 and first_of(module, "is_transposed", "ep_forward"):
+        has_gate_above_up = name == _GATE_AND_UP and not attribute_at(module, "is_transposed", True)
+        return 2 if has_gate_above_up else 1
     is_matrix = parameter.ndim == 2 and name == "weight" and not isinstance(module, nn.Embedding)
     return int(is_matrix)

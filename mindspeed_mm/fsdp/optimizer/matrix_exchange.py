@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.fsdp.ops.all_to_all import exchange_parts
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
 
 class Cut(NamedTuple):
     """How the last two dimensions of a parameter are cut over ranks. Cuts of the first of three (experts) and copies
@@ -46,17 +49,17 @@ def cut_of(parameter: torch.Tensor) -> Cut:
     if not isinstance(parameter, DTensor):
         return Cut()
     mesh, first = parameter.device_mesh, parameter.ndim - 2
-    cut = [
-        (axis, placement)
-        for axis, placement in enumerate(parameter.placements)
+    cut = []
+    for axis, placement in enumerate(parameter.placements):
         # `_StridedShard` is not a subclass of `Shard`; both have a `dim`, and `Replicate` has none.
-        if getattr(placement, "dim", -1) >= first and mesh.size(axis) > 1
-    ]
+        dim: int = attribute_at(placement, "dim", -1)
+        if dim >= first and mesh.size(axis) > 1:
+            cut.append((axis, dim, placement.is_shard()))
     if not cut:
         return Cut()
-    if len(cut) > 1 or not cut[0][1].is_shard():
+    axis, dim, is_plain = cut[0]
+    if len(cut) > 1 or not is_plain:
         return Cut(is_mixed=True)
-    axis, dim = cut[0][0], cut[0][1].dim
     return Cut(
         mesh.get_group(axis),
         dim - parameter.ndim,
@@ -102,20 +105,11 @@ def _worked_on(shards: torch.Tensor, cut: Cut, work: Callable[[torch.Tensor], to
     own, sizes = shares[cut.rank], cut.sizes()
     moved = shards.to(cut.device).transpose(cut.dim, -2)  # (M, R, other)
     other = moved.shape[-1]
-    out = [m * sizes[cut.rank] * other for m in shares]
-    home = [own * r * other for r in sizes]
-    received = _exchange(moved.flatten(), out, home, cut)
-    parts = [part.view(own, r, other) for part, r in zip(received, sizes, strict=True)]
-    whole = torch.cat(parts, dim=1).transpose(cut.dim, -2)
-    done = (work(whole) if own else whole).transpose(cut.dim, -2)
-    back = torch.cat([part.flatten() for part in done.split(sizes, dim=1)])
-    returned = _exchange(back, home, out, cut)
-    mine = torch.cat([part.view(m, sizes[cut.rank], other) for part, m in zip(returned, shares, strict=True)])
-    return mine.transpose(cut.dim, -2)
-
-
-def _exchange(flat: torch.Tensor, send: list[int], receive: list[int], cut: Cut) -> tuple[torch.Tensor, ...]:
-    """What each rank sent here."""
-    received = flat.new_empty(sum(receive))
-    dist.all_to_all_single(received, flat.contiguous(), receive, send, group=cut.group)
-    return received.split(receive)
+    # There: this rank's rows of everybody's matrices, for all rows of its own. Back: the same the other way round.
+    there = [(matrices, sizes[cut.rank], other) for matrices in shares]
+    back = [(own, rows, other) for rows in sizes]
+    whole = torch.cat(exchange_parts(moved.split(shares), back, cut.group), dim=1).transpose(cut.dim, -2)
+    if own:
+        whole = work(whole)
+    returned = exchange_parts(whole.transpose(cut.dim, -2).split(sizes, dim=1), there, cut.group)
+    return torch.cat(returned).transpose(cut.dim, -2)

@@ -5,7 +5,7 @@ Jordan et al. 2024 (Muon); Liu et al. 2025, arXiv:2502.16982 (updates of AdamW's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded, own_gradient
 from mindspeed_mm.fsdp.optimizer.groups import Group
@@ -63,15 +63,18 @@ class Muon(StreamedAdamW):
     def _update_all(self) -> None:
         """AdamW's parameters, then the matrices. Ranks that share a matrix agree on whether it has a gradient."""
         super()._update_all()
-        alike: dict[tuple[Any, ...], tuple[Cut, list[Work]]] = {}
+        cuts: dict[tuple[Hashable, ...], Cut] = {}
+        alike: dict[tuple[Hashable, ...], list[Work]] = {}
         for group in self.param_groups:
-            for parameter in group["params"] if group["matrices"] else ():
-                if parameter.grad is not None or offloaded(parameter) is not None:
+            for parameter in group["params"]:
+                has_gradient = parameter.grad is not None or offloaded(parameter) is not None
+                if group["matrices"] and has_gradient:
                     cut = cut_of(parameter)
                     key = (*cut.key, parameter.shape, group["matrices"])
-                    alike.setdefault(key, (cut, []))[1].append((parameter, group))
-        for cut, work in alike.values():
-            self._update_alike(cut, work)
+                    cuts.setdefault(key, cut)
+                    alike.setdefault(key, []).append((parameter, group))
+        for key, work in alike.items():
+            self._update_alike(cuts[key], work)
 
     def _update_alike(self, cut: Cut, work: list[Work]) -> None:
         """Parameters of one shape, cut in one way."""
@@ -106,16 +109,17 @@ class Muon(StreamedAdamW):
         ahead = room_like(parameter, parameter.dtype, mesh_device(parameter))
         local(ahead).copy_(self._looking_ahead(parameter))
         assert isinstance(ahead, DTensor)
-        whole = compute(ahead.full_tensor())
-        for piece, region in local_pieces(ahead):
-            piece.copy_(whole[tuple(slice(start, start + length) for start, length in region)])
+        copy_whole(ahead, compute(ahead.full_tensor()))
         return local(ahead)
 
     def _direction(self, whole: torch.Tensor, count: int) -> torch.Tensor:
         """(…, rows, columns) of `count` matrices one above the other → their directions, scaled."""
         apart = whole.unflatten(-2, (count, -1))
         rows, columns = apart.shape[-2:]
-        scale = self._matched_rms * sqrt(max(rows, columns)) if self._matched_rms else sqrt(max(1, rows / columns))
+        if self._matched_rms:
+            scale = self._matched_rms * sqrt(max(rows, columns))
+        else:
+            scale = sqrt(max(1, rows / columns))
         return orthogonal(apart, self._steps).mul_(scale).flatten(-3, -2)
 
     def _apply(self, parameter: torch.Tensor, group: Group, direction: torch.Tensor) -> None:

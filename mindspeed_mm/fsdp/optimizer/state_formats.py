@@ -169,7 +169,7 @@ def _numbers(is_signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def _codes(numbers: torch.Tensor, is_signed: bool) -> torch.Tensor:
-    """Codes of the nearest of the 256. The upper half of a number's bits tells all but the last step: between two
+    """Codes of the nearest of the 256. The upper half of a number's bits decides all but the last step: between two
     neighbours in bf16 lies one border at most. A search would take several times as long."""
     borders, starts = _borders(is_signed, numbers.device)
     start = starts.index_select(0, (numbers.view(torch.int32) >> 16).bitwise_and_(0xFFFF))

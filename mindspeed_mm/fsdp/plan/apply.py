@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
 
@@ -63,9 +64,12 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         pipeline = split_into_stages(model, parallel.stages, parallel.section, state)
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.
-    head = apply_head_loss(model, plan.head) if plan.head is not None else None
-    untended = spec.media_without_towers if state.sizes.dp > 1 else []
-    towers = None
+    head = towers = None
+    if plan.head is not None:
+        head = apply_head_loss(model, plan.head)
+    untended: Sequence[str] = ()
+    if state.sizes.dp > 1:  # a rank on its own need not agree with others about media
+        untended = spec.media_without_towers
     if (spec.towers or untended) and pipeline is None:
         towers = IdleTowers(model, spec.towers, untended)
 
@@ -76,8 +80,10 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         head.vocabulary = split_vocabulary(model)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
-        balances = bool(arguments.features.loss_cfg.router_aux_loss_coef)
-        towers = _build_stages(pipeline, outline, untended, router_numbers(pipeline.share.whole) if balances else 0)
+        numbers = 0
+        if arguments.features.loss_cfg.router_aux_loss_coef:
+            numbers = router_numbers(pipeline.share.whole)
+        towers = _build_stages(pipeline, outline, untended, numbers)
     if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
@@ -102,7 +108,9 @@ def fill(
         ModelFolderError: Weights are missing, left over or of another shape.
     """
     training, model = arguments.training, applied.model
-    parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
+    parameter_device = device
+    if arguments.parallel.fsdp_plan.cpu_offload:
+        parameter_device = torch.device("cpu")
     if not load_weights and not training.lora.enable:  # a checkpoint of adapters holds nothing else
         materialize(model, parameter_device, device)
         loaded = LoadReport()
@@ -114,8 +122,8 @@ def fill(
             seed=training.seed,
             device=parameter_device,
             buffer_device=device,
-            allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
-            allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
+            allow_missing=_allowed(training, training.allow_missing),
+            allow_unexpected=_allowed(training, training.allow_unexpected),
             from_first_rank=training.load_rank0_and_broadcast,
         )
         if training.lora.enable:
@@ -123,6 +131,11 @@ def fill(
     if applied.pipeline is not None:
         applied.pipeline.equalise()
     return loaded
+
+
+def _allowed(training: TrainingArguments, patterns: Sequence[str]) -> Sequence[str]:
+    """Patterns of what a folder may lack, or hold beside the model."""
+    return patterns if training.load_strict else EVERYTHING
 
 
 def without_folder(loaded: LoadReport) -> LoadReport:
@@ -138,5 +151,6 @@ def _build_stages(pipeline: Pipeline, outline: Outline, untended: Sequence[str],
     if not spec.towers and not untended:
         return None
     first = pipeline.first_model
-    model = first if first is not None else outline.model
-    return IdleTowers(model, spec.towers, untended, runs=first is not None)
+    if first is None:
+        return IdleTowers(outline.model, spec.towers, untended, runs=False)
+    return IdleTowers(first, spec.towers, untended)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_precision_policy
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
-from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,9 @@ class Precision:
 
     @classmethod
     def of(cls, section: FsdpPlan) -> Precision:
-        """Of a section as it is applied: gradients are summed in fp32 when parameters compute in less."""
-        reduce = section.reduce_dtype
-        if reduce is None and section.param_dtype is not None:
-            reduce = "fp64" if section.param_dtype == "fp64" else "fp32"
-        return cls(torch_dtype(section.param_dtype), torch_dtype(reduce), bool(section.cast_forward_inputs))
+        """Of a section as it is applied."""
+        policy = build_precision_policy(section)
+        return cls(policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs)
 
     @property
     def name(self) -> str:
@@ -63,12 +61,11 @@ class ModelPlan:
     def describe(self) -> dict[str, str]:
         """A line for each part that does something, by a word for the log."""
         parallel = self.parallel
-        lines = {
-            "shard": parallel.sharding.describe(),
-            "split": parallel.describe(),
-            "spread": parallel.context.describe() if parallel.context is not None else "",
-            "media": parallel.towers.describe() if parallel.towers is not None else "",
-            "features": self.features.describe(),
-            "groups": self.groups.describe(),
-        }
+        lines = {"shard": parallel.sharding.describe(), "split": parallel.describe()}
+        if parallel.context is not None:
+            lines["spread"] = parallel.context.describe()
+        if parallel.towers is not None:
+            lines["media"] = parallel.towers.describe()
+        lines["features"] = self.features.describe()
+        lines["groups"] = self.groups.describe()
         return {word: line for word, line in lines.items() if line}

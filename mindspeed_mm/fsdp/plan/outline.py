@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,6 +25,12 @@ from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Outline:
     spec: ModelSpec
 
     @property
-    def adapter(self) -> Any:
+    def adapter(self) -> DiffusionAdapter | None:
         """The family's adapter when the model is a generator, else None."""
         return facts_of(self.model).adapter
 
@@ -56,7 +62,7 @@ def build_outline(
     *,
     may_be_empty: bool = False,
     packs: bool = False,
-    processor: Any = None,
+    processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
     errors: CollectedErrors | None = None,
 ) -> Outline:
     """Build the model that a configuration names, without values; or take a live one as it is.
@@ -67,7 +73,7 @@ def build_outline(
         may_be_empty: Its parameters may be on the meta device: they get values later.
         packs: Prepare the model for packed rows even where the configuration asks for none.
         processor: What makes the rows, to be compared with the model.
-        errors: Where to keep what speaks against steps that others do not need; None: they are raised together.
+        errors: Where to keep the problems of steps that no other step needs; None: they are raised together.
 
     Raises:
         ConfigError: The model cannot be had as the configuration says.
@@ -85,7 +91,7 @@ def build_outline(
 
 def packs_rows(arguments: Arguments) -> bool:
     """Whether samples share rows; data sets of generators and of plugins may not know the key."""
-    return getattr(arguments.data.dataset_param.basic_parameters, "packs", False)
+    return bool(attribute_at(arguments, "data.dataset_param.basic_parameters.packs", False))
 
 
 def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedErrors, *, may_be_empty: bool) -> nn.Module:
@@ -102,26 +108,21 @@ def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedError
         return build(arguments.model.model_copy(update={"freeze": ()}))
 
 
-def _steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Callable[[], Any]]:
+def _steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Callable[[], object]]:
     """What is done to the built model, in order; each step changes it."""
-    training, lora = arguments.training, arguments.training.lora
-    steps: list[Callable[[], Any]] = []
+    section, features, lora = arguments.model, arguments.features, arguments.training.lora
+    grouped, skip_padding = section.use_grouped_expert_matmul, features.skip_moe_pad_tokens
+    steps: list[Callable[[], object]] = []
     if lora.enable:
         param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
-        steps += [partial(apply_lora, model, lora, param_dtype=param_dtype)]
-        steps += [partial(_check_first_adapters, model, lora.pretrained_lora_path)]
-    steps += [
-        partial(apply_speed, model, arguments.model, arguments.features, training),
-        partial(leave_router_loss_to_us, model),
-        partial(
-            choose_experts,
-            model,
-            grouped=arguments.model.use_grouped_expert_matmul,
-            skip_padding=arguments.features.skip_moe_pad_tokens,
-        ),
-    ]
+        steps.append(partial(apply_lora, model, lora, param_dtype=param_dtype))
+        steps.append(partial(_check_first_adapters, model, lora.pretrained_lora_path))
+    # Kernels are put in place of a layer's own operations: adapters come before, what runs layers piece by piece after.
+    steps.append(partial(apply_speed, model, section, features, arguments.training))
+    steps.append(partial(leave_router_loss_to_us, model))
+    steps.append(partial(choose_experts, model, grouped=grouped, skip_padding=skip_padding))
     if packs or packs_rows(arguments):
-        steps += [partial(apply_packed_rows, model, attention=arguments.model.attn_implementation)]
+        steps.append(partial(apply_packed_rows, model, attention=section.attn_implementation))
     return steps
 
 

@@ -14,14 +14,15 @@ before a weight is read, all at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, Problem
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
@@ -115,8 +116,8 @@ def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
 def resolve_for_least_ranks(
     outline: Outline, arguments: Arguments, *, errors: CollectedErrors | None = None
 ) -> ModelPlan:
-    """The plan where nobody said how many ranks there will be: for the fewest that the sizes fit. What depends on the
-    number of data ranks is not judged. Arguments and errors as of `resolve_plan`."""
+    """The plan where the number of ranks is not known: for the fewest that the sizes fit. What depends on the number of
+    data ranks is not judged. Arguments and errors as of `resolve_plan`."""
     parallel = arguments.parallel
     sizes = resolve_parallel_sizes(parallel, least_ranks(parallel))
     return resolve_plan(outline, arguments, sizes, ranks_known=False, errors=errors)
@@ -179,25 +180,25 @@ def _check_stages(parallel: ParallelPlan, features: FeaturePlan) -> None:
 
 def _check_state_rows(model: nn.Module, arguments: Arguments, parallel: ParallelPlan) -> None:
     """Moments are packed along rows, which must not be cut within a block."""
-    choice = arguments.training.optimizer_state_dtype
-    if choice != "int8":
+    if arguments.training.optimizer_state_dtype != "int8":
         return
-    widths = partial(_own_width, parallel=parallel)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 1:
-            check_rows(tuple(parameter.shape), widths(name, tuple(parameter.shape)))
+            shape = tuple(parameter.shape)
+            own_width = math.ceil(shape[-1] / _row_cuts(name, shape, parallel))
+            check_rows(shape, own_width)
 
 
-def _own_width(name: str, shape: tuple[int, ...], parallel: ParallelPlan) -> int:
-    """Numbers of a row that one rank holds."""
-    last, module = len(shape) - 1, name.rpartition(".")[0]
-    rule = parallel.tensor.rules.get(module.removesuffix(".base_layer")) if parallel.tensor is not None else None
-    if rule is not None and not rule.blocks and CUT_DIMS.get(rule.style) == last:
-        return -(-shape[last] // parallel.sizes.tp)
+def _row_cuts(name: str, shape: tuple[int, ...], parallel: ParallelPlan) -> int:
+    """Into how many parts, one a rank, a plan cuts the rows of a parameter."""
+    last, sizes = len(shape) - 1, parallel.sizes
+    if parallel.tensor is not None:
+        module = name.rpartition(".")[0].removesuffix(".base_layer")
+        rule = parallel.tensor.rules.get(module)
+        if rule is not None and not rule.blocks and CUT_DIMS.get(rule.style) == last:
+            return sizes.tp
     experts = parallel.experts
-    if experts is not None and any(name.startswith(f"{each}.") for each in experts.modules):
+    if experts is not None and is_inside(name, experts.modules, strict=True):
         is_cut = cut_dim(shape, experts.sizes.ep, experts.sizes.efsdp) == last
-        return -(-shape[last] // experts.sizes.efsdp) if is_cut else shape[last]
-    if parallel.sharding.cut_dims.get(name) == last:
-        return -(-shape[last] // parallel.sizes.fsdp)
-    return shape[last]
+        return experts.sizes.efsdp if is_cut else 1
+    return sizes.fsdp if parallel.sharding.cut_dims.get(name) == last else 1

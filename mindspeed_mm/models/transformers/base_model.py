@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import root_options, unit_options
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import ShardOptions, root_options, unit_options
 from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, check_outputs
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, forwards_of
@@ -70,7 +70,8 @@ class FSDP2Mixin:
         with _at_hand(self):
             self._fully_shard(self.fsdp2_kwargs, self.fsdp2_config)
         if not isinstance(model, FSDPModule):  # what no module below it holds is gathered by the root
-            fully_shard(model, **root_options(self.fsdp2_kwargs, _plan_of(process_group)))
+            options = cast(ShardOptions, self.fsdp2_kwargs)
+            fully_shard(model, **root_options(options, _plan_of(process_group)))
         output.give_back()
         self._post_fully_shard()
         return True

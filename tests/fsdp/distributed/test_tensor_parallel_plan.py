@@ -91,7 +91,7 @@ def test_layers_named_in_the_configuration_are_all(models):
     ("tp_plan", "message"),
     [
         ({"colwise_parallel": ["*.wq"]}, "matches no module"),
-        ({"colwise_parallel": ["model.norm"], "rowwise_parallel": ["*.o_proj"]}, "no linear layer"),
+        ({"colwise_parallel": ["model.norm"], "rowwise_parallel": ["*.o_proj"]}, "not a linear layer"),
         ({"colwise_parallel": ["*.q_proj"]}, "no layer near it by input features"),
         ({"rowwise_parallel": ["*.o_proj"]}, "no layer near it by output features"),
         ({"colwise_parallel": ["*.o_proj"], "rowwise_parallel": ["*.o_proj"]}, "in colwise_parallel and in rowwise"),

@@ -167,7 +167,7 @@ class Recorder:
 def test_prefetch_follows_a_stack_and_never_enters_a_tower(monkeypatch):
     names = ["tower.blocks.0", "tower.blocks.1", "tower", "layers.0", "layers.1", "layers.2"]
     recorders = {name: Recorder() for name in names}
-    monkeypatch.setattr(fully_shard_parallel, "_wrapped", lambda _, unit: recorders[unit.names[0]])
+    monkeypatch.setattr(fully_shard_parallel, "_gathered_together", lambda _, unit, __: [recorders[unit.names[0]]])
     set_prefetch(nn.Module(), plan_units(names, TIES), forward=2, backward=1)
     seen = {
         name: (
@@ -190,11 +190,18 @@ def test_inner_modules_are_gathered_with_their_blocks(monkeypatch):
     """With them at once, and wherever they are gathered ahead; in backward from the last to the first."""
     names = ["layers.0", "layers.1", "layers.2"]
     blocks = {name: Recorder() for name in names}
-    monkeypatch.setattr(fully_shard_parallel, "_wrapped", lambda _, unit: blocks[unit.names[0]])
-    told = {id(block): name for name, block in blocks.items()}
-    monkeypatch.setattr(fully_shard_parallel, "_inside", lambda block: [f"{told[id(block)]}.{k}" for k in "ab"])
+
+    def gathered(_: nn.Module, unit: Any, hooked: Any) -> list[Any]:
+        (name,) = unit.names
+        inner = [f"{name}.a", f"{name}.b"] if name in hooked else []
+        return [blocks[name], *inner]
+
+    monkeypatch.setattr(fully_shard_parallel, "_gathered_together", gathered)
     set_prefetch(nn.Module(), plan_units(names, TIES), forward=1, backward=1, hooked=["layers.0", "layers.1"])
-    seen = {name: [[told.get(id(m), m) for m in found] for found in (b.ahead, b.behind)] for name, b in blocks.items()}
+    name_of = {id(block): name for name, block in blocks.items()}
+    seen = {}
+    for name, block in blocks.items():
+        seen[name] = [[name_of.get(id(m), m) for m in found] for found in (block.ahead, block.behind)]
     assert seen == {
         "layers.0": [
             ["layers.0.a", "layers.0.b", "layers.1", "layers.1.a", "layers.1.b"],

@@ -242,7 +242,7 @@ def test_released_sizes(size: str, published: float) -> None:
 def test_a_family_of_the_same_type_that_is_not_known_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "deepseek_vl_v2", "architectures": ["DeepseekOCR2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFolderError, match="DeepseekOCR2ForCausalLM is none of DeepseekVLV2ForCausalLM"):
+    with pytest.raises(ModelFolderError, match="DeepseekOCR2ForCausalLM is not one of DeepseekVLV2ForCausalLM"):
         load_model_config(tmp_path)
 
 

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.positions import (
 )
 from mindspeed_mm.fsdp.models.behaviour import packed_rows, segmented_mixer
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
-from mindspeed_mm.fsdp.ops.attention import AttentionError
+from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, AttentionError, without_borders
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import FAMILIES as USUAL
@@ -128,9 +128,7 @@ def test_three_rows_of_positions_and_transformers_own_packing_leak() -> None:
     """What packing by positions alone does to models with mRoPE: why borders and a fourth row are sent."""
 
     def three_rows(batch: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in batch.items() if key not in packed_rows.BORDER_KEYS} | {
-            "position_ids": batch["position_ids"][1:]
-        }
+        return without_borders(batch) | {"position_ids": batch["position_ids"][1:]}
 
     def nothing(model: Any) -> None:
         pass
@@ -142,17 +140,15 @@ def test_three_rows_of_positions_and_transformers_own_packing_leak() -> None:
 def test_a_state_that_runs_on_is_seen() -> None:
     """Delta nets that are not cut: transformers refuses borders without a kernel of its own, and leaks without them."""
 
-    def without_borders(model: Any) -> None:
+    def uncut(model: Any) -> None:
         with mock.patch.object(packed_rows, "SegmentedForward", lambda mixer: leaking(mixer.forward)):
             apply_packed_rows(model)
 
     def leaking(forward: Any) -> Any:
-        return lambda *args, **kwargs: forward(
-            *args, **{key: value for key, value in kwargs.items() if key not in packed_rows.BORDER_KEYS}
-        )
+        return lambda *args, **kwargs: forward(*args, **without_borders(kwargs))
 
     with pytest.raises(ParityError):
-        compare_steps(one_by_one("qwen3_5"), packed("qwen3_5", prepare=without_borders), 1e-10)
+        compare_steps(one_by_one("qwen3_5"), packed("qwen3_5", prepare=uncut), 1e-10)
 
 
 @pytest.mark.edge("F3")
@@ -168,7 +164,7 @@ def test_a_tower_is_not_told_the_texts_borders() -> None:
         model.model.visual.register_forward_pre_hook(watch, with_kwargs=True)
 
     packed("qwen3_vl", prepare=watched)
-    assert told and not any(keys & set(packed_rows.BORDER_KEYS) for keys in told)
+    assert told and all(keys.isdisjoint(BORDER_KEYS) for keys in told)
 
 
 @pytest.mark.edge("F3")

@@ -243,7 +243,11 @@ def test_parts_that_are_mixed_up_are_seen() -> None:
 
 
 def mixed_up() -> list[torch.Tensor]:
-    real = matrix_exchange._exchange
-    with mock.patch.object(matrix_exchange, "_exchange", lambda flat, *rest: real(flat.flip(0), *rest)):
+    real = matrix_exchange.exchange_parts
+
+    def shifted(outgoing: Any, *rest: Any) -> list[torch.Tensor]:
+        return real([part.flatten().roll(1) for part in outgoing], *rest)
+
+    with mock.patch.object(matrix_exchange, "exchange_parts", shifted):
         assert dist.get_world_size() == 2
         return on_shards(2, ["rows"], at_a_time=1 << 20)["rows"]["weights"]

@@ -7,7 +7,7 @@ alone communicates. Gradients of parameters are parts, which FSDP's sum over the
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.ops.context_attention.language import register_context_at
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
@@ -104,11 +104,12 @@ def apply_context_parallel(model: nn.Module, plan: ContextPlan, state: ParallelS
 
 def groups_of(state: ParallelState) -> ContextGroups:
     """The context groups of this rank."""
-    return ContextGroups(
-        state.axis_group("ring") if state.axis_size("ring") > 1 else None,
-        state.axis_group("ulysses") if state.axis_size("ulysses") > 1 else None,
-        state.axis_group("cp"),
-    )
+    groups = ContextGroups(everyone=state.axis_group("cp"))
+    if state.axis_size("ring") > 1:
+        groups = replace(groups, ring=state.axis_group("ring"))
+    if state.axis_size("ulysses") > 1:
+        groups = replace(groups, ulysses=state.axis_group("ulysses"))
+    return groups
 
 
 def apply_to_decoder(model: nn.Module) -> None:
@@ -146,14 +147,19 @@ def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
 
 def _layout_of(batch: Batch, groups: ContextGroups) -> SequenceLayout:
     length = batch["shift_labels"].shape[1]
-    borders = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else None
+    borders = None
+    if "cu_seq_lens_q" in batch:
+        borders = batch["cu_seq_lens_q"].tolist()
     return build_layout(length, groups.ring_size, groups.ulysses_size, borders=borders, balanced=True)
 
 
 def lengthened(batch: Batch, by: int) -> Batch:
     """Rows with so many tokens of padding behind them, in a packed row as one more document: models of transformers
-    cannot do with none. Nobody reads what comes of them."""
-    longer = batch | {key: F.pad(batch[key], (0, by), value=fill) for key, fill in _FILLS.items() if key in batch}
+    fail on a rank without tokens. What is computed for them is not read."""
+    longer = dict(batch)
+    for key, fill in _FILLS.items():
+        if key in batch:
+            longer[key] = F.pad(batch[key], (0, by), value=fill)
     if "cu_seq_lens_q" in batch:
         borders = batch["cu_seq_lens_q"]
         longer["cu_seq_lens_q"] = torch.cat([borders, borders[-1:] + by])
@@ -172,7 +178,8 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     Raises:
         MMError: The objective has prepared something that cannot be split.
     """
-    unknown = [key for key in batch if key.startswith("_") and key not in ("_rows", *_BY_ROW, *_WHOLE)]
+    prepared = [key for key in batch if key.startswith("_")]
+    unknown = [key for key in prepared if key not in ("_rows", *_BY_ROW, *_WHOLE)]
     if unknown:
         raise MMError(f"an objective prepared {', '.join(unknown)}, and it is not known how to split it", key=KEYS)
     if "_rows" not in batch:
@@ -185,7 +192,7 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     return by_row | {"_rows": (row * own + token)[is_own]}
 
 
-def take_share(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+def take_share(decoder: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
     """Hook in front of a decoder: its inputs along the sequence become those of own tokens.
 
     Raises:
@@ -200,13 +207,17 @@ def take_share(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ConfigError(
             f"the model in front of {type(decoder).__name__} {what}", key=KEYS, way_out="Set both sizes to 1."
         )
-    tokens = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+    tokens = kwargs.get("inputs_embeds")
+    if tokens is None:
+        tokens = kwargs["input_ids"]
     # A mask in its last form, and empty: transformers makes none, nor looks for documents in positions, which would
     # wait for the device and fails where a rank has no token.
     own = {**kwargs, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tokens.device)}
     if own.get("position_ids") is None:
         own["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    own |= {key: share.take(own[key], dim) for key, dim in _DECODER_TOKENS.items() if own.get(key) is not None}
+    for key, dim in _DECODER_TOKENS.items():
+        if own.get(key) is not None:
+            own[key] = share.take(own[key], dim)
     if own.get("deepstack_visual_embeds") is not None:
         rows = own_media_rows(kwargs["visual_pos_masks"], share)
         own["deepstack_visual_embeds"] = [level.index_select(0, rows) for level in own["deepstack_visual_embeds"]]

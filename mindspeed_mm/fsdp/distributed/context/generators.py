@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, Along, SamplePlan, Streams
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 
 KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 _DISPATCH, _SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -46,13 +46,14 @@ class SpreadSample:
 
     def __init__(self, groups: ContextGroups) -> None:
         self._groups = groups
-        self.begin(False)
+        self.is_spread = False
+        self._shares: dict[Streams, ContextShare] = {}
+        self._masks: dict[Streams, Tensor] = {}
 
     def begin(self, is_spread: bool) -> None:
         """The next sample is whole on this rank, or spread."""
         self.is_spread = is_spread
-        self._shares: dict[Streams, ContextShare] = {}
-        self._masks: dict[Streams, Tensor] = {}
+        self._shares, self._masks = {}, {}
 
     def place(self, stream: str, tokens: int) -> ContextShare:
         """Spread a stream of so many tokens, of all ranks.
@@ -74,15 +75,17 @@ class SpreadSample:
         return self._shares[streams]
 
     def own(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
-        """Own tokens of a tensor, or of each of several; what is none, or not of the whole length, stays."""
+        """Own tokens of a tensor, or of each of several; what is not a tensor, or not of the whole length, stays."""
         if isinstance(value, tuple | list):
-            each = along if isinstance(along[0], tuple) else (along,) * len(value)
-            return type(value)(self.own(one, its) for one, its in zip(value, each, strict=True))
+            along_each = along if isinstance(along[0], tuple) else (along,) * len(value)
+            return type(value)(map(self.own, value, along_each))
         stream, dim = cast(Along, along)
         if not isinstance(value, Tensor) or value.dim() <= dim:
             return value
         share = self._shares.get((stream,)) or self.place(stream, value.shape[dim])
-        return share.take(value, dim) if value.shape[dim] == share.layout.length else value
+        if value.shape[dim] != share.layout.length:
+            return value
+        return share.take(value, dim)
 
     def key_mask(self, streams: Streams, mask: Tensor) -> Tensor:
         """(B, tokens of all ranks) bool: the keys that a mask of attention, (B, 1, 1 or queries, keys), shows to
@@ -98,17 +101,18 @@ class SpreadSample:
                 what = f"{mask.dtype} {tuple(mask.shape)}"
                 raise AttentionError(f"a generator masks attention to {whole} tokens across ranks by {what}")
             keys_BL = mask.any(dim=-2)[:, 0]
-            # Cut before it was put together, it has the own keys alone.
-            known = keys_BL if shown == whole else share.gather(keys_BL.int(), 1, sum_gradients=False).bool()
-            self._masks[streams] = known
+            if shown != whole:  # cut before it was put together, it has the own keys alone
+                keys_BL = share.gather(keys_BL.int(), 1, sum_gradients=False).bool()
+            self._masks[streams] = keys_BL
         return self._masks[streams]
 
     def attend(
         self, streams: Streams, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """Attention of streams to themselves across ranks, (B, own tokens, H, D)."""
-        known = None if mask is None else self.key_mask(streams, mask)
-        return self.share(*streams).attend(q_BLHD, k_BLHD, v_BLHD, causal=False, scale=scale, key_mask=known)
+        if mask is not None:
+            mask = self.key_mask(streams, mask)
+        return self.share(*streams).attend(q_BLHD, k_BLHD, v_BLHD, causal=False, scale=scale, key_mask=mask)
 
 
 def spread_layout(tokens: int, ring: int, ulysses: int, stream: str = IMAGE) -> SequenceLayout:
@@ -133,16 +137,23 @@ def require_sample_plan(model: nn.Module) -> SamplePlan:
     Raises:
         ConfigError: The family does not say, or says why it cannot be.
     """
+    adapter, why = facts_of(model).adapter, ""
+    if adapter is not None:
+        if adapter.sample_plan is not None:
+            return adapter.sample_plan
+        why = adapter.whole_because
+    raise ConfigError(
+        f"{type(model).__name__} cannot spread a sample over ranks: {why or 'its adapter has no sample_plan'}",
+        key=KEYS,
+        way_out="Set both sizes to 1.",
+    )
+
+
+def _token_counter(model: nn.Module) -> Callable[[tuple[int, ...]], int]:
+    """What says how many tokens latents (C, …) become."""
     adapter = facts_of(model).adapter
-    plan = adapter.sample_plan if adapter is not None else None
-    if adapter is None or plan is None:
-        why = adapter.whole_because if adapter is not None else ""
-        raise ConfigError(
-            f"{type(model).__name__} cannot spread a sample over ranks: {why or 'its adapter has no sample_plan'}",
-            key=KEYS,
-            way_out="Set both sizes to 1.",
-        )
-    return plan
+    assert adapter is not None
+    return adapter.geometry.tokens
 
 
 def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
@@ -153,8 +164,7 @@ def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
         groups: Who shares a sample.
     """
     plan, sample = require_sample_plan(model), SpreadSample(groups)
-    adapter: Any = facts_of(model).adapter
-    model.register_forward_pre_hook(partial(_begin, plan, sample, adapter.geometry.tokens), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_begin, plan, sample, _token_counter(model)), with_kwargs=True)
     for pattern, arguments in plan.blocks.items():
         for block in _matched(model, pattern):
             order = tuple(inspect.signature(block.forward).parameters)
@@ -183,8 +193,8 @@ def _begin(
     sample: SpreadSample,
     tokens_of: Callable[[tuple[int, ...]], int],
     _: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> CallArguments:
     """Hook in front of the model."""
     sample.begin(kwargs.pop(CONTEXT_KEY, None) is not None)
@@ -192,7 +202,10 @@ def _begin(
         return args, kwargs
     if "hidden_states" not in plan.inputs:  # latents, of which tokens are made inside
         sample.place(IMAGE, tokens_of(tuple(kwargs["hidden_states"].shape[1:])))
-    return args, kwargs | {key: sample.own(kwargs[key], along) for key, along in plan.inputs.items() if key in kwargs}
+    for key, along in plan.inputs.items():
+        if key in kwargs:
+            kwargs[key] = sample.own(kwargs[key], along)
+    return args, kwargs
 
 
 def _cut_arguments(
@@ -200,8 +213,8 @@ def _cut_arguments(
     arguments: Mapping[str, Along | tuple[Along, ...]],
     order: tuple[str, ...],
     _: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> CallArguments:
     if not sample.is_spread:
         return args, kwargs
@@ -216,16 +229,17 @@ def _cut_arguments(
 
 
 def _whole_output(
-    sample: SpreadSample, along: Along, sum_gradients: bool, _: nn.Module, __: Any, output: Tensor
+    sample: SpreadSample, along: Along, sum_gradients: bool, _: nn.Module, __: object, output: Tensor
 ) -> Tensor:
+    if not sample.is_spread:
+        return output
     stream, dim = along
-    return sample.share(stream).gather(output, dim, sum_gradients=sum_gradients) if sample.is_spread else output
+    return sample.share(stream).gather(output, dim, sum_gradients=sum_gradients)
 
 
 def check_tokens(model: nn.Module, latent_shape: tuple[int, ...], ring: int, ulysses: int) -> None:
     """Raise `DataError` when a sample, (C, …) of latents, has fewer tokens than there are ranks to spread it over."""
-    adapter: Any = facts_of(model).adapter
-    spread_layout(adapter.geometry.tokens(latent_shape), ring, ulysses)
+    spread_layout(_token_counter(model)(latent_shape), ring, ulysses)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -298,8 +312,8 @@ def _by_heads(sample: SpreadSample, streams: Streams) -> Callable[..., Tensor]:
         if not sample.is_spread:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, **others)
         _refuse(dropout_p, is_causal)
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return sample.attend(streams, q, k, v, attn_mask, scale).transpose(1, 2)
+        q_BLHD, k_BLHD, v_BLHD = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return sample.attend(streams, q_BLHD, k_BLHD, v_BLHD, attn_mask, scale).transpose(1, 2)
 
     return attend
 

@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.distributed.context.decoders import context_problems, fin
 from mindspeed_mm.fsdp.distributed.context.generators import check_tokens, require_sample_plan
 from mindspeed_mm.fsdp.distributed.context.towers import can_be_spread
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     if facts_of(model).kind.spreads_samples:
         require_sample_plan(model)
         return ContextPlan(ring, ulysses, spreads_samples=True)
-    if problems := context_problems(find_decoder(model).config):
+    if problems := context_problems(attribute_at(find_decoder(model), "config")):
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
     spread = [name for name in towers if can_be_spread(model.get_submodule(name))]
     return ContextPlan(ring, ulysses, towers=tuple(spread))

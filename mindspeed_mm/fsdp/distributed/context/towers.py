@@ -1,7 +1,7 @@
 """Context parallelism of vision towers: patches are spread in front of the blocks, and features put together behind the
 mergers, so that the model scatters them into its text as ever.
 
-For towers of flat patches of many images: `blocks`, which are told document borders (`cu_seqlens`) and rotations, and
+For towers of flat patches of many images: `blocks`, which take document borders (`cu_seqlens`) and rotations, and
 mergers that make one feature of each square of patches.
 """
 
@@ -16,7 +16,8 @@ from mindspeed_mm.fsdp.ops.context_attention.language import register_context_at
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout, scale_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def apply_to_tower(tower: nn.Module) -> bool:
@@ -28,23 +29,24 @@ def apply_to_tower(tower: nn.Module) -> bool:
     """
     if not can_be_spread(tower):
         return False
-    side: Any = tower.config.spatial_merge_size  # type: ignore[union-attr]
+    side: int = attribute_at(tower, "config.spatial_merge_size")
     tower.set_attn_implementation(register_context_attention())  # type: ignore[operator]
     patches = SpreadPatches(side * side)
     for number, block in enumerate(tower.blocks):  # type: ignore[arg-type]
         before = partial(patches.before_block, number == 0)
         block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # others work on own patches
-    for each in (tower.merger, *(getattr(tower, "deepstack_merger_list", None) or ())):
-        each.register_forward_hook(patches.after_merger)
+    for merger in (tower.merger, *attribute_at(tower, "deepstack_merger_list", ())):
+        merger.register_forward_hook(patches.after_merger)
     return True
 
 
 def can_be_spread(tower: nn.Module) -> bool:
     """Whether a tower has blocks, a merger of squares of patches, and attention behind transformers' interface."""
-    blocks, merger = getattr(tower, "blocks", None), getattr(tower, "merger", None)
-    side = getattr(getattr(tower, "config", None), "spatial_merge_size", None)
-    exchangeable = getattr(tower, "_supports_attention_backend", False)
-    return isinstance(blocks, nn.ModuleList) and isinstance(merger, nn.Module) and bool(side and exchangeable)
+    has_blocks = isinstance(attribute_at(tower, "blocks"), nn.ModuleList)
+    has_merger = isinstance(attribute_at(tower, "merger"), nn.Module)
+    merges_squares = bool(attribute_at(tower, "config.spatial_merge_size"))
+    is_exchangeable = bool(attribute_at(tower, "_supports_attention_backend", False))
+    return has_blocks and has_merger and merges_squares and is_exchangeable
 
 
 class SpreadPatches:
@@ -62,13 +64,13 @@ class SpreadPatches:
         """By document borders of the patches: the share, and borders of the own patches as one document."""
         self._rotations: tuple[Any, Any] = (None, None)
 
-    def before_block(
-        self, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CallArguments:
+    def before_block(self, is_first: bool, _: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         """Own patches, rotations and borders instead of all."""
         if is_first:
-            told = kwargs.get(CONTEXT_KEY)
-            self._begin(told.groups if isinstance(told, ContextShare) else told, len(args[0]))
+            groups = kwargs.get(CONTEXT_KEY)
+            if isinstance(groups, ContextShare):
+                groups = groups.groups
+            self._begin(groups, len(args[0]))
         if self._features is None:
             # The text's share means nothing here.
             return args, {key: value for key, value in kwargs.items() if key != CONTEXT_KEY}
@@ -77,10 +79,12 @@ class SpreadPatches:
             own = tuple(share.take(each, 0) for each in kwargs["position_embeddings"])
             self._rotations = (kwargs["position_embeddings"], own)
         hidden, *others = args
+        if is_first:
+            hidden = share.take(hidden, 0)
         inputs = {"cu_seqlens": own_borders, "position_embeddings": self._rotations[1], CONTEXT_KEY: share}
-        return (share.take(hidden, 0) if is_first else hidden, *others), kwargs | inputs
+        return (hidden, *others), kwargs | inputs
 
-    def after_merger(self, _: nn.Module, __: Any, own: Tensor) -> Tensor:
+    def after_merger(self, _: nn.Module, __: object, own: Tensor) -> Tensor:
         """Features of all patches. Each rank reads those among its own text, so gradients are summed."""
         return own if self._features is None else self._features.gather(own, 0, sum_gradients=True)
 
@@ -88,8 +92,9 @@ class SpreadPatches:
         self._shares, self._rotations, self._features = [], (None, None), None
         if groups is not None:
             layout = build_layout(patches // self._unit, groups.ring_size, groups.ulysses_size)
-            # Towers cannot do with no patch: images smaller than that are computed whole on every rank.
-            self._features = None if layout.leaves_ranks_empty else ContextShare(groups, layout)
+            # A tower fails on no patches at all: images too small to give every rank some are computed whole on each.
+            if not layout.leaves_ranks_empty:
+                self._features = ContextShare(groups, layout)
 
     def _share_for(self, groups: ContextGroups, borders: Tensor) -> tuple[ContextShare, Tensor]:
         for known, share, own_borders in self._shares:

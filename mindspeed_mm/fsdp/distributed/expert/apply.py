@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
+from mindspeed_mm.fsdp.distributed.collectives import sharded_along
 from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
 from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, PluginExpertForward
-from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim
+from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, has_own_forward
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import ShardOptions
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
@@ -42,13 +43,13 @@ def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, s
     for name in own_names(model, plan.modules):
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
-        if hasattr(module, "ep_forward"):
+        if has_own_forward(module):
             replace_forward(module, ForwardKind.EXPERT, own_forward(module, ranks, ep_plan))
         else:
             use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
 
 
-def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, **options: Any) -> None:
+def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, **options: Unpack[ShardOptions]) -> None:
     """Wrap each expert module on the expert mesh; call it before the blocks around them are wrapped.
 
     Args:
@@ -57,7 +58,9 @@ def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, *
         state: Its expert mesh.
         options: Of `fully_shard`: precision, resharding, offload.
     """
-    mesh = state.expert_mesh["edp", "efsdp"] if state.axis_size("edp") > 1 else state.axis_mesh("efsdp")
+    mesh = state.axis_mesh("efsdp")
+    if state.axis_size("edp") > 1:
+        mesh = state.expert_mesh["edp", "efsdp"]
     sizes = state.sizes
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -72,10 +75,16 @@ def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, *
 def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> PluginExpertForward:
     """A module's `ep_forward` with what it asks for: the group, and the section `parallel.ep_plan`."""
     given = {"ep_group": ranks.group, "ep_plan": plan}
-    names = list(inspect.signature(module.ep_forward).parameters)
-    leading = next((index for index, name in enumerate(names) if name not in given), len(names))
-    asked = {name: given[name] for name in names[leading:] if name in given}
-    return PluginExpertForward(module.ep_forward, tuple(given[name] for name in names[:leading]), asked)
+    leading: list[object] = []
+    by_name: dict[str, object] = {}
+    is_leading = True
+    for name in inspect.signature(module.ep_forward).parameters:
+        is_leading = is_leading and name in given
+        if is_leading:
+            leading.append(given[name])
+        elif name in given:
+            by_name[name] = given[name]
+    return PluginExpertForward(module.ep_forward, tuple(leading), by_name)
 
 
 def _dispatcher(plan: ExpertPlan, ranks: ExpertRanks, real_tokens: RealTokens | None) -> ExpertsForward:
@@ -90,6 +99,4 @@ def _cut_experts(module: nn.Module, ranks: ExpertRanks) -> None:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                own = parameter.detach().chunk(ranks.size)[ranks.rank].clone(memory_format=torch.contiguous_format)
-                cut = DTensor.from_local(own, ranks.mesh, [Shard(0)], run_check=False)
-                owner._parameters[name] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+                owner._parameters[name] = sharded_along(parameter, 0, ranks)

@@ -27,10 +27,10 @@ class BalancePlan:
         Rows of an expert are numbered through all sources, and cut into one stretch for each rank that computes some.
         """
         ranks, experts = len(loads), len(loads[0])
-        table = [[[0] * experts for _ in range(ranks)] for _ in range(ranks)]
+        table = [_zeros(ranks, experts) for _ in range(ranks)]
         for expert in range(experts):
-            held = _stretches([line[expert] for line in loads])
-            computed = _stretches([line[expert] for line in self.shares])
+            held = _stretches(_column(loads, expert))
+            computed = _stretches(_column(self.shares, expert))
             for source, (begin, end) in enumerate(held):
                 for rank, (first, last) in enumerate(computed):
                     table[source][rank][expert] = max(0, min(end, last) - max(begin, first))
@@ -48,24 +48,37 @@ def plan_balance(loads: Sequence[Sequence[int]], most_copies: int) -> BalancePla
     """
     ranks, experts = len(loads), len(loads[0])
     own = experts // ranks
-    total = [sum(line[expert] for line in loads) for expert in range(experts)]
-    shares = [[total[e] if e // own == rank else 0 for e in range(experts)] for rank in range(ranks)]
+    shares = _zeros(ranks, experts)
+    for expert in range(experts):
+        shares[expert // own][expert] = sum(_column(loads, expert))
     full = [sum(line) for line in shares]
     most = -(-sum(full) // ranks)
     copies: list[set[int]] = [set() for _ in range(ranks)]
     while True:
-        giver = max(range(ranks), key=lambda rank: full[rank])
-        expert = max(range(giver * own, (giver + 1) * own), key=lambda e: shares[giver][e])
-        takers = [r for r in range(ranks) if full[r] < most and (expert in copies[r] or len(copies[r]) < most_copies)]
+        giver = max(range(ranks), key=full.__getitem__)
+        expert = max(range(giver * own, (giver + 1) * own), key=shares[giver].__getitem__)
+        takers = []
+        for rank in range(ranks):
+            has_room = expert in copies[rank] or len(copies[rank]) < most_copies
+            if full[rank] < most and has_room:
+                takers.append(rank)
         if full[giver] <= most or not takers:
             return BalancePlan(shares, tuple(tuple(sorted(held)) for held in copies))
-        taker = min(takers, key=lambda rank: full[rank])
+        taker = min(takers, key=full.__getitem__)
         moved = min(full[giver] - most, most - full[taker], shares[giver][expert])
         copies[taker].add(expert)
         shares[giver][expert] -= moved
         shares[taker][expert] += moved
         full[giver] -= moved
         full[taker] += moved
+
+
+def _zeros(ranks: int, experts: int) -> Table:
+    return [[0] * experts for _ in range(ranks)]
+
+
+def _column(table: Sequence[Sequence[int]], expert: int) -> list[int]:
+    return [line[expert] for line in table]
 
 
 def _stretches(lengths: Sequence[int]) -> list[tuple[int, int]]:

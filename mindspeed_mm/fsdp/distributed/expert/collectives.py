@@ -6,9 +6,6 @@ back; gradients take the same way in the other direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,21 +15,6 @@ from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_sing
 
 class ExpertRanks(AxisRanks):
     """The ranks that share the experts of a layer with this one (axis `ep`)."""
-
-
-def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: ExpertRanks) -> torch.Tensor:
-    """Rows to other ranks and rows from them, with gradients.
-
-    Args:
-        rows: (S, …), those for rank 0, then those for rank 1, …
-        send: Rows for each rank; they sum to S.
-        receive: Rows from each rank.
-        ranks: Of the group.
-
-    Returns:
-        (sum of `receive`, …), those from rank 0 first.
-    """
-    return _RowsAllToAll.apply(rows, send, receive, ranks)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(rows_R: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
@@ -68,20 +50,3 @@ def _sum_of_own(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
     own = rows.new_empty(rows.shape[0] // ranks.size, *rows.shape[1:])
     reduce_scatter_single(own, rows.contiguous(), group=ranks.group)
     return own
-
-
-def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: ExpertRanks) -> torch.Tensor:
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=ranks.group)
-    return received
-
-
-class _RowsAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, send: Any, receive: Any, ranks: ExpertRanks) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
-        return _all_to_all(rows, send, receive, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.ranks), None, None, None

@@ -15,14 +15,15 @@ import torch
 from mindspeed_mm.fsdp.distributed.expert.balance import BalancePlan, plan_balance
 from mindspeed_mm.fsdp.distributed.expert.collectives import (
     ExpertRanks,
-    exchange,
     exchange_counts,
     fill_up,
     gather,
     gather_rows,
     sum_of_own_rows,
 )
-from mindspeed_mm.fsdp.ops.experts import ExpertsForward, Weights, combine, run_experts, sort_pairs
+from mindspeed_mm.fsdp.ops.all_to_all import exchange_rows
+from mindspeed_mm.fsdp.ops.experts import ExpertModule, ExpertsForward, Weights, combine, run_experts, sort_pairs
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, Kwargs
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
 
@@ -38,14 +39,14 @@ class AllToAll(ExpertsForward):
         super().__init__(real_tokens)
         self.ranks = ranks
 
-    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """As of `ExpertsForward`: here the rows are sorted by rank too, since ranks own consecutive experts."""
         sent_RL = counts_E.view(self.ranks.size, -1)
         received_RL = exchange_counts(sent_RL, self.ranks)
         send, receive = torch.stack([sent_RL.sum(dim=1), received_RL.sum(dim=1)]).tolist()  # the host waits, once
-        arrived = exchange(rows_SH, send, receive, self.ranks)
+        arrived = exchange_rows(rows_SH, send, receive, self.ranks.group)
         outputs = run_sorted(module, Weights.of(module), arrived, received_RL)
-        return exchange(outputs, receive, send, self.ranks)
+        return exchange_rows(outputs, receive, send, self.ranks.group)
 
 
 class BalancedAllToAll(AllToAll):
@@ -62,37 +63,52 @@ class BalancedAllToAll(AllToAll):
         super().__init__(ranks, real_tokens)
         self.most_copies = most_copies
 
-    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """As of `ExpertsForward`."""
         loads = gather(counts_E[None], self.ranks).tolist()
         plan = plan_balance(loads, self.most_copies)
-        table, rank, device = plan.sends(loads), self.ranks.rank, rows_SH.device
-        held = own_experts(module.num_experts, self.ranks) + list(plan.copies[rank])
-        sent_RE = torch.tensor(table[rank], device=device)
-        received_RL = torch.tensor([[table[s][rank][e] for e in held] for s in range(self.ranks.size)], device=device)
-        send, receive = [sum(line) for line in table[rank]], [sum(table[s][rank]) for s in range(self.ranks.size)]
-        order = groups_by_line(sent_RE.T).argsort(stable=True)  # rows lie by expert; those of an expert by rank
-        arrived = exchange(rows_SH[order], send, receive, self.ranks)
-        slots = sorted(range(len(held)), key=lambda slot: held[slot])  # rows arrive by expert, copies lie behind
-        outputs = run_sorted(module, self.weights(module, plan), arrived, received_RL[:, slots], slots)
-        returned = exchange(outputs, receive, send, self.ranks)
+        traffic = torch.tensor(plan.sends(loads))  # on the host, [source, rank, expert]
+        sent_RE, received_RE = traffic[self.ranks.rank], traffic[:, self.ranks.rank]
+        send, receive = sent_RE.sum(dim=1).tolist(), received_RE.sum(dim=1).tolist()
+        # Rows lie by expert; those of an expert by rank.
+        order = groups_by_line(sent_RE.T.to(rows_SH.device)).argsort(stable=True)
+        arrived = exchange_rows(rows_SH[order], send, receive, self.ranks.group)
+        # Rows arrive by expert, own ones and copies mixed; the weights of copies lie behind the own ones.
+        held = torch.tensor(own_experts(module.num_experts, self.ranks) + list(plan.copies[self.ranks.rank]))
+        slots = held.argsort()
+        received_RL = received_RE[:, held[slots]].to(rows_SH.device)
+        outputs = run_sorted(module, self.weights(module, plan), arrived, received_RL, slots.tolist())
+        returned = exchange_rows(outputs, receive, send, self.ranks.group)
         return torch.empty_like(returned).index_copy(0, order, returned)
 
-    def weights(self, module: Any, plan: BalancePlan) -> Weights:
+    def weights(self, module: ExpertModule, plan: BalancePlan) -> Weights:
         """Those of this rank's experts, and behind them the copies."""
         own = Weights.of(module)
         if not any(plan.copies):
             return own
-        return Weights(*(None if w is None else self._with_copies(w, plan, module.num_experts) for w in own))
+        with_copies: list[torch.Tensor | None] = []
+        for weight_L in own:
+            if weight_L is None:
+                with_copies.append(None)
+            else:
+                with_copies.append(self._with_copies(weight_L, plan, module.num_experts))
+        return Weights(*with_copies)  # type: ignore[arg-type]
 
     def _with_copies(self, weight_L: torch.Tensor, plan: BalancePlan, experts: int) -> torch.Tensor:
-        size, rank = self.ranks.size, self.ranks.rank
-        own = experts // size
-        wanted = [[e - rank * own for e in copies if e // own == rank] for copies in plan.copies]
-        receive = [sum(e // own == owner for e in plan.copies[rank]) for owner in range(size)]
-        chosen = torch.tensor([e for asked in wanted for e in asked], dtype=torch.long, device=weight_L.device)
-        copies = exchange(weight_L.index_select(0, chosen), [len(asked) for asked in wanted], receive, self.ranks)
-        return torch.cat([weight_L, copies])
+        rank, own = self.ranks.rank, experts // self.ranks.size
+        send, receive = [0] * self.ranks.size, [0] * self.ranks.size
+        chosen: list[int] = []  # own experts that others hold a copy of, rank by rank
+        for holder, copies in enumerate(plan.copies):
+            for expert in copies:
+                owner = expert // own
+                if owner == rank:
+                    send[holder] += 1
+                    chosen.append(expert - rank * own)
+                if holder == rank:
+                    receive[owner] += 1
+        asked = torch.tensor(chosen, dtype=torch.long, device=weight_L.device)
+        arrived = exchange_rows(weight_L.index_select(0, asked), send, receive, self.ranks.group)
+        return torch.cat([weight_L, arrived])
 
 
 class AllGather(AllToAll):
@@ -100,7 +116,7 @@ class AllGather(AllToAll):
     collectives of equal sizes, for groups of not many more ranks than a token has experts."""
 
     def __call__(
-        self, module: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+        self, module: ExpertModule, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """As of `ExpertsForward`."""
         experts_TK, _ = self.without_padding(experts_TK, module.num_experts)
@@ -115,7 +131,9 @@ class AllGather(AllToAll):
         rows_SH = hidden_GH[pairs.slots_S // chosen_GK.shape[1]]
         outputs_SH = run_experts(module, Weights.of(module), rows_SH, pairs.counts_E)
         whole = sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks).to(hidden_TH.dtype)
-        return whole if tokens == longest else whole[:tokens].clone()  # sharding warns of modules that return views
+        if tokens == longest:
+            return whole
+        return whole[:tokens].clone()  # sharding warns of modules that return views
 
 
 @dataclass(frozen=True)
@@ -123,9 +141,9 @@ class PluginExpertForward:
     """A module's own `ep_forward(hidden_states, …, ep_group=…)` in place of its forward. It may ask for `ep_group` and
     `ep_plan`, by name or as its first arguments."""
 
-    method: Any
-    leading: tuple[Any, ...]
-    named: dict[str, Any]
+    method: Forward
+    leading: Args
+    named: Kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own."""
@@ -133,7 +151,11 @@ class PluginExpertForward:
 
 
 def run_sorted(
-    module: Any, weights: Weights, arrived: torch.Tensor, counts_RL: torch.Tensor, slots: Sequence[int] | None = None
+    module: ExpertModule,
+    weights: Weights,
+    arrived: torch.Tensor,
+    counts_RL: torch.Tensor,
+    slots: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Rows as they arrived, by source and then by expert → outputs in the same order.
 

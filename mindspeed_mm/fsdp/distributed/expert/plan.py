@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.tensor.sizes import nearest_divisors
 from mindspeed_mm.fsdp.ops.experts import fused_experts
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import EpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all, module_names
 
 KEY = "parallel.expert_parallel_size"
 _MODULES = "parallel.ep_plan.apply_modules"
@@ -46,9 +47,12 @@ class ExpertPlan:
         sizes = self.sizes
         parts = [f"{self.experts} experts × {len(self.modules)} layers, {self.experts // sizes.ep} on a rank"]
         parts.append(f"{self.dispatcher} over ep {sizes.ep}")
-        parts += [f"each cut over efsdp {sizes.efsdp}"] if sizes.efsdp > 1 else []
-        parts += [f"edp {sizes.edp} copies"] if sizes.edp > 1 else []
-        parts += [f"up to {self.copies} busy ones more"] if self.copies else []
+        if sizes.efsdp > 1:
+            parts.append(f"each cut over efsdp {sizes.efsdp}")
+        if sizes.edp > 1:
+            parts.append(f"edp {sizes.edp} copies")
+        if self.copies:
+            parts.append(f"up to {self.copies} busy ones more")
         return ", ".join(parts)
 
 
@@ -85,11 +89,13 @@ def check_experts(model: nn.Module, parallel: ParallelArguments, ep: int, efsdp:
         *_part_problems(modules),
         *_own_plan_problems(model, parallel.ep_plan, names),
     ]
-    if copies and (others := [name for name in names if hasattr(modules[name], "ep_forward")]):
-        what = f"{others[0]} has a forward of its own (ep_forward), which knows no copies of experts"
+    own_forwards = [name for name, module in modules.items() if has_own_forward(module)]
+    if copies and own_forwards:
+        what = f"{own_forwards[0]} has a forward of its own (ep_forward), which knows no copies of experts"
         problems.append(Problem(what, key="features.enable_ep_balance", way_out="Set it to false."))
-    if not problems:
-        problems = [problem for name, module in modules.items() for problem in _cut_problems(name, module, ep, efsdp)]
+    if not problems:  # how experts are cut is a question of experts that can be spread
+        for name, module in modules.items():
+            problems += _cut_problems(name, module, ep, efsdp)
     if problems:
         raise ConfigError("the experts cannot be spread as the plan says", problems=problems[:_MOST])
     return names
@@ -137,7 +143,7 @@ def expert_modules(model: nn.Module, plan: EpPlan) -> list[str]:
         ConfigError: There are none, or a pattern names another module.
     """
     fused = fused_experts(model)
-    known = [name for name, module in model.named_modules() if name in fused or hasattr(module, "ep_forward")]
+    known = [name for name, module in model.named_modules() if name in fused or has_own_forward(module)]
     if not plan.apply_modules:
         if known:
             return known
@@ -146,28 +152,39 @@ def expert_modules(model: nn.Module, plan: EpPlan) -> list[str]:
             key=KEY,
             way_out=f"Set it to 1, or give the expert module an ep_forward and name it in {_MODULES}.",
         )
-    names = resolve_patterns(plan.apply_modules, [name for name, _ in model.named_modules()], key=_MODULES)
+    names = resolve_patterns(plan.apply_modules, module_names(model), key=_MODULES)
     names = list(dict.fromkeys(_below_adapters(model, name) for name in names))
-    if wrong := [name for name in names if name not in known]:
-        inside = next((name for name in known if name.startswith(f"{wrong[0]}.")), known[0] if known else "")
-        raise ConfigError(
-            f"'{wrong[0]}' holds no fused experts of its own and has no ep_forward",
-            key=_MODULES,
-            way_out=f"Name the expert modules, such as '{inside}'." if inside else "Set expert_parallel_size to 1.",
-        )
+    for name in names:
+        if name not in known:
+            raise _not_experts(name, known)
     return names
+
+
+def _not_experts(wrong: str, known: Sequence[str]) -> ConfigError:
+    inside = [name for name in known if is_inside(name, (wrong,))]
+    examples = [*inside, *known]
+    return ConfigError(
+        f"'{wrong}' holds no fused experts of its own and has no ep_forward",
+        key=_MODULES,
+        way_out=f"Name the expert modules, such as '{examples[0]}'." if examples else "Set expert_parallel_size to 1.",
+    )
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a plugin's module says itself how its experts are spread (`ep_forward`)."""
+    return has_all(module, "ep_forward")
 
 
 def _below_adapters(model: nn.Module, name: str) -> str:
     """The module that adapters on its parameters were put around, under its own name of now."""
-    while hasattr(model.get_submodule(name), "parameter_name") and hasattr(model.get_submodule(name), "base_layer"):
+    while has_all(model.get_submodule(name), "parameter_name", "base_layer"):
         name = f"{name}.base_layer"
     return name
 
 
 def expert_count(module: nn.Module) -> int:
     """Experts of a module: by its fused parameters, whose first dimension counts them."""
-    count = getattr(module, "num_experts", None)
+    count = attribute_at(module, "num_experts")
     return count if isinstance(count, int) else next(module.parameters()).shape[0]
 
 
@@ -199,9 +216,9 @@ def check_inside(experts: Iterable[str], is_wrapped: Callable[[str], bool]) -> N
     """
     outside = [name for name in experts if not is_wrapped(name)]
     if outside:
+        others = f", nor do {len(outside) - 1} more" if len(outside) > 1 else ""
         raise ConfigError(
-            f"the expert module '{outside[0]}' lies in no module that fsdp_plan.apply_modules wraps"
-            + (f", nor do {len(outside) - 1} more" if len(outside) > 1 else ""),
+            f"the expert module '{outside[0]}' lies in no module that fsdp_plan.apply_modules wraps{others}",
             key="parallel.fsdp_plan.apply_modules",
             way_out=f"Wrap the block around it: '{outside[0].rpartition('.')[0].rpartition('.')[0]}'.",
         )
@@ -216,8 +233,11 @@ def cut_dim(shape: Sequence[int], ep: int, shards: int) -> int | None:
         ep: Ranks that share the experts.
         shards: Ranks that share each of them.
     """
-    fitting = [dim for dim in range(1, len(shape)) if shape[dim] % shards == 0]
-    return fitting[0] if fitting else (0 if shape[0] // ep % shards == 0 else None)
+    for dim in range(1, len(shape)):
+        if shape[dim] % shards == 0:
+            return dim
+    experts_of_rank = shape[0] // ep
+    return 0 if experts_of_rank % shards == 0 else None
 
 
 def undivided(model: nn.Module, shards: int) -> Iterator[tuple[str, nn.Parameter, int | None]]:
@@ -258,7 +278,7 @@ def _own_plan_problems(model: nn.Module, plan: EpPlan, names: Sequence[str]) -> 
     key = "parallel.ep_plan.apply_efsdp_modules"
     if not plan.apply_efsdp_modules:
         return []
-    found = resolve_patterns(plan.apply_efsdp_modules, [name for name, _ in model.named_modules()], key=key)
+    found = resolve_patterns(plan.apply_efsdp_modules, module_names(model), key=key)
     differing = sorted(set(found) ^ set(names))
     if not differing:
         return []

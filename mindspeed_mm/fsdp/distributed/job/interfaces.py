@@ -1,7 +1,7 @@
 """Which network interface of this host leads to another one.
 
 gloo takes the interface that the host's own name stands for. On many machines that is the loopback (`127.0.1.1 name` in
-`/etc/hosts`, a name that nobody resolves in a container), and ranks of other hosts then knock at their own door.
+`/etc/hosts`, a name that cannot be resolved in a container), and ranks of other hosts then knock at their own door.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def interface_to(host: str) -> Interface | None:
     """The interface that leads to `host`, a name or an address; for this host itself the one that bears the address.
 
     A name that means the loopback here (this host's own, on many machines) says nothing of the way to others: the
-    interface that leads out of the host is taken then. None when there is no such way, or it cannot be told.
+    interface that leads out of the host is taken then. None when there is no such way, or it cannot be found out.
     """
     for target in (host, ELSEWHERE):
         address = _own_address_towards(target)

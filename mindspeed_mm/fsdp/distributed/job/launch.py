@@ -119,7 +119,7 @@ def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:
 
 def gather_hosts() -> list[str]:
     """The name of each rank's host, by rank; every rank calls it."""
-    names: list[Any] = [None] * dist.get_world_size()
+    names = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return names
 
@@ -138,12 +138,14 @@ def first_host(node_list: str) -> str:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> LaunchInfo:
-    rank, world_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    # A process on its own needs neither a number on its machine nor an address.
+    is_alone = world_size == 1
     return LaunchInfo(
         rank=rank,
-        local_rank=_number(environment, "LOCAL_RANK", default=0 if world_size == 1 else None),
+        local_rank=_number(environment, "LOCAL_RANK", default=0 if is_alone else None),
         world_size=world_size,
-        master_address=environment.get("MASTER_ADDR", "localhost" if world_size > 1 else ""),
+        master_address=environment.get("MASTER_ADDR", "" if is_alone else "localhost"),
         master_port=_number(environment, "MASTER_PORT", default=DEFAULT_MASTER_PORT),
         ranks_here=_number(environment, "LOCAL_WORLD_SIZE", default=0),
     )
@@ -214,7 +216,9 @@ def _settle_environment(info: LaunchInfo) -> None:
     if not info.spans_hosts:
         return
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(info.ranks_here))
-    interface = interface_to(info.master_address) if GLOO_INTERFACE not in os.environ else None
+    if GLOO_INTERFACE in os.environ:
+        return
+    interface = interface_to(info.master_address)
     if interface is None:
         return
     os.environ[GLOO_INTERFACE] = interface.name

@@ -1,4 +1,4 @@
-"""Ties a rank's life to its launcher: without it nobody would end a rank that sleeps.
+"""Ties a rank's life to its launcher: without it nothing would end a rank that sleeps.
 
 `mm train --nproc N` and torchrun end the other ranks when one dies. When the launcher itself is killed, ranks that wait
 for one another would wait for as long as a collective may take, and hold their devices.

@@ -1,8 +1,8 @@
 """Ends a job that hangs: after a limit, every rank says where it stands, and the process leaves with an exit code.
 
-A collective library only knows that somebody did not come. Here each rank that runs out of time publishes its place, so
-that the message names the rank that sleeps in its data, the ranks that wait for it, and those that do not answer, with
-their hosts: a cable that was pulled shows as a host of which nobody answers.
+A collective library only knows that some rank did not come. Here each rank that runs out of time publishes its place,
+so that the message names the rank that sleeps in its data, the ranks that wait for it, and those that do not answer,
+with their hosts: a cable that was pulled shows as a host of which no rank answers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watchdog:
     Args:
         folder: Where `hang_rank<R>.txt` (places of all ranks, stacks of all threads of this one) is written. None:
             stderr gets the stacks.
-        tell: Gets the places as a text, and whether this rank speaks for those that it can reach.
+        tell: Called with the places as a text, and whether this rank speaks for those that it can reach.
         grace_s: How long to wait for the places of other ranks, and to stay for theirs.
         leave: What ends the process; it may be replaced once there is an end to record first.
     """
@@ -81,7 +81,8 @@ class Watchdog:
         if len(set(self.hosts)) < 2:
             return ""
         places = _places("lost the other ranks", self._grace_s)
-        return "; ".join(self._lines({rank: place for rank, place in places.items() if place in (SILENT, UNKNOWN)}))
+        absent = {rank: place for rank, place in places.items() if place in (SILENT, UNKNOWN)}
+        return "; ".join(self._lines(absent))
 
     def close(self) -> None:
         """Stop watching."""
@@ -120,17 +121,21 @@ class Watchdog:
         """The phase that ran out of time, or None once closed."""
         with self._changed:
             while not self._closed:
-                phase = self._phases[-1] if self._phases else None
-                left_s = phase.deadline - time.monotonic() if phase else None
-                if phase is not None and left_s is not None and left_s <= 0:
+                if not self._phases:
+                    self._changed.wait()
+                    continue
+                phase = self._phases[-1]
+                left_s = phase.deadline - time.monotonic()
+                if left_s <= 0:
                     return phase
                 self._changed.wait(left_s)
         return None
 
     def _report(self, places: dict[int, str]) -> None:
-        text = "\n".join(["the job hangs", *(f"  {line}" for line in self._lines(places))])
+        text = "\n  ".join(["the job hangs", *self._lines(places)])
         rank = _rank()
-        self._tell(text, rank == min(rank for rank, place in places.items() if place not in (SILENT, UNKNOWN)))
+        answering = [other for other, place in places.items() if place not in (SILENT, UNKNOWN)]
+        self._tell(text, rank == min(answering))
         if self._folder is None:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             return
@@ -148,7 +153,9 @@ class Watchdog:
                 continue
             ranks = missing.setdefault((self._host_of(rank), place), [])
             ranks.append(rank)
-            who = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            who = f"rank {rank}"
+            if len(ranks) > 1:
+                who = f"ranks {', '.join(map(str, ranks))}"
             lines[ranks[0]] = f"{who}{self._host_of(rank)}: {place}"
         return [lines[rank] for rank in sorted(lines)]
 
@@ -177,7 +184,9 @@ def _current_line(thread: threading.Thread) -> str:
     while frame is not None and _is_in(frame.f_code.co_filename, libraries):
         frame = frame.f_back
     frame = frame or innermost
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "ended"
+    if frame is None:
+        return "ended"
+    return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _library_folders() -> list[str]:
@@ -188,7 +197,8 @@ def _library_folders() -> list[str]:
 
 def _is_in(file: str, libraries: Sequence[str]) -> bool:
     """Whether a file is a library's. This package's is not, which may be installed beside them."""
-    return not file.startswith(_OWN) and file.startswith(tuple(f"{folder}{os.sep}" for folder in libraries))
+    folders = tuple(f"{folder}{os.sep}" for folder in libraries)
+    return file.startswith(folders) and not file.startswith(_OWN)
 
 
 _OWN = f"{Path(__file__).parents[3]}{os.sep}"
@@ -218,9 +228,10 @@ def _exchange(places: dict[int, str], grace_s: float) -> None:
         places.update(dict.fromkeys(missing, SILENT))
         deadline = time.monotonic() + grace_s
         while missing and time.monotonic() < deadline:
-            for other in [other for other in missing if store.check([f"hang/{other}"])]:
-                places[other] = store.get(f"hang/{other}").decode()
-                missing.remove(other)
+            for other in list(missing):
+                if store.check([f"hang/{other}"]):
+                    places[other] = store.get(f"hang/{other}").decode()
+                    missing.remove(other)
             time.sleep(0.1)
 
 

@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 
 class Pipeline:
@@ -142,7 +143,7 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",
             way_out="Set one of them to 1.",
         )
-    if hasattr(model, "fully_shard"):
+    if has_all(model, "fully_shard"):
         raise ConfigError(
             f"{type(model).__name__} shards itself, which is not possible stage by stage",
             key=KEY,
@@ -152,9 +153,9 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
 
 def ties_between_stages(whole: nn.Module, plan: StagePlan) -> dict[str, str]:
     """Copy → first name, of weights whose ends stand on different stages."""
-    return {
-        other: first
-        for first, *others in shared_parameters(whole)
-        for other in others
-        if plan.owner(other) != plan.owner(first)
-    }
+    ties = {}
+    for first, *others in shared_parameters(whole):
+        for other in others:
+            if plan.owner(other) != plan.owner(first):
+                ties[other] = first
+    return ties

@@ -1,17 +1,17 @@
 """What travels between stages beside the hidden states: outputs of the first stage that later ones need, too.
 
-Tensors are handed on unchanged by the stages between, so that gradients of all who use them meet on the way back.
+Tensors are handed on unchanged by the stages between, so that gradients of all stages that use them meet on the way
+back.
 """
 
 from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.cut import (
@@ -22,11 +22,13 @@ from mindspeed_mm.fsdp.distributed.pipeline.cut import (
     entry_of,
     hidden_among,
     replace_module,
+    tensors_among,
 )
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 Shape = tuple[int, ...]
 Passed = tuple[Shape, torch.dtype]
@@ -101,8 +103,8 @@ class CarriedOutputs(Carried):
         """What the first stage noted, or what came in."""
         return tuple(self._noted) if self._is_first else self.received
 
-    def _note(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        self._noted += [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    def _note(self, _module: nn.Module, _inputs: object, outputs: object) -> None:
+        self._noted += tensors_among(outputs)
 
     def _next(self) -> Tensor:
         """Modules are called in the same order on every stage."""
@@ -136,24 +138,26 @@ class CarriedDeepstack(Carried):
 
     def count(self, stage: int) -> int:
         """Levels whose layer this stage or a later one has."""
-        return max(0, self._levels - self._plan.layers_of(stage).start) if stage else 0
+        if stage == 0:
+            return 0
+        return max(0, self._levels - self._plan.layers_of(stage).start)
 
     def outgoing(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Levels that are still ahead of the next stage."""
         ahead = self.count(self._stage + 1)
-        if not self._is_first:
-            return self.received[len(self.received) - ahead :] if ahead else ()
-        if not ahead:
+        if ahead == 0:
             return ()
+        if not self._is_first:
+            return self.received[-ahead:]
         if self._features is None:  # no image in this micro-batch
             return tuple(torch.zeros_like(hidden) for _ in range(ahead))
         assert self._places is not None
         return tuple(_spread(each, self._places, hidden) for each in self._features[self._levels - ahead :])
 
-    def _note(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _note(self, _module: nn.Module, _args: object, kwargs: Kwargs) -> None:
         self._features, self._places = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
 
-    def _hand_in(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    def _hand_in(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
         if not self.received:
             return None
         rows = self.received[0].flatten(0, -2)
@@ -186,7 +190,7 @@ class Boundary:
         self._front = None
         if plan.points.embedding:
             embedding = model.get_submodule(plan.points.embedding)
-            self._width = int(getattr(embedding, "base_layer", embedding).weight.shape[1])  # type: ignore[union-attr, arg-type]
+            self._width = weight_of(embedding).shape[1]
             self._decoder, self._levels = _deepstack_of(model, plan)
         else:
             self._front = FrontOfStages(model, plan, dtype)
@@ -207,8 +211,13 @@ class Boundary:
             batch: The micro-batch, on the device.
         """
         shapes = self._front.shapes(loss, batch) if self._front is not None else self._of_decoder(batch)
-        beside: list[Passed] = [] if self.routers is None else [((self.routers.numbers,), self.routers.dtype)]
-        return [[], *([*((shape, self._dtype) for shape in entering), *beside] for entering in shapes)]
+        crossings: list[list[Passed]] = [[]]
+        for entering in shapes:
+            passed: list[Passed] = [(shape, self._dtype) for shape in entering]
+            if self.routers is not None:
+                passed.append(((self.routers.numbers,), self.routers.dtype))
+            crossings.append(passed)
+        return crossings
 
     def _of_decoder(self, batch: Batch) -> list[list[Shape]]:
         """Hidden states, and what is carried with them, for each stage behind the first."""
@@ -221,7 +230,9 @@ class Boundary:
     def _hidden_shape(self, batch: Batch) -> Shape:
         rows, tokens = batch["input_ids"].shape
         share = batch.get(CONTEXT_KEY)
-        return (rows, tokens if share is None else len(share.positions), self._width)
+        if share is not None:
+            tokens = len(share.positions)
+        return rows, tokens, self._width
 
 
 class FrontOfStages:
@@ -257,20 +268,17 @@ class FrontOfStages:
             return [[*entering, *self._carried] for entering in self._entering]
         raise AssertionError("the skeleton of a model ends in front of its last modules")
 
-    def _enter(
-        self, streams: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _enter(self, streams: tuple[str, ...], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         hidden = hidden_among(arguments_of(module), streams, args, kwargs)
         self._entering.append([tuple(each.shape) for each in hidden])
 
-    def _carry(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        self._carried += [tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+    def _carry(self, _module: nn.Module, _inputs: object, outputs: object) -> None:
+        self._carried += [tuple(each.shape) for each in tensors_among(outputs)]
 
 
 def _deepstack_of(model: nn.Module, plan: StagePlan) -> tuple[str, int]:
     """(decoder, levels); no levels where the decoder takes none."""
     decoder = next(iter(plan.points.layers)).rpartition(".")[0]
-    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
-    levels = getattr(vision, "deepstack_visual_indexes", None) or ()
-    takes = inspect.signature(model.get_submodule(decoder).forward).parameters
-    return decoder, len(levels) if "deepstack_visual_embeds" in takes else 0
+    if "deepstack_visual_embeds" not in inspect.signature(model.get_submodule(decoder).forward).parameters:
+        return decoder, 0
+    return decoder, len(attribute_at(model, "config.vision_config.deepstack_visual_indexes", ()))

@@ -11,17 +11,20 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY
 from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
 from mindspeed_mm.fsdp.ops.stages import StageExit
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -42,11 +45,11 @@ class PlaceholderLayer(PlaceholderModule):
         self.streams = streams
         self.arguments = arguments_of(layer)
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def given(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
         """The hidden states among the arguments of a call."""
         return hidden_among(self.arguments, self.streams, args, kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """What comes in."""
         streams = self.given(args, kwargs)
         return streams if len(self.streams) > 1 else streams[0]
@@ -55,7 +58,7 @@ class PlaceholderLayer(PlaceholderModule):
 class PlaceholderExit(PlaceholderLayer):
     """Stands for the first module of the next stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `StageExit`."""
         raise StageExit(*self.given(args, kwargs))
 
@@ -76,17 +79,11 @@ class PlaceholderFront(PlaceholderModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros."""
-        devices = [each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-
-        def onto_meta(tensor: Tensor) -> Tensor:
-            return torch.empty_like(
-                tensor, device="meta", dtype=self._dtype if tensor.is_floating_point() else tensor.dtype
-            )
-
-        given = tree_map_only(Tensor, onto_meta, (args, kwargs))
+        device = tensors_among((args, kwargs))[0].device
+        meta_args, meta_kwargs = tree_map_only(Tensor, partial(_on_meta, dtype=self._dtype), (args, kwargs))
         with torch.device("meta"):
-            shaped = self._of[0](*given[0], **given[1])
-        return tree_map_only(Tensor, lambda each: self._filled(each, devices[0]), shaped)
+            shaped = self._of[0](*meta_args, **meta_kwargs)
+        return tree_map_only(Tensor, lambda each: self._filled(each, device), shaped)
 
     def _filled(self, shaped: Tensor, device: torch.device) -> Tensor:
         return torch.zeros(shaped.shape, dtype=shaped.dtype, device=device)
@@ -116,9 +113,7 @@ def arguments_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def hidden_among(
-    arguments: Sequence[str], streams: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def hidden_among(arguments: Sequence[str], streams: Sequence[str], args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """The hidden states of a call: its arguments of these names; without names its first one.
 
     Args:
@@ -136,13 +131,25 @@ def hidden_among(
 
 def _without_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy on meta, its floating-point weights in `dtype`, without hooks."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}  # what `deepcopy` takes in the place of the object with this id
     for each in module.modules():
-        memo |= {id(vars(each)[table]): OrderedDict() for table in (*_HOOKS, *_TABLES_OF_HOOKS)}
-    for tensor in (*module.parameters(), *module.buffers()):
-        own = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
-        memo[id(tensor)] = nn.Parameter(own, requires_grad=False) if isinstance(tensor, nn.Parameter) else own
+        for table in (*_HOOKS, *_TABLES_OF_HOOKS):
+            memo[id(vars(each)[table])] = OrderedDict()
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_on_meta(parameter, dtype), requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _on_meta(buffer, dtype)
     return copy.deepcopy(module, memo)
+
+
+def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor's shape without memory; `dtype` for floating-point numbers."""
+    return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+
+
+def tensors_among(values: object) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype) -> dict[str, str]:
@@ -237,7 +244,10 @@ def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """What is called of a module: of a list or a table of modules each of them."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [(name, module)]
-    return [one for inner, child in module.named_children() for one in _called(f"{name}.{inner}", child)]
+    found = []
+    for inner, child in module.named_children():
+        found += _called(f"{name}.{inner}", child)
+    return found
 
 
 def _path(plan: StagePlan) -> list[str]:
@@ -245,18 +255,18 @@ def _path(plan: StagePlan) -> list[str]:
     around: dict[str, None] = {}
     for name in plan.points.layers:
         parts = name.split(".")
-        around |= dict.fromkeys(".".join(parts[:end]) for end in range(len(parts) + 1))
+        for end in range(len(parts) + 1):
+            around[".".join(parts[:end])] = None
     return list(around)
 
 
 def _path_parameters(model: nn.Module, plan: StagePlan) -> list[str]:
     """Names of the parameters that the modules around the layers hold themselves: marks of a model's own, tables."""
-    return [
-        f"{name}.{own}" if name else own
-        for name in _path(plan)
-        for own, parameter in model.get_submodule(name)._parameters.items()
-        if parameter is not None
-    ]
+    found = []
+    for name in _path(plan):
+        own = model.get_submodule(name).named_parameters(name, recurse=False, remove_duplicate=False)
+        found += [parameter_name for parameter_name, _ in own]
+    return found
 
 
 def _drop_parameter(model: nn.Module, name: str) -> None:
@@ -308,10 +318,12 @@ def _placeholder(name: str, module: nn.Module, plan: StagePlan, dtype: torch.dty
         return module
     if name in plan.layers:
         return PlaceholderLayer(module, plan.points.layers[name.rpartition(".")[0]])
-    is_behind = any(f"{name}.".startswith(f"{behind}.") for behind in plan.points.behind)
+    is_behind = is_inside(name, plan.points.behind)
     # Towers of a language model, its only other modules, are not called on later stages: their media are not there.
     is_called = name == plan.points.embedding or not plan.points.embedding
-    return PlaceholderFront(module, dtype) if is_called and not is_behind else PlaceholderModule(module)
+    if is_called and not is_behind:
+        return PlaceholderFront(module, dtype)
+    return PlaceholderModule(module)
 
 
 def _copied_path(part: nn.Module, plan: StagePlan) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage, and which stage on which rank. Pure: nothing is changed and nobody is asked."""
+"""Which layers stand on which stage, and which stage on which rank. Pure: nothing is changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, CutPoints
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 
@@ -46,7 +47,8 @@ class StagePlan:
     def rank_of(self, stage: int) -> int:
         """The rank that runs a stage."""
         lap, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.is_v and lap % 2 else place
+        goes_back = self.is_v and lap % 2 == 1
+        return self.ranks - 1 - place if goes_back else place
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank runs, in order."""
@@ -55,10 +57,10 @@ class StagePlan:
     def owner(self, name: str) -> int:
         """The stage that has a module or parameter of the whole model, by its name."""
         last = self.stages - 1
-        if name in self.points.behind_parameters or any(_is_in(name, module) for module in self.points.behind):
+        if name in self.points.behind_parameters or is_inside(name, self.points.behind):
             return last
         for number, layer in enumerate(self.layers):
-            if _is_in(name, layer):
+            if is_inside(name, (layer,)):
                 return next(stage for stage in range(self.stages) if number in self.layers_of(stage))
         return 0
 
@@ -66,20 +68,27 @@ class StagePlan:
         """The arguments by which hidden states enter a stage, of its first layer; none by name where it has no layers:
         they are the first argument of what is behind."""
         layers = self.layers_of(stage)
-        return self.points.layers[self.layers[layers.start].rpartition(".")[0]] if layers else ()
+        if not layers:
+            return ()
+        list_name = self.layers[layers.start].rpartition(".")[0]
+        return self.points.layers[list_name]
 
     def describe(self) -> str:
         """One line for the log: `2 stages of model.layers: 0-3 on rank 0, 4-7 on rank 1`."""
-        parts = [f"{self._words(stage)} on rank {self.rank_of(stage)}" for stage in range(self.stages)]
+        parts = []
+        for stage in range(self.stages):
+            parts.append(f"{self._words(stage)} on rank {self.rank_of(stage)}")
         return f"{self.stages} stages of {self.points.list_names}: {', '.join(parts)}"
 
     def _words(self, stage: int) -> str:
         """Numbers of a stage's layers in their lists: `0-3`, of several lists `0-18 + 0-9`."""
         numbers: dict[str, list[str]] = {}
         for layer in self.layers_of(stage):
-            of_list, _, number = self.layers[layer].rpartition(".")
-            numbers.setdefault(of_list, []).append(number)
-        runs = [each[0] if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in numbers.values()]
+            list_name, _, number = self.layers[layer].rpartition(".")
+            numbers.setdefault(list_name, []).append(number)
+        runs = []
+        for of_list in numbers.values():
+            runs.append(of_list[0] if len(of_list) == 1 else f"{of_list[0]}-{of_list[-1]}")
         return " + ".join(runs) or "none"
 
 
@@ -115,8 +124,10 @@ def plan_stages(model: nn.Module, points: CutPoints, ranks: int, pp_plan: PpPlan
 
 def layer_names(model: nn.Module, points: CutPoints) -> tuple[str, ...]:
     """Names of all layers of a whole model, in the order in which they run."""
-    lists = {name: model.get_submodule(name) for name in points.layers}
-    return tuple(f"{name}.{number}" for name, layers in lists.items() for number, _ in layers.named_children())
+    names: list[str] = []
+    for list_name in points.layers:
+        names += [f"{list_name}.{number}" for number, _ in model.get_submodule(list_name).named_children()]
+    return tuple(names)
 
 
 def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> tuple[int, ...]:
@@ -135,10 +146,15 @@ def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> t
     # before e. How the stages after them are cut depends on e alone, so of each e only the cheapest way is kept.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(stages):
-        is_last, later = stage == stages - 1, stages - stage - 1
-        extra = (front if stage == 0 else 0) + (back if is_last else 0)
+        later = stages - stage - 1
         # Each stage before has a layer, and each later one finds one.
-        ends = [len(layers)] if is_last else range(stage + 1, len(layers) - later + 1)
+        ends = range(stage + 1, len(layers) - later + 1)
+        extra = 0
+        if stage == 0:
+            extra += front
+        if later == 0:
+            extra += back
+            ends = range(len(layers), len(layers) + 1)
         extended = {}
         for end in ends:
             ways = []
@@ -153,28 +169,31 @@ def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> t
 
 def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
     """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
-    lists = [f"{name}." for name in plan.points.layers]
-    around = [name for name in names if not name or any(each.startswith(f"{name}.") for each in lists)]
-    if around:
-        raise ConfigError(
-            f"'{around[0]}' holds the layers that stages are cut of",
-            key=key,
-            way_out=f"Name what is inside: '{lists[0]}{{*}}'.",
-        )
+    lists = tuple(plan.points.layers)
+    for name in names:
+        if not name or any(is_inside(list_name, (name,)) for list_name in lists):
+            raise ConfigError(
+                f"'{name}' holds the layers that stages are cut of",
+                key=key,
+                way_out=f"Name what is inside: '{lists[0]}.{{*}}'.",
+            )
 
 
 def _costs(model: nn.Module, points: CutPoints) -> tuple[list[int], int, int]:
     """Parameters of each layer, in front of and behind them: what a token is multiplied by. Looking an embedding up
     costs nothing."""
-    names = layer_names(model, points)
-    layers = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names]
-    back = sum(p.numel() for name in points.behind for p in model.get_submodule(name).parameters())
-    front = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if not any(_is_in(name, part) for part in (*points.layers, *points.behind, points.embedding))
-    )
+    layers = [_count_parameters(model, name) for name in layer_names(model, points)]
+    back = sum(_count_parameters(model, name) for name in points.behind)
+    elsewhere = (*points.layers, *points.behind, points.embedding)
+    front = 0
+    for name, parameter in model.named_parameters():
+        if not is_inside(name, elsewhere):
+            front += parameter.numel()
     return layers, front, back
+
+
+def _count_parameters(model: nn.Module, name: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
 
 
 def _check_enough(layers: int, stages: int, ranks: int, points: CutPoints) -> None:
@@ -182,14 +201,21 @@ def _check_enough(layers: int, stages: int, ranks: int, points: CutPoints) -> No
         return
     per_rank = stages // ranks
     most_ranks, most_chunks = layers // per_rank, layers // ranks
-    ways = [f"{KEY} to at most {most_ranks}"] if most_ranks > 1 else []
-    ways += [f"parallel.pp_plan.virtual_stages to at most {most_chunks}"] if 1 < most_chunks < per_rank else []
-    ways += ["parallel.pp_plan.schedule to 1f1b"] if per_rank > 1 and ranks <= layers else []
-    chunks = f" × {per_rank} chunks on each" if per_rank > 1 else ""
+    what, key, ways = f"{ranks} ranks", KEY, []
+    if per_rank > 1:
+        what, key = f"{ranks} ranks × {per_rank} chunks on each", f"{KEY} · parallel.pp_plan.virtual_stages"
+    if most_ranks > 1:
+        ways.append(f"{KEY} to at most {most_ranks}")
+    if 1 < most_chunks < per_rank:
+        ways.append(f"parallel.pp_plan.virtual_stages to at most {most_chunks}")
+    if per_rank > 1 and ranks <= layers:
+        ways.append("parallel.pp_plan.schedule to 1f1b")
+    if not ways:
+        ways.append(f"{KEY} to 1")
     raise ConfigError(
-        f"{ranks} ranks{chunks} are more stages than the {layers} layers of {points.list_names}",
-        key=KEY if per_rank == 1 else f"{KEY} · parallel.pp_plan.virtual_stages",
-        way_out=f"Set {', or '.join(ways)}." if ways else f"Set {KEY} to 1.",
+        f"{what} are more stages than the {layers} layers of {points.list_names}",
+        key=key,
+        way_out=f"Set {', or '.join(ways)}.",
     )
 
 
@@ -207,12 +233,11 @@ def _given_borders(
     if all(len(streams) == 1 for streams in points.layers.values()):  # what is behind may read all that layers return
         places[points.behind[0]] = len(layers)
         last += f", or {points.behind[0]} for a last stage without layers"
-    if unknown := [name for name in split_points if name not in places]:
-        raise ConfigError(
-            f"'{unknown[0]}' is not a module that a stage can begin with",
-            key=SPLIT_KEY,
-            way_out=f"{last}.",
-        )
+    for name in split_points:
+        if name not in places:
+            raise ConfigError(
+                f"'{name}' is not a module that a stage can begin with", key=SPLIT_KEY, way_out=f"{last}."
+            )
     borders = tuple(places[name] for name in split_points)
     if any(first >= second for first, second in pairwise(borders)):
         raise ConfigError(
@@ -225,11 +250,8 @@ def _given_borders(
 
 def _check_filled(model: nn.Module, plan: StagePlan) -> None:
     filled = {plan.owner(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    if empty := [stage for stage in range(plan.stages) if stage not in filled]:
-        raise ConfigError(
-            f"stage {empty[0]} has no parameters", key=SPLIT_KEY, way_out="Give it a layer, or use fewer ranks."
-        )
-
-
-def _is_in(name: str, module: str) -> bool:
-    return bool(module) and (name == module or name.startswith(f"{module}."))
+    for stage in range(plan.stages):
+        if stage not in filled:
+            raise ConfigError(
+                f"stage {stage} has no parameters", key=SPLIT_KEY, way_out="Give it a layer, or use fewer ranks."
+            )

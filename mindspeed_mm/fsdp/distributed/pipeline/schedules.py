@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -76,10 +78,10 @@ class OwnShapes(PipelineStage):
 
     # --- what torch would infer and compare, and is stated here ---
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_forward_infra(self, *args: object, **kwargs: object) -> None:
         return None
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_backward_infra(self, *args: object, **kwargs: object) -> None:
         return None
 
     def _post_metadata_inference_cleanup(self) -> None:
@@ -89,26 +91,32 @@ class OwnShapes(PipelineStage):
         """First messages between neighbours, in torch 2.11; gloo has no way from a rank to itself."""
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+    def _validate_fwd_input(self, args: object, kwargs: object) -> None:
         """One shape for all, in torch 2.11."""
 
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
+    def _validate_fwd_outputs(self, outputs: object) -> None:
         """One shape for all, in torch 2.11."""
 
     # --- tensors that pass between two stages ---
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What comes from the stage before."""
-        return [] if self.is_first else self._operations(dist.irecv, self._received[fwd_chunk_id], -1)
+        if self.is_first:
+            return []
+        return self._operations(dist.irecv, self._received[fwd_chunk_id], -1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What goes to the stage behind."""
+        if self.is_last:
+            return []
         outputs, _ = self.fwd_cache[fwd_chunk_id]
-        return [] if self.is_last else self._operations(dist.isend, [each.detach() for each in outputs], 1)
+        return self._operations(dist.isend, [output.detach() for output in outputs], 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Gradients of what went to the stage behind."""
-        return self._operations(dist.irecv, self._gradients[bwd_chunk_id], 1) if self.has_backward else []
+        if not self.has_backward:
+            return []
+        return self._operations(dist.irecv, self._gradients[bwd_chunk_id], 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Gradients of what came from the stage before."""
@@ -116,23 +124,23 @@ class OwnShapes(PipelineStage):
             return []
         return self._operations(dist.isend, self.get_local_bwd_output(bwd_chunk_id), -1)
 
-    def _operations(self, kind: Callable[..., Any], tensors: Sequence[Tensor], step: int) -> list[dist.P2POp]:
+    def _operations(self, kind: Callable[..., object], tensors: Sequence[Tensor], step: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank.get(self.stage_index + step)
         return [dist.P2POp(kind, each, group=self.group, group_peer=peer) for each in tensors]
 
     def get_local_bwd_output(self, mb_index: int) -> Tensors:
-        """Gradients of what came from the stage before; zeros for what nobody used."""
-        gradients = self.bwd_cache.pop(mb_index)
+        """Gradients of what came from the stage before; zeros for tensors that this stage did not use."""
         received = self._received[mb_index]
-        return tuple(
-            torch.zeros_like(each) if gradient is None else gradient.contiguous()
-            for each, gradient in zip(received, gradients[: len(received)], strict=True)
-        )
+        gradients = self.bwd_cache.pop(mb_index)[: len(received)]  # behind them are those of keyword arguments
+        sent = []
+        for tensor, gradient in zip(received, gradients, strict=True):
+            sent.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+        return tuple(sent)
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+    def set_local_fwd_input(self, prev_stage_outputs: Tensor | Tensors, mb_index: int) -> None:
         """What comes from a stage of the same rank."""
-        outputs = prev_stage_outputs if isinstance(prev_stage_outputs, tuple) else (prev_stage_outputs,)
-        self._received[mb_index] = tuple(each.detach() for each in outputs)
+        outputs = (prev_stage_outputs,) if isinstance(prev_stage_outputs, Tensor) else prev_stage_outputs
+        self._received[mb_index] = tuple(output.detach() for output in outputs)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         """Gradients that come from a stage of the same rank (`get_local_bwd_output`)."""
@@ -161,7 +169,9 @@ def check_schedule(name: str) -> None:
         )
 
 
-def build_pipeline_schedule(name: str, stages: Sequence[OwnShapes], micro_batches: int) -> Any:
+def build_pipeline_schedule(
+    name: str, stages: Sequence[OwnShapes], micro_batches: int
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of a step with so many micro-batches; the last stage returns the loss itself."""
     if name in _SINGLE:
         return _SINGLE[name](stages[0], micro_batches, loss_fn=_itself, scale_grads=False)
@@ -181,20 +191,33 @@ def work_of_rank(name: str, plan: StagePlan, rank: int, micro_batches: int) -> l
         (`F` forward, `B` backward, `I` gradients of inputs or `W` gradients of weights; stage; micro-batch).
     """
     if name in _SINGLE:
-        ahead = micro_batches if name == "gpipe" else min(micro_batches, plan.ranks - rank)
-        steady = [(kind, at) for n in range(micro_batches - ahead) for kind, at in (("B", n), ("F", n + ahead))]
-        work = [*(("F", n) for n in range(ahead)), *steady]
-        work += [("B", n) for n in range(micro_batches - ahead, micro_batches)]
-        return [(kind, rank, n) for kind, n in work]
-    ranks: dict[str, Any] = {"num_stages": plan.stages, "group_size": plan.ranks, "group_rank": rank}
+        return _work_of_single_stage(rank, micro_batches, micro_batches if name == "gpipe" else plan.ranks - rank)
+    ranks = {"num_stages": plan.stages, "group_size": plan.ranks, "group_rank": rank}
     described: Any = [SimpleNamespace(**ranks, stage_index=n, submod=nn.Identity()) for n in plan.stages_of(rank)]
-    order = _MULTI[name](described, micro_batches, loss_fn=_itself, scale_grads=False).pipeline_order_with_comms[rank]
-    written = (re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action)) for action in order)  # 2F0: stage, kind, micro-batch
-    return [(found[2], int(found[1]), int(found[3])) for found in written if found is not None]
+    schedule = _MULTI[name](described, micro_batches, loss_fn=_itself, scale_grads=False)
+    work = []
+    for action in schedule.pipeline_order_with_comms[rank]:
+        computed = re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action))  # 2F0: stage, kind, micro-batch; not communication
+        if computed is not None:
+            work.append((computed[2], int(computed[1]), int(computed[3])))
+    return work
 
 
-def run_schedule(schedule: Any, stages: Sequence[OwnShapes], micro_batches: int) -> None:
-    """Forward and backward of all micro-batches, which the stages are told by their numbers."""
+def _work_of_single_stage(stage: int, micro_batches: int, most_ahead: int) -> list[tuple[str, int, int]]:
+    """Forward passes up to `most_ahead`, then a backward and a forward pass in turn, then the backward passes left."""
+    ahead = min(micro_batches, most_ahead)
+    work = [("F", stage, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        work.append(("B", stage, number))
+        if number + ahead < micro_batches:
+            work.append(("F", stage, number + ahead))
+    return work
+
+
+def run_schedule(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[OwnShapes], micro_batches: int
+) -> None:
+    """Forward and backward of all micro-batches; stages get the number of each."""
     numbers = torch.arange(micro_batches)
     if any(stage.is_last for stage in stages):
         schedule.step(mb=numbers, target=numbers, losses=[], return_outputs=False)
@@ -202,5 +225,5 @@ def run_schedule(schedule: Any, stages: Sequence[OwnShapes], micro_batches: int)
         schedule.step(mb=numbers, return_outputs=False)
 
 
-def _itself(output: Tensor, _target: Any) -> Tensor:
+def _itself(output: Tensor, _target: object) -> Tensor:
     return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried, Lo
 from mindspeed_mm.fsdp.distributed.pipeline.cut import arguments_of, entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.share import own_names
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.stages import StageExit
 
 
@@ -79,16 +78,17 @@ class StageModule(nn.Module):
         """Of these modules of the whole model those that this stage holds, by their names below it."""
         return [f"model.{name}" for name in own_names(self.model, names)]
 
-    def forward(self, *received: Tensor, mb: Tensor) -> Any:
+    def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Hidden states and what travels with them; of the last stage the micro-batch's share of the loss."""
         assert self.work is not None
-        batch = self.work.batches[int(mb)]
-        batch = {key: value for key, value in batch.items() if key not in self._media}
-        if routers := self._boundary.routers:
-            *received, routers.received = received or (None,)  # type: ignore[assignment]
-        hidden = max(1, len(self._streams)) if received else 0
-        self._entering = tuple(received[:hidden])
-        self._carried.begin(tuple(received[hidden:]))
+        batch = {key: value for key, value in self.work.batches[int(mb)].items() if key not in self._media}
+        routers = self._boundary.routers
+        if routers is not None:  # what they said comes last; the first stage receives nothing at all
+            routers.received = received[-1] if received else None
+            received = received[:-1]
+        hidden = max(1, len(self._streams))
+        self._entering = received[:hidden]
+        self._carried.begin(received[hidden:])
         try:
             terms = self.work.objective.terms(self.model, batch)
         except StageExit as end:
@@ -97,7 +97,7 @@ class StageModule(nn.Module):
             self._entering = ()
         return self._loss(terms)
 
-    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def _enter(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         given, by_name = list(args), dict(kwargs)
         for name, hidden in zip(self._streams or ("hidden_states",), self._entering, strict=True):
             place = self._arguments.index(name) if name in self._arguments else 0
@@ -110,8 +110,8 @@ class StageModule(nn.Module):
     def _leaving(self, streams: tuple[Tensor, ...], expected: list[Passed]) -> tuple[Tensor, ...]:
         carried = self._carried.outgoing(streams[0])
         outputs = [each.to(self._dtype).contiguous() for each in (*streams, *carried)]
-        if routers := self._boundary.routers:
-            outputs.append(routers.leaving(streams[0]))
+        if self._boundary.routers is not None:
+            outputs.append(self._boundary.routers.leaving(streams[0]))
         found = [(tuple(each.shape), each.dtype) for each in outputs]
         if found != expected:
             raise MMError(
@@ -123,18 +123,19 @@ class StageModule(nn.Module):
 
     def _loss(self, terms: Mapping[str, Tensor]) -> Tensor:
         assert self.work is not None
-        totals = self.work.totals
-        normalised = {name: value / self.work.denominators[name] for name, value in terms.items()}
-        for name, value in normalised.items():
-            totals[name] = totals[name] + value.detach() if name in totals else value.detach()
-        return torch.stack(list(normalised.values())).sum()
+        totals, normalised = self.work.totals, []
+        for name, value in terms.items():
+            share = value / self.work.denominators[name]
+            normalised.append(share)
+            totals[name] = totals[name] + share.detach() if name in totals else share.detach()
+        return torch.stack(normalised).sum()
 
 
 class _CastInputs:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def __call__(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, TypedDict
 from weakref import WeakSet
 
 from torch import nn
@@ -26,9 +28,21 @@ from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, c
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 _keeps_parameters: WeakSet[FSDPModule] = WeakSet()
 """Units that stay whole for the length of a pass: cutting them between micro-batches saves no memory at the peak."""
+
+
+class ShardOptions(TypedDict, total=False):
+    """Arguments of `fully_shard` that are used here."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter]
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None]
 
 
 @dataclass(frozen=True)
@@ -60,10 +74,24 @@ def plan_units(
         tie_groups: Modules that share a parameter; each group becomes one unit, whether listed above or not.
         ignored: Modules that are not sharded, with everything below them.
     """
-    tied = {name for group in tie_groups for name in group}
-    alone = [Unit((name,)) for name in shard_modules if name not in tied]
-    units = [*(Unit(tuple(group)) for group in tie_groups), *alone]
-    return [unit for unit in units if not any(is_inside(name, ignored) for name in unit.names)]
+    units = [Unit(tuple(group)) for group in tie_groups]
+    tied = set(names_of_units(units))
+    units += [Unit((name,)) for name in shard_modules if name not in tied]
+    kept = []
+    for unit in units:
+        if not any(is_inside(name, ignored) for name in unit.names):
+            kept.append(unit)
+    return kept
+
+
+def names_of_units(units: Sequence[Unit]) -> list[str]:
+    """Names of all modules that are wrapped."""
+    return list(chain.from_iterable(unit.names for unit in units))
+
+
+def innermost_first(units: Sequence[Unit]) -> list[Unit]:
+    """The order of wrapping: a parameter belongs to the first unit that holds it."""
+    return sorted(units, key=lambda unit: -unit.depth)
 
 
 def shard_units(
@@ -87,24 +115,29 @@ def shard_units(
         tower_mesh: Of units that are marked `of_tower`.
     """
     output = RootOutput(model)
-    check_outputs((name, model.get_submodule(name)) for unit in units for name in unit.names)
-    options = unit_options(plan, mesh) | {
-        "ignored_params": ignored_params,
-        "shard_placement_fn": _placement_of(cut_dims or {}),
-    }
-    for unit in sorted(units, key=lambda unit: -unit.depth):
+    options = unit_options(plan, mesh)
+    options["ignored_params"] = ignored_params
+    if cut_dims:
+        options["shard_placement_fn"] = partial(_placement_of, cut_dims)
+    check_outputs((name, model.get_submodule(name)) for name in names_of_units(units))
+    for unit in innermost_first(units):
         modules = [model.get_submodule(name) for name in unit.names]
-        # A tied head needs its weight again at once in backward, and the embedding holds the group open anyway.
-        own: dict[str, Any] = {"reshard_after_forward": False} if len(modules) > 1 else {}
-        own |= {"mesh": tower_mesh} if unit.of_tower else {}
-        fully_shard(modules if len(modules) > 1 else modules[0], **options | own)
+        own = options.copy()
+        if unit.of_tower and tower_mesh is not None:
+            own["mesh"] = tower_mesh
+        if len(modules) > 1:
+            # A tied head needs its weight again at once in backward, and the embedding holds the group open anyway.
+            own["reshard_after_forward"] = False
+            fully_shard(modules, **own)
+        else:
+            fully_shard(modules[0], **own)
     fully_shard(model, **root_options(options, plan))
     output.give_back()
     settle_sharded(model, plan, units)
 
 
-def unit_options(plan: FsdpPlan, mesh: DeviceMesh) -> dict[str, Any]:
-    """What `fully_shard` is told of a unit below the root."""
+def unit_options(plan: FsdpPlan, mesh: DeviceMesh) -> ShardOptions:
+    """Arguments of `fully_shard` for a unit below the root."""
     return {
         "mesh": mesh,
         "reshard_after_forward": plan.reshard_after_forward,
@@ -113,20 +146,21 @@ def unit_options(plan: FsdpPlan, mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def root_options(options: Mapping[str, Any], plan: FsdpPlan) -> dict[str, Any]:
-    """What `fully_shard` is told of the root, where units are told `options`."""
-    # None is torch's own choice for a root: its parameters stay, as backward starts with them.
-    reshard = None if options["reshard_after_forward"] is True else options["reshard_after_forward"]
-    precision = replace(options["mp_policy"], output_dtype=torch_dtype(plan.output_dtype))
-    return {**options, "reshard_after_forward": reshard, "mp_policy": precision}
+def root_options(options: ShardOptions, plan: FsdpPlan) -> ShardOptions:
+    """Arguments of `fully_shard` for the root, where `options` are those of units."""
+    own = options.copy()
+    own["mp_policy"] = replace(options["mp_policy"], output_dtype=torch_dtype(plan.output_dtype))
+    if options["reshard_after_forward"] is True:
+        own["reshard_after_forward"] = None  # torch's choice for a root: its parameters stay, as backward begins there
+    return own
 
 
 def settle_sharded(model: nn.Module, plan: FsdpPlan, units: Sequence[Unit] = ()) -> None:
-    """What a sharded model needs afterwards, whoever has wrapped it: `shard_units`, or its own `fully_shard`.
+    """What a sharded model needs afterwards, whether `shard_units` or its own `fully_shard` wrapped it.
 
     Args:
         model: Its root is wrapped.
-        plan: As it was told.
+        plan: The section that it was wrapped by.
         units: Where `shard_units` wrapped it.
     """
     _keeps_parameters.update(_kept_whole(model, units, plan))
@@ -138,32 +172,35 @@ def _keep_recording(model: nn.Module) -> None:
     """transformers looks up what a model's layers are asked for (of some towers every layer's output) by its class's
     name, which wrapping has changed."""
     library = sys.modules.get("transformers.modeling_utils")
-    for module in fsdp_modules(model) if library is not None else ():
-        if isinstance(module, library.PreTrainedModel):  # type: ignore[union-attr]
+    if library is None:
+        return
+    for module in fsdp_modules(model):
+        if isinstance(module, library.PreTrainedModel):
             # The dict's own way, which takes names in all releases.
-            dict.__setitem__(library._CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)  # type: ignore[union-attr]
+            dict.__setitem__(library._CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
 
 
-def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> Iterator[FSDPModule]:
+def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> list[FSDPModule]:
     """What is not cut between the forward and the backward pass, by the choices made above."""
     if plan.reshard_after_forward is False:
-        kept: Iterable[nn.Module] = fsdp_modules(model)
-    else:
-        tied = [name for unit in units if len(unit.names) > 1 for name in unit.names]
-        root = [""] if plan.reshard_after_forward is True else []
-        kept = map(model.get_submodule, [*root, *tied])
-    return (module for module in kept if isinstance(module, FSDPModule))
+        return fsdp_modules(model)
+    kept = []
+    if plan.reshard_after_forward is True:
+        kept.append(model)
+    for unit in units:
+        if len(unit.names) > 1:
+            kept += [model.get_submodule(name) for name in unit.names]
+    return [module for module in kept if isinstance(module, FSDPModule)]
 
 
-def _placement_of(cut_dims: Mapping[nn.Parameter, int]) -> Callable[[nn.Parameter], Shard | None] | None:
-    if not cut_dims:
-        return None
-    return lambda parameter: Shard(cut_dims[parameter]) if parameter in cut_dims else None
+def _placement_of(cut_dims: Mapping[nn.Parameter, int], parameter: nn.Parameter) -> Shard | None:
+    dim = cut_dims.get(parameter)
+    return None if dim is None else Shard(dim)
 
 
 def _expect_logits_to_be_a_view(model: nn.Module) -> None:
     """Silence torch's warning that a wrapped module returned a view, for the head and the root: a linear layer on
-    (B, L, H) always does, and nobody writes into logits. For blocks it stays: there it can mean lost gradients."""
+    (B, L, H) always does, and nothing writes into logits. For blocks it stays: there it can mean lost gradients."""
     names = f"{re.escape(type(model).__name__)}|.*FSDPLinear"
     warnings.filterwarnings(
         "ignore", message=rf"FSDP2-wrapped module \(({names})\) returned a view", category=UserWarning
@@ -233,15 +270,24 @@ def set_prefetch(
             with them. Without it, inner modules are gathered when their own turn comes, and everything waits.
     """
     for stack in _stacks(units).values():
-        blocks = [_wrapped(model, unit) for unit in stack]
-        inner = [_inside(block) if unit.names[0] in hooked else [] for unit, block in zip(stack, blocks, strict=True)]
-        for position, block in enumerate(blocks):
-            ahead = range(position + 1, min(position + 1 + forward, len(blocks)))
-            behind = range(position - 1, max(position - 1 - backward, -1), -1)
-            if gathered := [*inner[position], *(module for i in ahead for module in (blocks[i], *inner[i]))]:
-                block.set_modules_to_forward_prefetch(gathered)
-            if gathered := [*inner[position][::-1], *(m for i in behind for m in (blocks[i], *inner[i][::-1]))]:
-                block.set_modules_to_backward_prefetch(gathered)
+        groups = [_gathered_together(model, unit, hooked) for unit in stack]
+        # In the backward pass both the blocks and the modules inside each come in the opposite order.
+        backwards = [[block, *reversed(inner)] for block, *inner in reversed(groups)]
+        for position, (block, *inner) in enumerate(groups):
+            ahead = [*inner, *chain.from_iterable(groups[position + 1 : position + 1 + forward])]
+            if ahead:
+                block.set_modules_to_forward_prefetch(ahead)
+        for position, (block, *inner) in enumerate(backwards):
+            ahead = [*inner, *chain.from_iterable(backwards[position + 1 : position + 1 + backward])]
+            if ahead:
+                block.set_modules_to_backward_prefetch(ahead)
+
+
+def _gathered_together(model: nn.Module, unit: Unit, hooked: Collection[str]) -> list[FSDPModule]:
+    """A unit's module, and behind it the wrapped ones inside that are gathered whenever it is, in its order."""
+    block = model.get_submodule(unit.names[0])
+    assert isinstance(block, FSDPModule), unit.names
+    return fsdp_modules(block) if unit.names[0] in hooked else [block]
 
 
 @contextmanager
@@ -264,9 +310,10 @@ def resident(model: nn.Module) -> Iterator[None]:
     modules = fsdp_modules(model)
     if modules:
         modules[0]._get_fsdp_state()._lazy_init()  # units that are gathered before the root knows them refuse it later
-    kept = [(group, group.post_forward_mesh_info) for module in modules for group in _groups_of(module)]
-    for group, _ in kept:
-        group.post_forward_mesh_info = None
+    kept = []
+    for group in chain.from_iterable(map(_groups_of, modules)):
+        kept.append((group, group.post_forward_mesh_info))
+        group.post_forward_mesh_info = None  # to a group without it, a forward pass leaves its parameters whole
     handles = [module.unshard(async_op=True) for module in modules]
     for handle in handles:
         if handle is not None:
@@ -286,16 +333,17 @@ def resident(model: nn.Module) -> Iterator[None]:
 def _groups_of(module: FSDPModule) -> list[Any]:
     """The parameter groups of a unit; torch 2.11 has one at most."""
     state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
+    if has_all(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:
     """Precision of a unit: gradients are summed in fp32 when parameters compute in less. The output dtype is the
     root's alone (`root_options`), since a block that returned another dtype than it takes would break the next one."""
-    reduce_dtype = plan.reduce_dtype or ("fp64" if plan.param_dtype == "fp64" else plan.param_dtype and "fp32")
+    reduce_dtype = plan.reduce_dtype
+    if reduce_dtype is None and plan.param_dtype is not None:
+        reduce_dtype = "fp64" if plan.param_dtype == "fp64" else "fp32"
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(plan.param_dtype),
         reduce_dtype=torch_dtype(reduce_dtype),
@@ -303,8 +351,8 @@ def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:
     )
 
 
-def build_expert_options(plan: FsdpPlan) -> dict[str, Any]:
-    """What `fully_shard` is told of expert modules, which lie inside the blocks: their inputs come in the right types,
+def build_expert_options(plan: FsdpPlan) -> ShardOptions:
+    """Arguments of `fully_shard` for expert modules, which lie inside the blocks: their inputs come in the right types,
     and the router's weights may be wider than the rest."""
     precision = replace(build_precision_policy(plan), cast_forward_inputs=False)
     return {
@@ -349,14 +397,3 @@ def _stacks(units: Sequence[Unit]) -> Mapping[str, list[Unit]]:
         if len(unit.names) == 1:
             stacks.setdefault(unit.stack, []).append(unit)
     return stacks
-
-
-def _inside(block: FSDPModule) -> list[FSDPModule]:
-    """Wrapped modules inside a wrapped module, in its order."""
-    return [module for module in fsdp_modules(block) if module is not block]  # type: ignore[arg-type]
-
-
-def _wrapped(model: nn.Module, unit: Unit) -> FSDPModule:
-    module = model.get_submodule(unit.names[0])
-    assert isinstance(module, FSDPModule), unit.names
-    return module

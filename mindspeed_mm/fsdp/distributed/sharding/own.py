@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
-def own_sharding(model: nn.Module) -> Callable[[Any], bool] | None:
+def own_sharding(model: nn.Module) -> Callable[[FsdpPlan], bool] | None:
     """A model's `fully_shard(fsdp_plan)`, which returns whether it has done the work; None where it has none.
 
     A base class may bring the hook for those of its models that need one: it then has `shards_itself()`, too, which is
     False for the others.
     """
-    decides = getattr(model, "shards_itself", None)
+    decides = attribute_at(model, "shards_itself")
     if decides is not None and not decides():
         return None
-    return getattr(model, "fully_shard", None)
+    return attribute_at(model, "fully_shard")
 
 
 def check_own_sharding(model: nn.Module) -> None:
     """Raise `ConfigError` when a model that is to be cut into stages shards itself: it would shard the whole."""
-    decides = getattr(model, "shards_itself", None)
+    decides = attribute_at(model, "shards_itself")
     if decides is not None and decides():
         raise ConfigError(
             f"{type(model).__name__} shards itself (_fully_shard), and stages of a pipeline are sharded one by one",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,10 +11,18 @@ from mindspeed_mm.core.errors import CollectedErrors, ConfigError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.expert.plan import check_inside, padding_warnings, undivided
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit, check_dtypes, check_reshard, plan_units
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
+    Unit,
+    check_dtypes,
+    check_reshard,
+    innermost_first,
+    names_of_units,
+    plan_units,
+)
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import check_sharded_bytes
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 _KEY = "parallel.fsdp_plan"
 _HEADLINE = "the model cannot be sharded as the plan says"
@@ -33,7 +41,7 @@ class ShardingPlan:
     is_sharded: bool = True
     """False: one process whose precision and offload ask nothing of `fully_shard` keeps plain parameters."""
     units: tuple[Unit, ...] = ()
-    """In execution order; what none of them holds belongs to the root. Experts that are spread are none of them."""
+    """In execution order; what none of them holds belongs to the root. Experts that are spread are not among them."""
     experts: tuple[str, ...] = ()
     """Expert modules, which are cut over the ranks of their own mesh, inside the units."""
     ignored: tuple[str, ...] = ()
@@ -59,8 +67,10 @@ class ShardingPlan:
         if not self.is_sharded:
             return "plain parameters on one process"
         parts = [f"{len(self.units)} units and the root"]
-        parts += [f"{len(self.ignored)} modules left out"] if self.ignored else []
-        parts += [f"{len(self.cut_dims)} parameters cut along another dimension"] if self.cut_dims else []
+        if self.ignored:
+            parts.append(f"{len(self.ignored)} modules left out")
+        if self.cut_dims:
+            parts.append(f"{len(self.cut_dims)} parameters cut along another dimension")
         return ", ".join(parts)
 
 
@@ -117,12 +127,14 @@ def resolve_sharding(
     costs: list[str] = []
     if not wishes.experts:  # those that are spread are cut over a mesh of their own
         cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None}
-        costs = padding_warnings(model, sizes.fsdp) if ranks_known else []
-    inner = [*wishes.experts, *(name for unit in units for name in unit.names)]
-    holding = [name for name in hooked if any(is_inside(other, (name,), strict=True) for other in inner)]
+        if ranks_known:
+            costs += padding_warnings(model, sizes.fsdp)
+    holding = _holding_others(hooked, [*wishes.experts, *names_of_units(units)])
     if hooked and not holding:
         costs.append(_NOTHING_HOOKED)
-    copies = [name for name in ignored if sizes.world > 1 and _is_trained(model.get_submodule(name))]
+    copies = []
+    if sizes.world > 1:
+        copies = [name for name in ignored if _is_trained(model.get_submodule(name))]
     plan = ShardingPlan(
         section,
         units=tuple(units),
@@ -141,11 +153,12 @@ def _resolve_names(
     model: nn.Module, section: FsdpPlan, wishes: ShardingWishes, errors: CollectedErrors
 ) -> tuple[list[str], list[str], list[str]]:
     """Modules to wrap, modules to leave out, and modules whose inner ones are gathered together with them."""
-    names = [name for name, _ in model.named_modules()]
+    names = module_names(model)
 
     def resolve(key: str, patterns: Sequence[str] | None) -> list[str]:
-        found = errors.attempt(resolve_patterns, patterns, names, key=f"{_KEY}.{key}") if patterns else []
-        return found or []
+        if not patterns:
+            return []
+        return errors.attempt(resolve_patterns, patterns, names, key=f"{_KEY}.{key}") or []
 
     named = resolve("apply_modules", section.apply_modules)
     ignored = _outermost(resolve("ignored_modules", section.ignored_modules))
@@ -159,9 +172,18 @@ def _plan_units(wrapped: list[str], ignored: list[str], wishes: ShardingWishes, 
     units = _with_towers(plan_units(wrapped, wishes.tie_groups, ignored), wishes.whole_towers, ignored)
     if not wishes.experts:
         return units
-    within = [name for unit in units for name in unit.names]
-    errors.attempt(check_inside, wishes.experts, lambda name: is_inside(name, within) and not is_inside(name, ignored))
+    wrapped_names = names_of_units(units)
+
+    def is_wrapped(name: str) -> bool:
+        return is_inside(name, wrapped_names) and not is_inside(name, ignored)
+
+    errors.attempt(check_inside, wishes.experts, is_wrapped)
     return [unit for unit in units if not set(unit.names) & set(wishes.experts)]
+
+
+def _holding_others(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Those of the modules that have one of the others inside."""
+    return [name for name in names if any(is_inside(other, (name,), strict=True) for other in others)]
 
 
 def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:
@@ -176,7 +198,7 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 def _with_towers(units: Sequence[Unit], towers: Collection[str], ignored: Sequence[str]) -> list[Unit]:
     """Units with those of whole towers marked. A tower that is not a unit becomes one, which sums its gradients."""
-    wrapped = {name for unit in units for name in unit.names}
+    wrapped = names_of_units(units)
     missing = [Unit((name,)) for name in towers if name not in wrapped and not is_inside(name, ignored)]
     return [Unit(unit.names, of_tower=is_inside(unit.names[0], towers)) for unit in (*units, *missing)]
 
@@ -184,13 +206,10 @@ def _with_towers(units: Sequence[Unit], towers: Collection[str], ignored: Sequen
 def _check_hooked(hooked: Sequence[str], units: Sequence[Unit]) -> None:
     """Raise `ConfigError` unless every hooked module is a unit."""
     alone = [unit.names[0] for unit in units if len(unit.names) == 1]
+    way_out = f"Name modules of fsdp_plan.apply_modules, e.g. '{alone[0]}'." if alone else ""
     for name in hooked:
         if name not in alone:
-            raise ConfigError(
-                f"'{name}' is not wrapped itself",
-                key=f"{_KEY}.hook_modules",
-                way_out=f"Name modules of fsdp_plan.apply_modules, e.g. '{alone[0]}'." if alone else "",
-            )
+            raise ConfigError(f"'{name}' is not wrapped itself", key=f"{_KEY}.hook_modules", way_out=way_out)
 
 
 def _check_unit_dtypes(
@@ -199,7 +218,10 @@ def _check_unit_dtypes(
     """Raise `ConfigError` when trainable parameters that would be reduced together differ in dtype."""
 
     def parameters_of(names: Iterable[str]) -> set[nn.Parameter]:
-        return {parameter for name in names for parameter in model.get_submodule(name).parameters()}
+        found: set[nn.Parameter] = set()
+        for name in names:
+            found.update(model.get_submodule(name).parameters())
+        return found
 
     # From the inside out, as they are wrapped: a unit reduces what no unit inside it holds, the root what is left.
     taken = parameters_of((*experts, *ignored))
@@ -208,11 +230,6 @@ def _check_unit_dtypes(
         check_dtypes(unit.names, own)
         taken |= own
     check_dtypes(("the root",), parameters_of([""]) - taken)
-
-
-def innermost_first(units: Sequence[Unit]) -> Iterator[Unit]:
-    """The order of wrapping: a parameter belongs to the first unit that holds it."""
-    return iter(sorted(units, key=lambda unit: -unit.depth))
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 
 class RootOutput:
@@ -37,11 +38,14 @@ class RootOutput:
         """From now on the caller gets the object again, with the tensors that sharding has seen."""
         self._root.register_forward_hook(self._restore)
 
-    def _show(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        self._hidden = output if hides_tensors(output) else None
-        return None if self._hidden is None else dict(vars(output))
+    def _show(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        self._hidden = None
+        if not hides_tensors(output):
+            return None  # leaves the output as it is
+        self._hidden = output
+        return dict(vars(output))
 
-    def _restore(self, _module: nn.Module, _inputs: Any, shown: Any) -> Any:
+    def _restore(self, _module: nn.Module, _inputs: object, shown: Any) -> Any:
         if self._hidden is None:
             return None
         output, self._hidden = copy.copy(self._hidden), None
@@ -61,23 +65,23 @@ def check_outputs(inner: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def _check_first_output(name: str, module: nn.Module) -> None:
-    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def check(_module: nn.Module, _inputs: object, output: object) -> None:
         handle.remove()
-        hidden = next((leaf for leaf in tree_leaves(output) if hides_tensors(leaf)), None)
-        if hidden is not None:
-            raise ConfigError(
-                f"{name} returns its tensors in a {type(hidden).__name__}, where sharding cannot see them",
-                key="parallel.fsdp_plan.apply_modules",
-                way_out="Return a tensor, tuple, dict or transformers ModelOutput, or register the class with "
-                "torch.utils._pytree.register_dataclass.",
-            )
+        for leaf in tree_leaves(output):
+            if hides_tensors(leaf):
+                raise ConfigError(
+                    f"{name} returns its tensors in a {type(leaf).__name__}, where sharding cannot see them",
+                    key="parallel.fsdp_plan.apply_modules",
+                    way_out="Return a tensor, tuple, dict or transformers ModelOutput, or register the class with "
+                    "torch.utils._pytree.register_dataclass.",
+                )
 
     handle = module.register_forward_hook(check)
 
 
-def hides_tensors(value: Any) -> bool:
+def hides_tensors(value: object) -> bool:
     """Whether a value is a leaf to torch's pytree, yet holds tensors as attributes."""
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
+    if isinstance(value, torch.Tensor) or not has_all(value, "__dict__"):
         return False
     leaves = tree_leaves(value)
     return leaves == [value] and any(isinstance(item, torch.Tensor) for item in vars(value).values())

@@ -6,15 +6,12 @@ No parameter is renamed or reshaped: initialisation, loading, checkpoints and ex
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.fsdp.distributed.collectives import sharded_along
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.forward import (
     ColumnForward,
@@ -41,6 +38,7 @@ from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, base_layer_of, has_all
 
 
 def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, gather_logits: bool = False) -> None:
@@ -84,7 +82,7 @@ class _Splitter:
         in_sequence = self._in_sequence(name)
         if rule.style in (Style.COLUMN, Style.HEAD):
             gathers = rule.style is Style.HEAD and (self._gathers or not is_inside(name, (self._head,)))
-            entry = None if in_sequence else self._entry
+            entry = None if in_sequence else self._entry  # layers in a slice share the gathering of its end
             return ColumnForward(module, self._ranks, entry, rule.blocks, gathers)
         if rule.style is Style.ROW:
             return RowForward(module, self._ranks, in_sequence, rule.blocks)
@@ -110,13 +108,6 @@ _OTHERS: dict[Style, type[LocalForward]] = {
 }
 
 
-def sharded_along(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
-    """The parameter as a DTensor of which this rank holds an equal part along `dim`, on meta or with values."""
-    own = parameter.detach().chunk(ranks.size, dim=dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
-    split = DTensor.from_local(own, ranks.mesh, [Shard(dim)], run_check=False)
-    return nn.Parameter(split, requires_grad=parameter.requires_grad)
-
-
 def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: bool) -> dict[str, SplitRule]:
     """The rules of a module and of the low-rank adapters on it: (x A) B is cut where x W is.
 
@@ -126,7 +117,7 @@ def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: boo
         ConfigError: The layer is fused of several, which an adapter cuts differently.
     """
     module = model.get_submodule(name)
-    if not hasattr(module, "base_layer"):
+    if base_layer_of(module) is module:
         return {name: rule}
     if rule.blocks or rule.style is Style.EMBEDDING:
         raise ConfigError(
@@ -134,9 +125,10 @@ def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: boo
             key="training.lora.target_modules",
             way_out="Leave this module out of the adapters, or of parallel.tp_plan.",
         )
+    # A reads what W reads, B writes what W writes: rows are cut in A, columns in B.
     cut_half, whole_half = ("lora_A", "lora_B") if rule.style is Style.ROW else ("lora_B", "lora_A")
     rules = {f"{name}.base_layer": rule}
-    for adapter in getattr(module, cut_half):
+    for adapter in attribute_at(module, cut_half):
         rules[f"{name}.{cut_half}.{adapter}"] = rule
         if in_sequence:
             rules[f"{name}.{whole_half}.{adapter}"] = SplitRule(Style.OWN_PART)
@@ -144,8 +136,10 @@ def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: boo
 
 
 def divide_heads(attention: nn.Module, size: int) -> None:
-    """Tell an attention module how many heads it sees, and how many features they have where it counts by these."""
-    for name in (*HEAD_COUNTS, *(["inner_dim"] if hasattr(attention, "to_q") else [])):
-        count: Any = getattr(attention, name, None)
+    """Set how many heads an attention module sees, and how many features they have where it counts by these."""
+    # Attentions of diffusers reshape by the width of all heads.
+    counts = (*HEAD_COUNTS, "inner_dim") if has_all(attention, "to_q") else HEAD_COUNTS
+    for name in counts:
+        count = attribute_at(attention, name)
         if isinstance(count, int) and not isinstance(count, bool):
             setattr(attention, name, count // size)

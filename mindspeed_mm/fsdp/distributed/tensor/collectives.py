@@ -71,7 +71,9 @@ def sum_to_own_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 def pad_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """(…, L, H) with zeros behind, until the ranks divide the number of tokens."""
     missing = -tensor.shape[-2] % ranks.size
-    return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+    if missing == 0:
+        return tensor
+    return F.pad(tensor, (0, 0, 0, missing))
 
 
 def all_reduce(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -82,7 +84,7 @@ def all_reduce(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
 
 
 def _all_reduce_precisely(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return all_reduce(wide, ranks).to(tensor.dtype)
 
 
@@ -94,6 +96,7 @@ def _gather_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     # Never a view: sharding puts its hooks on what blocks return, and models write into it.
     *rows, tokens, width = tensor.shape
     whole = tensor.new_empty(*rows, ranks.size * tokens, width)
+    # Ranks come one behind the other: of one row that is the result, of several it has to be taken apart.
     parts = whole if math.prod(rows) == 1 else torch.empty_like(whole)
     all_gather_single(
         parts.view(ranks.size * tokens * math.prod(rows), width), tensor.reshape(-1, width), group=ranks.group

@@ -9,7 +9,7 @@ ones of which a rank uses a part.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.distributed.tensor.collectives import (
     sum_over_ranks,
     sum_to_own_tokens,
 )
+from mindspeed_mm.fsdp.ops.forward_stack import Forward
 
 
 class SplitInput:
@@ -43,15 +44,16 @@ class SplitInput:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The input of a split layer, for this rank's part of it."""
-        crossed = self._crossed
-        same = self._last is not None and self._last() is tensor
-        if crossed is not None and same and crossed.requires_grad == (tensor.requires_grad and torch.is_grad_enabled()):
-            return crossed
+        is_same = self._last is not None and self._last() is tensor
+        # What crossed while no gradient was recording is of no use where one is, and the other way round.
+        records = tensor.requires_grad and torch.is_grad_enabled()
+        if is_same and self._crossed is not None and self._crossed.requires_grad == records:
+            return self._crossed
         crossed = copy_to_ranks(tensor, self._ranks)
         self._last, self._crossed = weakref.ref(tensor, self._forget), crossed
         return crossed
 
-    def __deepcopy__(self, memo: Any) -> SplitInput:
+    def __deepcopy__(self, memo: object) -> SplitInput:
         return SplitInput(self._ranks)
 
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
@@ -68,13 +70,15 @@ class LocalForward:
     """
 
     def __init__(self, module: nn.Module, ranks: TensorRanks) -> None:
-        self._forward: Callable[..., Any] = module.forward  # bound: a deep copy of the module takes its own along
+        self._forward: Forward = module.forward  # bound: a deep copy of the module takes its own along
         self._module, self._ranks = module, ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own."""
-        own = {name: p for name, p in self._module._parameters.items() if p is not None}
-        with parameters_as(self._module, {name: self.local(name, p) for name, p in own.items()}):
+        own: dict[str, torch.Tensor | None] = {}
+        for name, parameter in self._module.named_parameters(recurse=False, remove_duplicate=False):
+            own[name] = self.local(name, parameter)
+        with parameters_as(self._module, own):
             return self._forward(*args, **kwargs)
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -107,7 +111,9 @@ class ColumnForward(LocalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(…, in) → (…, out / ranks)."""
         tensor, *rest = args
-        output = super().__call__(self._entry(tensor) if self._entry else tensor, *rest, **kwargs)
+        if self._entry is not None:
+            tensor = self._entry(tensor)
+        output = super().__call__(tensor, *rest, **kwargs)
         return gather_features(output, self._ranks) if self._gathers else output
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -134,15 +140,20 @@ class RowForward(LocalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(…, in / ranks) → (…, out)."""
         partial = super().__call__(*args, **kwargs)
-        output = (sum_to_own_tokens if self._to_own_tokens else sum_over_ranks)(partial, self._ranks)
-        bias = self._module._parameters.get("bias")
-        if bias is None:
-            return output
-        return output + (sum_gradient(bias, self._ranks) if self._to_own_tokens else bias)
+        bias: torch.Tensor | None = self._module._parameters.get("bias")
+        if self._to_own_tokens:
+            output = sum_to_own_tokens(partial, self._ranks)
+            if bias is not None:  # each rank adds it to its own tokens alone
+                bias = sum_gradient(bias, self._ranks)
+        else:
+            output = sum_over_ranks(partial, self._ranks)
+        return output if bias is None else output + bias
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         """Columns of the weight, no bias."""
-        return None if name == "bias" else local_part(parameter, self._ranks, 1, self._blocks)
+        if name == "bias":
+            return None
+        return local_part(parameter, self._ranks, 1, self._blocks)
 
 
 class EmbeddingForward(LocalForward):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Literal
 
 from torch import nn
 
@@ -20,6 +20,15 @@ from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patte
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
+from mindspeed_mm.fsdp.utils.model_parts import (
+    attribute_at,
+    base_layer_of,
+    has_all,
+    head_of,
+    module_names,
+    name_of,
+    weight_of,
+)
 
 KEY = "parallel.tp_plan"
 
@@ -78,21 +87,28 @@ class TensorPlan:
         def is_split(name: str) -> bool:
             return not is_inside(name, modules)
 
-        rules = {name: rule for name, rule in self.rules.items() if is_split(name)}
-        return TensorPlan(rules, tuple(filter(is_split, self.sequence)), (*self.whole, *sorted(modules)))
+        kept = self._filtered(is_split)
+        return replace(kept, whole=(*self.whole, *sorted(modules)))
 
     def only(self, modules: Collection[str]) -> TensorPlan:
         """The plan of the part of a model that has just these modules."""
-        own = set(modules)
-        rules = {name: rule for name, rule in self.rules.items() if name in own}
-        return TensorPlan(rules, tuple(name for name in self.sequence if name in own), self.whole)
+        return self._filtered(set(modules).__contains__)
+
+    def _filtered(self, is_kept: Callable[[str], bool]) -> TensorPlan:
+        rules = {name: rule for name, rule in self.rules.items() if is_kept(name)}
+        return TensorPlan(rules, tuple(filter(is_kept, self.sequence)), self.whole)
 
     def describe(self) -> str:
         """One line for the log: `colwise 14, rowwise 4, …`."""
-        counts = {style.value: len(self.names(style)) for style in Style}
-        parts = [f"{style} {count}" for style, count in counts.items() if count]
-        parts += [f"sequence_parallel {len(self.sequence)}"] if self.sequence else []
-        return ", ".join(parts + [f"whole on every rank: {pattern}" for pattern in self.whole])
+        parts = []
+        for style in Style:
+            count = len(self.names(style))
+            if count:
+                parts.append(f"{style.value} {count}")
+        if self.sequence:
+            parts.append(f"sequence_parallel {len(self.sequence)}")
+        parts += [f"whole on every rank: {pattern}" for pattern in self.whole]
+        return ", ".join(parts)
 
 
 _STYLES = {
@@ -132,7 +148,7 @@ _GATED = ("GEGLU", "SwiGLU")
 
 _FUSED_ATTENTION = re.compile(r"self\.qkv\(\w+\)\s*\.reshape\([^()]*, 3, self\.num_heads, -1\)")
 """What an attention's own code does with its fused `qkv` when queries, keys and values stand one after the other, each
-head by head. Shapes do not tell this from heads that have their three side by side, which a cut would mix."""
+head by head. Heads that have their three side by side, which a cut would mix, have the same shapes."""
 
 _QUERIES_AND_KEYS = re.compile(r"(?:q|k|query|key|to_q|to_k|add_q|add_k)(?:_proj)?")
 
@@ -163,48 +179,56 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
         draft = _own(model, linear)
         whole = _stated_whole(model)
         draft.whole += whole
-        found = {name: rule for name, rule in _recognised(model, linear).items() if name not in draft.rules}
-        stays = [compile_pattern(pattern, key=KEY) for pattern in whole]
-        draft.rules |= {name: found[name] for name in found if not any(each.fullmatch(name) for each in stays)}
+        stays_whole = [compile_pattern(pattern, key=KEY) for pattern in whole]
+        for name, rule in _recognised(model, linear).items():
+            if not any(pattern.fullmatch(name) for pattern in stays_whole):
+                draft.rules.setdefault(name, rule)  # what the class says of a layer wins over its name
     _check_pairs(draft.rules)
     _add_embeddings(model, draft.rules)
     _add_head_norms(model, draft.rules)
     _add_head_numbers(model, draft.rules)
-    sequence = resolve_patterns(tp_plan.sequence_parallel, _names(model), key=f"{KEY}.sequence_parallel")
+    sequence = resolve_patterns(tp_plan.sequence_parallel, module_names(model), key=f"{KEY}.sequence_parallel")
     _check_sequence(sequence, draft.rules)
-    rules = {name: draft.rules[name] for name in _names(model) if name in draft.rules}
+    rules = {name: draft.rules[name] for name in module_names(model) if name in draft.rules}
     return TensorPlan(rules, tuple(sequence), tuple(draft.whole))
 
 
 def is_linear_or_adapted(module: nn.Module) -> bool:
     """Whether it is a linear layer, under an adapter or not."""
-    return isinstance(getattr(module, "base_layer", module), nn.Linear)
+    return isinstance(base_layer_of(module), nn.Linear)
 
 
 def _given(model: nn.Module, tp_plan: TpPlan, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
-    columns = resolve_patterns(tp_plan.colwise_parallel, _names(model), key=f"{KEY}.colwise_parallel")
-    rows = resolve_patterns(tp_plan.rowwise_parallel, _names(model), key=f"{KEY}.rowwise_parallel")
+    columns = resolve_patterns(tp_plan.colwise_parallel, module_names(model), key=f"{KEY}.colwise_parallel")
+    rows = resolve_patterns(tp_plan.rowwise_parallel, module_names(model), key=f"{KEY}.rowwise_parallel")
     # An embedding has no output features to be cut by: it may only be named among the rows.
-    embeddings = [name for name in rows if isinstance(model.get_submodule(name), nn.Embedding)]
-    problems = [Problem("is in colwise_parallel and in rowwise_parallel", key=name) for name in columns if name in rows]
+    embeddings = {name for name in rows if isinstance(model.get_submodule(name), nn.Embedding)}
+    problems = []
+    for name in columns:
+        if name in rows:
+            problems.append(Problem("is in colwise_parallel and in rowwise_parallel", key=name))
     for name in (*columns, *rows):
         if name not in linear and name not in embeddings:
-            problems.append(Problem(f"is a {type(model.get_submodule(name)).__name__}, no linear layer", key=name))
+            kind = type(model.get_submodule(name)).__name__
+            problems.append(Problem(f"is a {kind}, not a linear layer", key=name))
     if problems:
         raise ConfigError(f"{KEY}: {len(problems)} module(s) cannot be split as asked", problems=problems)
     head = output_head(model)
     rules: dict[str, SplitRule] = {}
     for name in columns:
-        rules[name] = SplitRule(Style.HEAD if name == head else Style.COLUMN, _fused(model, name))
+        style = Style.HEAD if name == head else Style.COLUMN
+        rules[name] = SplitRule(style, _fused(model, name))
     for name in rows:
-        is_linear = name in linear
-        rules[name] = SplitRule(Style.ROW, _blocks_of(linear[name])) if is_linear else SplitRule(Style.EMBEDDING)
+        if name in embeddings:
+            rules[name] = SplitRule(Style.EMBEDDING)
+        else:
+            rules[name] = SplitRule(Style.ROW, _packed_blocks(linear[name], "row"))
     return rules
 
 
 def _own(model: nn.Module, linear: Mapping[str, nn.Module]) -> _Draft:
     """What the model's class says; its patterns may match nothing, as classes share configurations."""
-    draft, names = _Draft(), _names(model)
+    draft, names = _Draft(), module_names(model)
     for pattern, style in own_plan(model).items():
         expression = compile_pattern(re.sub(r"(?<![^.])\*(?![^.])", "{*}", pattern), key=KEY)
         found = [name for name in names if expression.fullmatch(name)]
@@ -212,26 +236,29 @@ def _own(model: nn.Module, linear: Mapping[str, nn.Module]) -> _Draft:
         if style in _OF_EXPERTS or (not found and ".experts" in pattern):
             draft.whole.append(pattern)
             continue
-        if found:
-            draft.rules |= {name: _own_rule(model, name, style, linear) for name in found}
+        for name in found:
+            draft.rules[name] = _own_rule(model, name, style, linear)
     return draft
 
 
-def own_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan that comes with the model's class, pattern → style."""
-    return dict(getattr(model, "_tp_plan", None) or {})
+def own_plan(model: nn.Module) -> dict[str, object]:
+    """The plan that comes with the model's class, pattern → style: its name, or an object of diffusers."""
+    return dict(attribute_at(model, "_tp_plan", {}))
 
 
-def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.Module]) -> SplitRule:
+def _own_rule(model: nn.Module, name: str, style: object, linear: Mapping[str, nn.Module]) -> SplitRule:
     module = model.get_submodule(name)
     if type(style).__name__ == "PackedRowwiseParallel":  # diffusers marks a style that has settings by an object
-        return SplitRule(Style.ROW, _blocks_of(module))
+        return SplitRule(Style.ROW, _packed_blocks(module, "row"))
     if type(style).__name__ == "PackedColwiseParallel":
-        stated = tuple(getattr(style, "blocks", None) or ())
-        return SplitRule(Style.COLUMN, stated or _blocks_of(module, "col"))
+        stated = tuple(attribute_at(style, "blocks", ()))
+        return SplitRule(Style.COLUMN, stated or _packed_blocks(module, "col"))
     known = _STYLES.get(style) if isinstance(style, str) else None
-    takes = {Style.EMBEDDING: isinstance(module, nn.Embedding), Style.OWN_PART: True}
-    if known is None or not takes.get(known, name in linear):
+    if known is Style.EMBEDDING:
+        is_taken = isinstance(module, nn.Embedding)
+    else:
+        is_taken = known is Style.OWN_PART or name in linear
+    if known is None or not is_taken:
         raise ConfigError(
             f"the plan of {type(model).__name__} has {name} as '{style}', which is not supported",
             key=KEY,
@@ -252,25 +279,28 @@ def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, 
     for name, module in model.named_modules():
         if "experts" in name.split("."):
             continue
-        for columns, row in _PAIRS:
-            pair = [_join(name, inner) for inner in (*columns, row)]
+        for inner_columns, inner_row in _PAIRS:
+            columns, row = [_join(name, inner) for inner in inner_columns], _join(name, inner_row)
             # Outside of stacks the two may be far apart: what stands there alone stays whole.
-            if all(each in linear for each in pair) and not _without_partner(pair[:-1], pair[-1:]):
-                cut = SplitRule(Style.COLUMN, _fused(model, pair[0]))
-                rules |= dict.fromkeys(pair[:-1], cut) | {pair[-1]: SplitRule(Style.ROW)}
-        added = [_join(name, each) for each in _OF_CAPTIONS]
-        if _join(name, "to_q") in rules and all(each in linear for each in added):
-            rules |= dict.fromkeys(added, SplitRule(Style.COLUMN))
-            if (row := _join(name, "to_add_out")) in linear:  # a last block goes on without the captions
+            if linear.keys() >= {*columns, row} and not _without_partner(columns, [row]):
+                rules |= dict.fromkeys(columns, SplitRule(Style.COLUMN, _fused(model, columns[0])))
                 rules[row] = SplitRule(Style.ROW)
+        # The block around an attention was visited before it, so that the rules have the attention's `to_q` by now.
+        added = [_join(name, inner) for inner in _OF_CAPTIONS]
+        if _join(name, "to_q") in rules and linear.keys() >= set(added):
+            rules |= dict.fromkeys(added, SplitRule(Style.COLUMN))
+            added_row = _join(name, "to_add_out")
+            if added_row in linear:  # a last block goes on without the captions
+                rules[added_row] = SplitRule(Style.ROW)
         if is_fused_attention(module):
-            rules |= {f"{name}.qkv": SplitRule(Style.COLUMN, (1, 1, 1)), f"{name}.proj": SplitRule(Style.ROW)}
+            rules[f"{name}.qkv"] = SplitRule(Style.COLUMN, (1, 1, 1))
+            rules[f"{name}.proj"] = SplitRule(Style.ROW)
     return rules
 
 
 def is_fused_attention(module: nn.Module) -> bool:
     """Whether it is an attention with `qkv` for queries, keys and values, in this order, and `proj`."""
-    if not (hasattr(module, "qkv") and hasattr(module, "proj")):
+    if not has_all(module, "qkv", "proj"):
         return False
     try:
         source = inspect.getsource(type(module).forward)
@@ -280,15 +310,18 @@ def is_fused_attention(module: nn.Module) -> bool:
 
 
 def _fused(model: nn.Module, name: str) -> tuple[int, ...]:
+    """Relative sizes of what a layer's output features are made of; empty when they are of one kind."""
     parent, _, last = name.rpartition(".")
     if type(model.get_submodule(parent)).__name__ in _GATED:
         return (1, 1)
-    return (1, 1, 1) if last == "qkv" and is_fused_attention(model.get_submodule(parent)) else ()
+    if last == "qkv" and is_fused_attention(model.get_submodule(parent)):
+        return (1, 1, 1)
+    return ()
 
 
-def _blocks_of(module: nn.Module, side: str = "row") -> tuple[int, ...]:
-    """Widths of what diffusers says is concatenated in a layer's input, or output (`col`)."""
-    return tuple(getattr(getattr(module, "base_layer", module), f"_tp_packed_{side}_blocks", ()))
+def _packed_blocks(module: nn.Module, side: Literal["row", "col"]) -> tuple[int, ...]:
+    """Widths of what diffusers says is concatenated in a layer's input (`row`) or output (`col`)."""
+    return tuple(attribute_at(base_layer_of(module), f"_tp_packed_{side}_blocks", ()))
 
 
 def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
@@ -301,14 +334,11 @@ def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
         )
     rows = [name for name, rule in rules.items() if rule.style is Style.ROW]
     columns = [name for name, rule in rules.items() if rule.style is Style.COLUMN]
-    problems = [
-        Problem("is split by output features, and no layer near it by input features", key=name)
-        for name in _without_partner(columns, rows)
-    ]
-    problems += [
-        Problem("is split by input features, and no layer near it by output features", key=name)
-        for name in _without_partner(rows, columns)
-    ]
+    problems = []
+    for name in _without_partner(columns, rows):
+        problems.append(Problem("is split by output features, and no layer near it by input features", key=name))
+    for name in _without_partner(rows, columns):
+        problems.append(Problem("is split by input features, and no layer near it by output features", key=name))
     if problems:
         raise ConfigError(f"{KEY}: half of a pair is missing", problems=problems)
 
@@ -327,13 +357,15 @@ def _around(name: str) -> list[str]:
     """The modules around one, up to the block: the nearest parent that is not numbered, and the block of it."""
     parts = name.split(".")
     parents = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-    return parents[:1] if len(parents) == 1 else parents[: _levels_to_block(parts)]
+    return parents[: _levels_to_block(parts)]
 
 
 def _levels_to_block(parts: Sequence[str]) -> int:
     """How far above a layer its block is: the first numbered part of the name that numbers a stack."""
-    numbered = [end for end, part in enumerate(parts[:-1]) if part.isdigit()]
-    return max(1, len(parts) - 1 - numbered[0]) if numbered else 1
+    for place, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return max(1, len(parts) - 1 - place)
+    return 1
 
 
 def _add_embeddings(model: nn.Module, rules: dict[str, SplitRule]) -> None:
@@ -357,8 +389,7 @@ def _head_layers(model: nn.Module, rules: Mapping[str, SplitRule]) -> list[tuple
         if rule.style is Style.COLUMN and rule.blocks and last.startswith("to_qkv"):
             found.append((attention, name, rule.blocks[0]))
         elif rule.style is Style.COLUMN and not rule.blocks and _QUERIES_AND_KEYS.fullmatch(last):
-            linear: Any = model.get_submodule(name)
-            found.append((attention, name, getattr(linear, "base_layer", linear).weight.shape[0]))
+            found.append((attention, name, weight_of(model.get_submodule(name)).shape[0]))
     return found
 
 
@@ -367,7 +398,7 @@ def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     for attention_name, layer, width in _head_layers(model, rules):
         attention = model.get_submodule(attention_name)
         for child_name, child in attention.named_children():
-            weight = getattr(child, "weight", None)
+            weight = attribute_at(child, "weight")
             if "norm" not in child_name or weight is None:
                 continue
             if weight.ndim != 1:
@@ -388,12 +419,15 @@ def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
             rules[f"{attention_name}.{child_name}"] = SplitRule(style)
 
 
-def head_width(attention: Any) -> int | None:
+def head_width(attention: nn.Module) -> int | None:
     """Features of a head, as transformers' attentions say, or diffusers'."""
-    if isinstance(width := getattr(attention, "head_dim", None), int):
+    width = attribute_at(attention, "head_dim")
+    if isinstance(width, int):
         return width
-    heads, features = getattr(attention, "heads", None), getattr(attention, "inner_dim", None)
-    return features // heads if isinstance(heads, int) and isinstance(features, int) else None
+    heads, features = attribute_at(attention, "heads"), attribute_at(attention, "inner_dim")
+    if isinstance(heads, int) and isinstance(features, int):
+        return features // heads
+    return None
 
 
 def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
@@ -403,11 +437,11 @@ def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
         # With grouped queries there are fewer heads of keys; the numbers are those of queries.
         widths[attention_name] = max(widths.get(attention_name, 0), width)
     for name, width in widths.items():
-        attention: Any = model.get_submodule(name)
-        own = {key: tuple(p.shape) for key, p in attention._parameters.items() if p is not None}
+        attention = model.get_submodule(name)
+        own = {key: tuple(p.shape) for key, p in attention.named_parameters(recurse=False, remove_duplicate=False)}
         if not own:
             continue
-        head_dim = getattr(attention, "head_dim", None)
+        head_dim = attribute_at(attention, "head_dim")
         heads = width // head_dim if isinstance(head_dim, int) else 0
         strange = [f"{key} {shape}" for key, shape in own.items() if shape != (heads,)]
         if strange:
@@ -422,31 +456,24 @@ def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
 def _norm_style(norm: nn.Module, size: int, head_width: int | None, width: int) -> Style | None:
     if size == head_width:
         return Style.OWN_PART
-    return Style.WIDE_NORM if size == width and type(norm) is nn.RMSNorm else None
+    if size == width and type(norm) is nn.RMSNorm:
+        return Style.WIDE_NORM
+    return None
 
 
 def _check_sequence(sequence: Iterable[str], rules: Mapping[str, SplitRule]) -> None:
-    problems = [
-        Problem(f"is split as {rules[name].style.value} and cannot run on a slice of the sequence", key=name)
-        for name in sequence
-        if name in rules
-    ]
+    problems = []
+    for name in sequence:
+        if name in rules:
+            style = rules[name].style.value
+            problems.append(Problem(f"is split as {style} and cannot run on a slice of the sequence", key=name))
     if problems:
         raise ConfigError(f"{KEY}.sequence_parallel names split layers", problems=problems)
 
 
 def output_head(model: nn.Module) -> str:
     """Name of the module that makes logits; empty when there is none."""
-    get = getattr(model, "get_output_embeddings", None)
-    try:
-        head = get() if get is not None else None
-    except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
-        return ""
-    return next((name for name, module in model.named_modules() if module is head), "")
-
-
-def _names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules()]
+    return name_of(model, head_of(model))
 
 
 def _join(parent: str, name: str) -> str:

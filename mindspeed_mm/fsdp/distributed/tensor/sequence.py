@@ -30,7 +30,8 @@ from mindspeed_mm.fsdp.distributed.tensor.forward import LocalForward
 from mindspeed_mm.fsdp.distributed.tensor.plan import KEY, Style, TensorPlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names
 
 SEQUENCE_KEY = f"{KEY}.sequence_parallel"
 
@@ -52,7 +53,7 @@ def sequence_regions(model: nn.Module, plan: TensorPlan) -> list[SequenceRegion]
     """
     if not plan.sequence:
         return []
-    experts = set(plan.whole) - {name for name, _ in model.named_modules()}  # patterns; a whole tower is a module
+    experts = set(plan.whole).difference(module_names(model))  # patterns; a whole tower is a module
     if experts:
         raise ConfigError(
             "sequence parallelism would take the router's statistics from one rank's tokens",
@@ -60,7 +61,10 @@ def sequence_regions(model: nn.Module, plan: TensorPlan) -> list[SequenceRegion]
             way_out="Leave it empty for models with experts.",
         )
     _check_one_stream(model)
-    blocks = [block for block in find_blocks(model) if any(is_inside(name, (block,)) for name in plan.sequence)]
+    blocks = []
+    for block in find_blocks(model):
+        if any(is_inside(name, (block,)) for name in plan.sequence):
+            blocks.append(block)
     _check_covered(model, plan, blocks)
     outside = [name for name in plan.sequence if not is_inside(name, blocks)]
     stretches: list[list[str]] = []
@@ -85,11 +89,11 @@ def apply_sequence_parallel(
     """
     for parent in plan.sequence:
         for name, module in model.get_submodule(parent).named_modules(prefix=parent):
-            if any(p is not None for p in module._parameters.values()) and not is_split(name, plan):
+            if _has_own_parameters(module) and not is_split(name, plan):
                 replace_forward(module, ForwardKind.SEQUENCE, LocalForward(module, ranks))
     for stretch in stretches:
         crossing = _Borders(ranks)
-        first, last = (model.get_submodule(stretch.modules[end]) for end in (0, -1))
+        first, last = model.get_submodule(stretch.modules[0]), model.get_submodule(stretch.modules[-1])
         for name in stretch.modules:
             model.get_submodule(name).register_forward_pre_hook(crossing.share_others, with_kwargs=True)
         first.register_forward_pre_hook(crossing.cut, with_kwargs=True)
@@ -100,9 +104,15 @@ def apply_sequence_parallel(
 
 def is_split(name: str, plan: TensorPlan) -> bool:
     """Whether a module has a rule of its own, or lies inside a layer that is split."""
-    return name in plan.rules or is_inside(
-        name, (n for n, r in plan.rules.items() if r.style is not Style.HEAD_NUMBERS)
-    )
+    if name in plan.rules:
+        return True
+    # An attention with numbers of heads of its own is not itself a layer, though it has a rule.
+    layers = [each for each, rule in plan.rules.items() if rule.style is not Style.HEAD_NUMBERS]
+    return is_inside(name, layers)
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
 
 
 class _Borders:
@@ -111,28 +121,30 @@ class _Borders:
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks, self._length = ranks, 0
 
-    def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def cut(self, module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         hidden = _hidden(args, kwargs)
         self._length = hidden.shape[-2]
         if self._length % self._ranks.size and _length(kwargs) is None and not _is_pointwise(module):
             raise ConfigError(
-                f"{self._ranks.size} ranks do not divide {self._length} tokens, and the blocks of this model are not "
-                "told how many there are",
+                f"{self._ranks.size} ranks do not divide {self._length} tokens, and the blocks of this model do not "
+                "learn how many there are",
                 key=SEQUENCE_KEY,
                 way_out="Leave it empty, or pad rows to a multiple.",
             )
         return _with_hidden(split_tokens(hidden, self._ranks), args, kwargs)
 
-    def share_others(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def share_others(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         """What comes beside hidden states is used for own tokens or heads: its gradients are parts of a sum."""
         hidden = _hidden(args, kwargs)
 
         def shared(tensor: torch.Tensor) -> torch.Tensor:
-            return copy_to_ranks(tensor, self._ranks) if tensor.requires_grad and tensor is not hidden else tensor
+            if tensor is hidden or not tensor.requires_grad:
+                return tensor
+            return copy_to_ranks(tensor, self._ranks)
 
         return tree_map_only(torch.Tensor, shared, (args, kwargs))
 
-    def join(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def join(self, _module: nn.Module, _args: object, output: Any) -> torch.Tensor | tuple[Any, ...]:
         if isinstance(output, torch.Tensor):
             return join_tokens(output, self._ranks, self._length)
         return (join_tokens(output[0], self._ranks, self._length), *output[1:])
@@ -150,31 +162,37 @@ class _GatherInput:
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def __call__(self, _module: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         tokens = gather_tokens(_hidden(args, kwargs), self._ranks)
         length = _length(kwargs)
-        return _with_hidden(tokens if length is None else tokens.narrow(-2, 0, length), args, kwargs)
+        if length is not None:
+            tokens = tokens.narrow(-2, 0, length)
+        return _with_hidden(tokens, args, kwargs)
 
 
 def split_children(model: nn.Module, plan: TensorPlan, blocks: Iterable[str]) -> list[str]:
     """The children of blocks that hold split layers."""
-    return [
-        f"{block}.{child}"
-        for block in blocks
-        for child, _ in model.get_submodule(block).named_children()
-        if any(is_inside(name, (f"{block}.{child}",)) for name in plan.names(Style.COLUMN))
-    ]
+    columns = plan.names(Style.COLUMN)
+    found = []
+    for block in blocks:
+        for child, _ in model.get_submodule(block).named_children():
+            name = f"{block}.{child}"
+            if any(is_inside(column, (name,)) for column in columns):
+                found.append(name)
+    return found
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _hidden(args: Args, kwargs: Kwargs) -> torch.Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+def _with_hidden(hidden: torch.Tensor, args: Args, kwargs: Kwargs) -> CallArguments:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
 
 
-def _length(kwargs: dict[str, Any]) -> int | None:
+def _length(kwargs: Kwargs) -> int | None:
     """Tokens of a row, from the rotary table (cosine, sine) of shape (…, L, D) that transformers hands down."""
     table = kwargs.get("position_embeddings")
     return None if table is None else int(table[0].shape[-2])
@@ -186,14 +204,12 @@ def _follows(model: nn.Module, before: str, name: str) -> bool:
     parent_name, _, stack_name = stack.rpartition(".")
     if not stack:
         return False
-    config = getattr(model.get_submodule(parent_name), "config", None)
-    pipeline = getattr(config, "base_model_pp_plan", None) or {}
+    pipeline = list(attribute_at(model.get_submodule(parent_name), "config.base_model_pp_plan", {}))
     if stack_name not in pipeline:
         return False
-    same_stack = name.rpartition(".")[0] == stack
-    order = list(pipeline)
-    behind = order[order.index(stack_name) + 1 :][:1]
-    return same_stack or [name.removeprefix(f"{parent_name}.")] == behind
+    is_of_same_stack = name.rpartition(".")[0] == stack
+    behind = pipeline[pipeline.index(stack_name) + 1 :]
+    return is_of_same_stack or behind[:1] == [name.removeprefix(f"{parent_name}.")]
 
 
 def _check_one_stream(model: nn.Module) -> None:
@@ -211,14 +227,13 @@ def _check_one_stream(model: nn.Module) -> None:
 def _check_covered(model: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> None:
     """Beside split layers a block holds modules that the plan names, and attention and MLP hold nothing else."""
     split = split_children(model, plan, blocks)
-    problems = [
-        Problem("is split right inside its block, which cannot gather tokens for it", key=name)
-        for name in plan.names(Style.COLUMN)
-        if name in split
-    ]
+    problems = []
+    for name in plan.names(Style.COLUMN):
+        if name in split:
+            problems.append(Problem("is split right inside its block, which cannot gather tokens for it", key=name))
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if all(p is None for p in module._parameters.values()) or is_split(name, plan):
+            if not _has_own_parameters(module) or is_split(name, plan):
                 continue
             if is_inside(name, split):
                 problems.append(Problem("takes all tokens, among split layers: it cannot stay whole", key=name))

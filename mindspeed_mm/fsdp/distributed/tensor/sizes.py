@@ -10,6 +10,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, Style, TensorPlan, head_width
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 KEY = "parallel.tensor_parallel_size"
 
@@ -28,16 +29,17 @@ def nearest_divisors(number: int, wanted: int, most: int = 3) -> list[int]:
 
 def check_split_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
     """Raise `ConfigError` where the ranks do not divide layers and heads of a built model. One size is wrong, so one
-    problem tells all that it does not divide, and the sizes that fit everything."""
+    problem names all that it does not divide, and the sizes that fit everything."""
     places: dict[tuple[int, str], list[str]] = {}
     for name, count, what in _split_counts(model, plan):
         places.setdefault((count, what), []).append(name)
-    failing = sorted(key for key in places if key[0] % size)
+    failing = []
+    for count, what in sorted(places):
+        if count % size:
+            failing.append(f"the {count} {what} of {_some_of_each_kind(places[count, what])}")
     if failing:
-        told = [f"the {count} {what} of {_some_of_each_kind(places[count, what])}" for count, what in failing]
-        more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
         raise ConfigError(
-            f"{size} does not divide {_in_words([*told[:_SHOWN], *more])}",
+            f"{size} does not divide {_first_in_words(failing)}",
             key=KEY,
             way_out=_sizes_that_fit(places, set(plan.names(Style.HEAD, Style.EMBEDDING)), size),
         )
@@ -47,22 +49,29 @@ def _sizes_that_fit(places: Mapping[tuple[int, str], Sequence[str]], vocabulary:
     """The sizes that fit everything; where a vocabulary alone stands in the way of others, those too: it may be left
     whole, as no layer behind it needs a part."""
     most = gcd(*(count for count, _ in places))
-    told = f"Sizes that fit the whole model: {_told_divisors(most, size)}."
+    for_all = f"Sizes that fit the whole model: {_divisors_in_words(most, size)}."
     others = gcd(*(count for (count, _), names in places.items() if not vocabulary & set(names)))
     if others <= most:
-        return told
+        return for_all
     return (
-        f"{told} With {_some_of_each_kind(sorted(vocabulary))} whole on every rank, {_told_divisors(others, size)}: "
-        "name the other layers in parallel.tp_plan (colwise_parallel, rowwise_parallel)."
+        f"{for_all} With {_some_of_each_kind(sorted(vocabulary))} whole on every rank, "
+        f"{_divisors_in_words(others, size)}: name the other layers in parallel.tp_plan (colwise_parallel, "
+        "rowwise_parallel)."
     )
 
 
-def _told_divisors(number: int, wanted: int) -> str:
+def _divisors_in_words(number: int, wanted: int) -> str:
     return ", ".join(map(str, nearest_divisors(number, wanted)))
 
 
-def _in_words(items: Sequence[str]) -> str:
-    return " and ".join([*filter(None, [", ".join(items[:-1])]), *items[-1:]])
+def _first_in_words(items: Sequence[str]) -> str:
+    """`a, b, c, d and 3 more`."""
+    shown = list(items[:_SHOWN])
+    if len(items) > _SHOWN:
+        shown.append(f"{len(items) - _SHOWN} more")
+    if len(shown) == 1:
+        return shown[0]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _some_of_each_kind(names: Sequence[str]) -> str:
@@ -70,27 +79,26 @@ def _some_of_each_kind(names: Sequence[str]) -> str:
     kinds: dict[str, str] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\d+", "*", name), name)
-    more = [f"{len(kinds) - _SHOWN} more"] if len(kinds) > _SHOWN else []
-    return _in_words([*list(kinds.values())[:_SHOWN], *more])
+    return _first_in_words(list(kinds.values()))
 
 
 def _split_counts(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, int, str]]:
-    """(module, how many, of what) for everything that is cut. Whole heads are cut, so of a layer with heads, and of an
-    attention whose layers have been told, the numbers of features and of heads are not told again."""
-    told: set[tuple[str, int]] = set()
+    """(module, how many, of what) for everything that is cut. Whole heads are cut: a layer with heads is counted by
+    them, not by features, and an attention whose layers were counted is not counted again by the same number."""
+    counted: set[tuple[str, int]] = set()
     for name, rule in plan.rules.items():
         if rule.style in CUT_DIMS:
             module, parent = model.get_submodule(name), name.rpartition(".")[0]
-            width = getattr(module, "base_layer", module).weight.shape[CUT_DIMS[rule.style]]
+            width = weight_of(module).shape[CUT_DIMS[rule.style]]
             of_head = head_width(model.get_submodule(parent))
             if rule.style is Style.COLUMN and not rule.blocks and of_head is not None:
-                told.add((parent, width // of_head))
+                counted.add((parent, width // of_head))
                 yield name, width // of_head, "heads"
             else:
                 unit = width // (sum(rule.blocks) or 1)
                 yield name, unit * (gcd(*rule.blocks) or 1), "features"
     for name in dict.fromkeys(name.rpartition(".")[0] for name in plan.names(Style.COLUMN)):
         for attribute in HEAD_COUNTS:
-            count = getattr(model.get_submodule(name), attribute, None)
-            if isinstance(count, int) and not isinstance(count, bool) and (name, count) not in told:
+            count = attribute_at(model.get_submodule(name), attribute)
+            if isinstance(count, int) and not isinstance(count, bool) and (name, count) not in counted:
                 yield name, count, attribute

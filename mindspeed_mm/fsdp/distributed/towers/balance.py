@@ -51,7 +51,7 @@ def assign(costs: Sequence[int], homes: Sequence[int], teams: int) -> list[int]:
     taken, loads = [0] * len(costs), [0] * teams
     least_loaded = [(0, team) for team in range(teams)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        # Entries are not taken out when a load grows: those that tell another load than the present one are old.
+        # Entries are not taken out when a load grows: those with another load than the present one are out of date.
         while least_loaded[0][0] != loads[least_loaded[0][1]]:
             heapq.heappop(least_loaded)
         least, team = least_loaded[0]

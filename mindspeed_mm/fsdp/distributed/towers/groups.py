@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import chain, product
 
 import torch.distributed as dist
 from torch import nn
@@ -24,9 +24,12 @@ def sharing_ranks(sizes: ParallelSizes, encoder: EncoderSizes) -> Partition:
     found: dict[tuple[int, ...], list[int]] = {}
     coordinates = product(range(sizes.pp), range(sizes.dp), range(sizes.cp), range(sizes.tp))
     for rank, (pp, dp, cp, tp) in enumerate(coordinates):
-        others = (pp, *(place for place, size in ((dp, encoder.streams), (cp, encoder.parts), (tp, encoder.copies))
-                        if size == 1))  # fmt: skip
-        found.setdefault(others, []).append(rank)
+        # Media are shared along an axis whole or not at all; ranks share them that differ along such axes alone.
+        apart = [pp]
+        for place, shared in ((dp, encoder.streams), (cp, encoder.parts), (tp, encoder.copies)):
+            if shared == 1:
+                apart.append(place)
+        found.setdefault(tuple(apart), []).append(rank)
     return list(found.values())
 
 
@@ -42,11 +45,12 @@ def build_team(sizes: ParallelSizes, encoder: EncoderSizes) -> ContextGroups | N
     teams = _cut(sharing_ranks(sizes, encoder), lambda ranks: _neighbours(ranks, encoder.team))
     rings = _cut(teams, lambda team: [team[place :: encoder.ulysses] for place in range(encoder.ulysses)])
     exchanges = _cut(teams, lambda team: _neighbours(team, encoder.ulysses))
-    return ContextGroups(
-        ring=_own_group(rings) if encoder.ring > 1 else None,
-        ulysses=_own_group(exchanges) if encoder.ulysses > 1 else None,
-        everyone=_own_group(teams),
-    )
+    ring = ulysses = None
+    if encoder.ring > 1:
+        ring = _own_group(rings)
+    if encoder.ulysses > 1:
+        ulysses = _own_group(exchanges)
+    return ContextGroups(ring, ulysses, everyone=_own_group(teams))
 
 
 def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
@@ -65,8 +69,13 @@ def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[
         towers: Names of towers that stay whole although the decoder is split.
         ignored: Names of the modules that sharding leaves out.
     """
-    touching = [name for name in ignored if any(is_inside(name, [t]) or is_inside(t, [name]) for t in towers)]
-    if trained := [name for name in touching if any(p.requires_grad for p in model.get_submodule(name).parameters())]:
+    trained = []
+    for name in ignored:
+        touches_tower = is_inside(name, towers) or any(is_inside(tower, [name]) for tower in towers)
+        is_trained = any(parameter.requires_grad for parameter in model.get_submodule(name).parameters())
+        if touches_tower and is_trained:
+            trained.append(name)
+    if trained:
         raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
 
 
@@ -86,7 +95,7 @@ def _own_group(partition: Partition) -> dist.ProcessGroup:
 
 
 def _cut(partition: Partition, into: Callable[[list[int]], Partition]) -> Partition:
-    return [part for ranks in partition for part in into(ranks)]
+    return list(chain.from_iterable(map(into, partition)))
 
 
 def _neighbours(ranks: Sequence[int], size: int) -> Partition:

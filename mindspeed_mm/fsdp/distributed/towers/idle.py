@@ -2,14 +2,15 @@
 
 A sharded tower is gathered by all ranks together, so a rank without input for it must run it too: on the smallest input
 of zeros, its outputs multiplied by zero and added to the decoder's input. Loss and gradients stay exactly those of the
-plain model. All ranks run their towers in one order, or one would gather the ears while another gathers the eyes.
+plain model. All ranks run their towers in one order, or one would gather its audio tower while another gathers its
+vision tower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,17 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, MMError
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 
 MUST_AGREE = "Give every row such a medium, or none, or train in one process."
 
 
 def _without(key: str) -> str:
     return f"no {key}"
+
+
+def _feeds(batch: Mapping[str, object], key: str) -> bool:
+    return batch.get(key) is not None
 
 
 class TowerDescription(Protocol):
@@ -76,7 +81,7 @@ class IdleTowers:
         self._outputs: list[torch.Tensor] = []
         self._runs_idle = self._stands_in_front = False
         self.followers: list[IdleTowers] = []
-        """Of further models that go through the same micro-batches: they are told the same."""
+        """Of further models that go through the same micro-batches: `set_active` reaches them too."""
         if not runs:
             return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
@@ -85,10 +90,12 @@ class IdleTowers:
 
     def present(self, batches: Sequence[Batch]) -> Mapping[str, bool]:
         """Modality → whether any of these micro-batches feeds it. Of untended media also whether any lacks them."""
-        found = {t.name: any(batch.get(t.key) is not None for batch in batches) for t in self._towers}
+        found = {}
+        for tower in self._towers:
+            found[tower.name] = any(_feeds(batch, tower.key) for batch in batches)
         for key in self._untended:
-            has = [batch.get(key) is not None for batch in batches]
-            found |= {key: any(has), _without(key): not all(has)}
+            fed = [_feeds(batch, key) for batch in batches]
+            found[key], found[_without(key)] = any(fed), not all(fed)
         return found
 
     def set_active(self, names: Collection[str]) -> None:
@@ -96,7 +103,7 @@ class IdleTowers:
         let the optimizer decay its weights, where a single process leaves them alone.
 
         Every rank calls it with the same names before the forward passes of a step, validation included. A process on
-        its own has nobody to keep in step with, and runs no tower for nothing.
+        its own has no other rank to keep in step with, and runs no idle tower.
 
         Raises:
             ConfigError: Some micro-batches have untended media and some have none.
@@ -110,16 +117,19 @@ class IdleTowers:
                 key="data.dataset_param",
                 way_out=MUST_AGREE,
             )
-        self._active = frozenset() if alone else frozenset(names)
+        if alone:
+            names = ()
+        self._active = frozenset(names)
         for follower in self.followers:
             follower.set_active(names)
 
-    def _note_missing(self, _model: nn.Module, _args: tuple[Any, ...], batch: dict[str, Any]) -> None:
+    def _note_missing(self, _model: nn.Module, _args: Args, batch: Kwargs) -> None:
         if not self._stands_in_front:
             self._stand_in_front()
-        active = [tower for tower in self._towers if tower.name in self._active]
-        self._waiting = [(tower, batch.get(tower.key) is not None) for tower in active]
-        self._outputs = []
+        self._waiting, self._outputs = [], []
+        for tower in self._towers:
+            if tower.name in self._active:
+                self._waiting.append((tower, _feeds(batch, tower.key)))
 
     def _stand_in_front(self) -> None:
         """Sharding puts its hooks in front of those that are there, and gathers a tower before they run: so these are
@@ -131,14 +141,15 @@ class IdleTowers:
             self._model.get_submodule(name).register_forward_hook(self._add_behind_embedding)
         self._stands_in_front = True
 
-    def _run_earlier(self, name: str, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+    def _run_earlier(self, name: str, _module: nn.Module, _args: Args) -> None:
         """The model is about to run a tower of its own accord: idle ones in front of it come first."""
-        is_fed = [is_fed and tower.module == name for tower, is_fed in self._waiting]
-        if self._runs_idle or not any(is_fed):
+        if self._runs_idle:
             return
-        at = is_fed.index(True)
-        earlier, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
-        self._run_idle(earlier)
+        for place, (tower, is_fed) in enumerate(self._waiting):
+            if is_fed and tower.module == name:
+                earlier, self._waiting = self._waiting[:place], self._waiting[place + 1 :]
+                self._run_idle(earlier)
+                return
 
     def _run_idle(self, towers: Sequence[tuple[TowerDescription, bool]]) -> None:
         self._runs_idle = True
@@ -149,9 +160,7 @@ class IdleTowers:
         finally:
             self._runs_idle = False
 
-    def _add_idle_outputs(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CallArguments | None:
+    def _add_idle_outputs(self, decoder: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
         waiting, self._waiting = self._waiting, []
         embeds = kwargs.get("inputs_embeds")
         idle = [tower.name for tower, is_fed in waiting if not is_fed]
@@ -165,13 +174,15 @@ class IdleTowers:
             return None
         return args, {**kwargs, "inputs_embeds": embeds + self._take_nothing().to(embeds.dtype)}
 
-    def _add_behind_embedding(self, _module: nn.Module, _args: tuple[Any, ...], embeds: torch.Tensor) -> Any:
-        """The model has embedded its tokens, and would now go on to see."""
+    def _add_behind_embedding(self, _module: nn.Module, _args: Args, embeds: torch.Tensor) -> torch.Tensor | None:
+        """The model has embedded its tokens, and would now go on to its pictures."""
         if self._runs_idle:
             return None
         waiting, self._waiting = self._waiting, []
         self._run_idle(waiting)
-        return embeds + self._take_nothing().to(embeds.dtype) if self._outputs else None
+        if not self._outputs:
+            return None
+        return embeds + self._take_nothing().to(embeds.dtype)
 
     def _take_nothing(self) -> torch.Tensor:
         """Zero, with the gradients of what idle towers have returned."""

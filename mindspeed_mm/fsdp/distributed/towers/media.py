@@ -4,7 +4,7 @@ samples, where the decoder's layers or sequences are spread over ranks and the t
 Two hooks around the tower: in front, pixels go to the ranks that the planner chose (`encoder_balance`), and behind,
 features come back in the order in which the model asked for them, with their gradients (`encoder_travel`). Every rank
 calls the tower equally often (`idle_towers`), and what it brings to a call, pictures, clips or an idle tower's zeros,
-is shared among all. A rank that is left with nothing encodes zeros that nobody reads.
+is shared among all. A rank that is left with nothing encodes zeros, whose features are not used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ from mindspeed_mm.fsdp.distributed.towers.travel import (
 )
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.utils.device import rng_state, set_rng_state
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 FEATURES = ("pooler_output", "deepstack_features")
 """What a decoder reads of a tower's output, a row for each merged square of patches."""
@@ -95,14 +97,16 @@ def check_towers(model: nn.Module, towers: Collection[str], *, in_teams: bool) -
         towers: Names of its towers.
         in_teams: Several ranks are to share the patches of a medium.
     """
+    what = "" if towers else "there is no tower"
     others = [name for name in towers if not takes_grids(model.get_submodule(name))]
-    if others or not towers:
-        what = f"{', '.join(others)} takes no patches of many media with their grids" if others else "there is no tower"
+    if others:
+        what = f"{', '.join(others)} takes no patches of many media with their grids"
+    if what:
         raise ConfigError(
             f"{type(model).__name__}: {what}", key=KEY, way_out="Leave the section out: the tower follows the decoder."
         )
-    uncut = [name for name in towers if in_teams and not can_be_spread(model.get_submodule(name))]
-    if uncut:
+    uncut = [name for name in towers if not can_be_spread(model.get_submodule(name))]
+    if in_teams and uncut:
         raise ConfigError(
             f"{type(model).__name__}: the attention of {', '.join(uncut)} does not go over ranks",
             key=f"{KEY}.ring_attention_size · {KEY}.ulysses_parallel_size",
@@ -112,8 +116,8 @@ def check_towers(model: nn.Module, towers: Collection[str], *, in_teams: bool) -
 
 def takes_grids(tower: nn.Module) -> bool:
     """Whether a tower is called with flat patches of many media, then their grids, and merges squares of patches."""
-    has_sizes = hasattr(getattr(tower, "config", None), "spatial_merge_size")
-    return has_sizes and _parameters(tower)[1:2] == ["grid_thw"]
+    merges_squares = attribute_at(tower, "config.spatial_merge_size") is not None
+    return merges_squares and _parameters(tower)[1:2] == ["grid_thw"]
 
 
 def _parameters(tower: nn.Module) -> list[str]:
@@ -145,24 +149,23 @@ class SharedMedia:
         self._random: dict[str, Tensor] = {}
         self._rank = group.rank()
         self._pixels_name = _parameters(tower)[0]
-        config: Any = tower.config
-        self._side = int(config.spatial_merge_size)
-        self._widths = widths_of(config)
+        self._side = int(attribute_at(tower, "config.spatial_merge_size"))
+        self._widths = widths_of(attribute_at(tower, "config"))
         self._way_back: tuple[Trip, Trip] | None = None
         self.imbalance = Imbalance()
         """Imbalance of the calls since it was last replaced."""
         tower.register_forward_pre_hook(self._before, with_kwargs=True)
         tower.register_forward_hook(self._after)
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def _before(self, _: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
         """Patches and grids of the media to encode here instead of the own ones."""
         given = {**dict(zip((self._pixels_name, "grid_thw"), args, strict=False)), **kwargs}
         pixels, grids = given.pop(self._pixels_name), given.pop("grid_thw")
-        known = self._all_grids(grids)
-        media = self._plan(known)
-        pixels, own_grids = self._send_pixels(pixels, media, [grid for stream in known for grid in stream])
-        given["grid_thw"] = sent_with_values([list(grid) for grid in own_grids], grids)
-        given.pop(CONTEXT_KEY, None)  # of the text, if any; an idle tower is not told
+        by_stream = self._all_grids(grids)
+        media = self._plan(by_stream)
+        pixels, grids_here = self._send_pixels(pixels, media, list(chain.from_iterable(by_stream)))
+        given["grid_thw"] = sent_with_values([list(grid) for grid in grids_here], grids)
+        given.pop(CONTEXT_KEY, None)  # of the text, if any; an idle tower gets none
         if self._context is not None:
             given[CONTEXT_KEY] = self._context
         if self._in_step:
@@ -171,15 +174,21 @@ class SharedMedia:
             torch.manual_seed(seed + self._rank)
         return (pixels,), given
 
-    def _after(self, tower: nn.Module, _: Any, output: Any) -> Any:
-        """Features of the own media instead of those that were encoded here."""
+    def _after(self, tower: nn.Module, _: object, output: Any) -> Any:
+        """Features of the own media instead of those that were encoded here. All levels of features travel together,
+        side by side, and are put back into an output of the same shape."""
         if self._in_step:
             set_rng_state(self._random)
         assert self._way_back is not None
         (there, back), self._way_back = self._way_back, None
-        kept = {name: output[name] for name in FEATURES if name in output} if isinstance(output, dict) else output
+        kept = output
+        if isinstance(output, dict):
+            kept = {name: output[name] for name in FEATURES if name in output}
         levels = tree_leaves(kept)
-        if not levels or any(not isinstance(x, Tensor) or x.dim() != 2 or len(x) != back.rows for x in levels):
+        has_features = bool(levels)
+        for level in levels:
+            has_features &= isinstance(level, Tensor) and level.dim() == 2 and len(level) == back.rows
+        if not has_features:
             raise MMError(
                 f"{type(tower).__name__} returns something else than a feature for each {self._side} × {self._side} "
                 "patches",
@@ -196,26 +205,36 @@ class SharedMedia:
         own = [Grid(*map(int, grid)) for grid in host_values(grids)]
         if self._sizes.streams == 1:
             return [own]
-        gathered: list[Any] = [None] * self._sizes.ranks
-        dist.all_gather_object(gathered, [tuple(grid) for grid in own], group=self._group)
-        return [[Grid(*grid) for grid in each] for each in gathered[:: self._sizes.parts * self._sizes.copies]]
+        gathered: list[list[Grid]] = [[]] * self._sizes.ranks
+        dist.all_gather_object(gathered, own, group=self._group)
+        return gathered[:: self._ranks_per_stream]
 
-    def _plan(self, known: Sequence[Sequence[Grid]]) -> Media:
-        streams = [stream for stream, grids in enumerate(known) for _ in grids]
-        costs = [self._widths.cost(grid) for grids in known for grid in grids]
-        homes = [stream * self._sizes.parts * self._sizes.copies // self._sizes.team for stream in streams]
+    def _plan(self, by_stream: Sequence[Sequence[Grid]]) -> Media:
+        """Which team encodes which medium; a medium's home is the team of the ranks that read it."""
+        streams: list[int] = []
+        costs: list[int] = []
+        rows: list[int] = []
+        for stream, grids in enumerate(by_stream):
+            for grid in grids:
+                streams.append(stream)
+                costs.append(self._widths.cost(grid))
+                rows.append(grid.patches // self._side**2)
+        homes = [stream * self._ranks_per_stream // self._sizes.team for stream in streams]
         teams = assign(costs, homes, self._sizes.teams)
         self.imbalance.add(costs, homes, teams, self._sizes.teams)
-        rows = [grid.patches // self._side**2 for grids in known for grid in grids]
         return Media(rows, streams, teams)
+
+    @property
+    def _ranks_per_stream(self) -> int:
+        return self._sizes.parts * self._sizes.copies
 
     def _send_pixels(self, pixels: Tensor, media: Media, grids: Sequence[Grid]) -> tuple[Tensor, list[Grid]]:
         """The patches to encode here and their grids; how features come back is kept for `_after`."""
         sizes, unit = self._sizes, self._side**2
-        brought = media.of_stream(self._rank // (sizes.parts * sizes.copies))
+        brought = media.of_stream(self._rank // self._ranks_per_stream)
         encoded = media.of_team(self._rank // sizes.team)
         own, here = media.places(brought), media.places(encoded)
-        rows_own, rows_here = (sum(map(len, places.values())) for places in (own, here))
+        rows_own, rows_here = sum(map(len, own.values())), sum(map(len, here.values()))
         ranks = (self._rank, sizes.ranks)
         out = build_trip(
             pixel_legs(media, sizes), *ranks, media.places(brought, unit), media.places(encoded, unit), rows_here * unit
@@ -230,9 +249,9 @@ class SharedMedia:
         return pixels.new_zeros(unit, *pixels.shape[1:]), [Grid(1, self._side, self._side)]
 
 
-def widths_of(config: Any) -> TowerWidths:
+def widths_of(config: object) -> TowerWidths:
     """What the work of a tower depends on, from its configuration (where `embed_dim` is given, `hidden_size` is the
     decoder's)."""
-    hidden = getattr(config, "embed_dim", getattr(config, "hidden_size", 0))
-    mlp = getattr(config, "intermediate_size", getattr(config, "mlp_ratio", 4) * hidden)
+    hidden = attribute_at(config, "embed_dim", attribute_at(config, "hidden_size", 0))
+    mlp = attribute_at(config, "intermediate_size", attribute_at(config, "mlp_ratio", 4) * hidden)
     return TowerWidths(int(hidden), int(mlp))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ def build_trip(
 
 
 def _numbers(by_rank: Sequence[Sequence[range]]) -> Tensor:
-    rows = [torch.arange(span.start, span.stop) for spans in by_rank for span in spans]
+    rows = [torch.arange(span.start, span.stop) for span in chain.from_iterable(by_rank)]
     return torch.cat([*rows, torch.empty(0, dtype=torch.long)])
 
 
@@ -152,5 +153,5 @@ class _Carried(torch.autograd.Function):
         return carry(rows_RF, there, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return carry(gradients[0], ctx.back, ctx.group), None, None, None

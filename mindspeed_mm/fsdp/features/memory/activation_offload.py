@@ -11,7 +11,7 @@ small tensors stay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 
@@ -51,7 +51,7 @@ class OffloadedForward:
     """
 
     def __init__(self, module: nn.Module, traffic: ActivationTraffic) -> None:
-        self._forward: Callable[..., Any] = module.forward
+        self._forward: Forward = module.forward
         self._module = module
         self._traffic = traffic
 
@@ -130,7 +130,7 @@ class ActivationTraffic:
     def __init__(self) -> None:
         self._copies = HostCopies()
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[MovedStorage]] = {}
-        """(storage, version) → where it is: a storage that several modules save, and somebody keeps, goes once."""
+        """(storage, version) → where it is: a storage that several modules save, and that is kept, goes once."""
         self._coming: dict[MovedStorage, torch.Event | None] = {}
         """On their way back and not read yet: their memory must not be given to others before they arrived."""
         self._leaving: ModuleCall | None = None
@@ -138,12 +138,15 @@ class ActivationTraffic:
         self._wanted_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules after which the backward pass began: nothing of theirs is worth a copy."""
 
-    def __deepcopy__(self, memo: Any) -> ActivationTraffic:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationTraffic:
         return memo.setdefault(id(self), ActivationTraffic())
 
     def open(self, module: nn.Module) -> ModuleCall:
         """A module begins."""
-        call = ModuleCall(module, self._last() if self._last is not None else None)
+        before = None
+        if self._last is not None:
+            before = self._last()
+        call = ModuleCall(module, before)
         self._last = weakref.ref(call)
         self._drop_unread()
         return call
@@ -156,22 +159,23 @@ class ActivationTraffic:
             self._let_go(leaving)
         self._forget_dead()
 
-    def pack(self, call: ModuleCall, tensor: torch.Tensor) -> Any:
+    def pack(self, call: ModuleCall, tensor: torch.Tensor) -> SavedView | torch.Tensor:
         """What autograd keeps: a `SavedView`, or the tensor where it stays."""
-        moved = self._moved_storage(call, tensor) if _can_travel(tensor) else None
+        moved = self._moved_storage(call, tensor)
         if moved is None:
             return tensor.detach()  # autograd must not keep what knows its own history: they would never be freed
         call.moved_storages[moved] = None
         return SavedView(moved, call, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def unpack(self, saved: Any) -> torch.Tensor:
+    def unpack(self, saved: SavedView | torch.Tensor) -> torch.Tensor:
         """The tensor; starts the copies for the module that comes next in the backward pass."""
         if not isinstance(saved, SavedView):
             return saved
         if self._leaving is saved.call:
             self._keep_last(saved.call)
         self._bring_back(saved.call)
-        if (before := saved.call.before) is not None:
+        before = saved.call.before
+        if before is not None:
             self._bring_back(before)
         moved = saved.moved
         assert moved.home is not None
@@ -181,14 +185,19 @@ class ActivationTraffic:
 
     def _moved_storage(self, call: ModuleCall, tensor: torch.Tensor) -> MovedStorage | None:
         """None for what stays."""
+        if not _can_travel(tensor):
+            return None
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage), tensor._version)
-        known = self._known.get(key)
-        moved = known() if known is not None else None
-        if moved is None and call.module not in self._wanted_at_once and not call.is_own(tensor):
-            home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            moved = MovedStorage(home, self._copies.to_host(home))
-            self._known[key] = weakref.ref(moved)
+        if key in self._known:
+            known = self._known[key]()
+            if known is not None:
+                return known
+        if call.module in self._wanted_at_once or call.is_own(tensor):
+            return None
+        home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        moved = MovedStorage(home, self._copies.to_host(home))
+        self._known[key] = weakref.ref(moved)
         return moved
 
     def _let_go(self, call: ModuleCall) -> None:

@@ -8,21 +8,25 @@ they are others than for all rows at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.features.memory.recompute import CACHES
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.features.memory.recompute import without_caches
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Forward, ForwardKind, Kwargs, replace_forward
 from mindspeed_mm.fsdp.params.feature_args import ChunkMbsPlan
 
 PLACES = "features.chunkmbs_plan.chunk_arg_indexs"
 NAMES = "features.chunkmbs_plan.chunk_kwarg_names"
 MODULES = "features.chunkmbs_plan.apply_modules"
+Value = TypeVar("Value")
+Key = int | str
+"""An argument: its place, or its name."""
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens")
 """Arguments that say that what looks like rows are pieces of one."""
 
@@ -43,23 +47,24 @@ def run_in_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) ->
 def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:
     """Raise `ConfigError` for arguments that a module does not take."""
     for name in names:
-        parameters = inspect.signature(type(model.get_submodule(name)).forward).parameters.values()
-        kinds = {parameter.kind for parameter in parameters}
-        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        del places[0]  # the module itself
-        missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(places)]
+        parameters = inspect.signature(type(model.get_submodule(name)).forward).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        del by_place[0]  # the module itself
+        missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(by_place)]
         if missing and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            numbered = [f"{place} {parameter}" for place, parameter in enumerate(by_place)]
             raise ConfigError(
-                f"{missing[0]} is not an argument of '{name}', which takes {len(places)}",
+                f"{missing[0]} is not an argument of '{name}', which takes {len(by_place)}",
                 key=PLACES,
-                way_out=f"They are counted from 0: {', '.join(f'{n} {p.name}' for n, p in enumerate(places))}.",
+                way_out=f"They are counted from 0: {', '.join(numbered)}.",
             )
-        unknown = [given for given in plan.chunk_kwarg_names if given not in {p.name for p in parameters}]
+        unknown = [given for given in plan.chunk_kwarg_names if given not in parameters]
         if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ConfigError(
                 f"'{unknown[0]}' is not an argument of '{name}'",
                 key=NAMES,
-                way_out=f"It takes {', '.join(p.name for p in places)}.",
+                way_out=f"It takes {', '.join(by_place)}.",
             )
 
 
@@ -73,7 +78,7 @@ class SlicedForward:
     """
 
     def __init__(self, module: nn.Module, name: str, plan: ChunkMbsPlan) -> None:
-        self._forward: Callable[..., Any] = module.forward
+        self._forward: Forward = module.forward
         self._name = name
         self._plan = plan
         parameters = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -90,11 +95,11 @@ class SlicedForward:
         if not torch.is_grad_enabled():  # nothing is kept; and at its end, a validation set has ranks with fewer rows
             return self._forward(*args, **kwargs)
         rows = self._rows(args, kwargs)
-        size, dim = self._plan.chunk_mbs, self._plan.batch_dim
+        size = self._plan.chunk_mbs
         if rows <= size:
             return self._forward(*args, **kwargs)
         self._check_borders(kwargs)
-        kwargs |= {name: nothing for name, nothing in CACHES.items() if name in kwargs}
+        kwargs = without_caches(kwargs)
         # All are cut before the first one runs: a mistake in the plan shows before anything is computed.
         slices = list(self._slices(args, kwargs, rows))
         leaves_of_slices = []
@@ -102,43 +107,49 @@ class SlicedForward:
             leaves, structure = tree_flatten(self._forward(*own_args, **own_kwargs))
             leaves_of_slices.append(leaves)
         lengths = [min(size, rows - start) for start in range(0, rows, size)]
-        joined = [self._join(parts, lengths, dim) for parts in zip(*leaves_of_slices, strict=True)]
+        joined = [self._join(parts, lengths) for parts in zip(*leaves_of_slices, strict=True)]
         return tree_unflatten(joined, structure)
 
-    def _rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        dim = self._plan.batch_dim
-        for _, value in self._sliced(args, kwargs):
-            for leaf in tree_flatten(value)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
-                    return leaf.shape[dim]
+    def _rows(self, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+        for value in self._sliced(args, kwargs).values():
+            for rows in self._row_counts(value):
+                return rows
         raise ConfigError(
             f"none of the arguments that '{self._name}' is called with is to be sliced",
             key=f"{PLACES} · {NAMES}",
             way_out=f"It gets {len(args)} by place and {', '.join(kwargs) or 'none'} by name: name those with rows.",
         )
 
-    def _sliced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
-        """What is to be sliced, by place or name."""
-        yield from ((place, value) for place, value in enumerate(args) if place in self._plan.chunk_arg_indexs)
-        yield from ((name, value) for name, value in kwargs.items() if self._is_named(name))
+    def _sliced(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[Key, object]:
+        """What is to be sliced."""
+        sliced: dict[Key, object] = {}
+        for place, value in enumerate(args):
+            if place in self._plan.chunk_arg_indexs:
+                sliced[place] = value
+        for name, value in kwargs.items():
+            if name in self._plan.chunk_kwarg_names or name in self._by_name:
+                sliced[name] = value
+        return sliced
 
-    def _is_named(self, name: str) -> bool:
-        return name in self._plan.chunk_kwarg_names or name in self._by_name
-
-    def _slices(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Iterator[CallArguments]:
+    def _slices(self, args: Args, kwargs: Kwargs, rows: int) -> Iterator[CallArguments]:
         """Arguments of each slice."""
-        chosen = {key for key, _ in self._sliced(args, kwargs)}
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        sliced = self._sliced(args, kwargs)
+        given: list[tuple[Key, object]] = [*enumerate(args), *kwargs.items()]
         for key, value in given:
-            if key in chosen:
+            if key in sliced:
                 self._check_rows(key, value, rows)
             else:
                 self._check_rowless(key, value, rows)
         for start in range(0, rows, self._plan.chunk_mbs):
-            own = {key: self._cut(value, start) if key in chosen else value for key, value in given}
-            yield tuple(own[place] for place in range(len(args))), {name: own[name] for name in kwargs}
+            own_args, own_kwargs = list(args), dict(kwargs)
+            for key, value in sliced.items():
+                if isinstance(key, int):
+                    own_args[key] = self._cut(value, start)
+                else:
+                    own_kwargs[key] = self._cut(value, start)
+            yield tuple(own_args), own_kwargs
 
-    def _cut(self, value: Any, start: int) -> Any:
+    def _cut(self, value: Value, start: int) -> Value:
         dim, size = self._plan.batch_dim, self._plan.chunk_mbs
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,14 +157,14 @@ class SlicedForward:
                 return tensor
             return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
 
-        return tree_map_only(torch.Tensor, cut, value)
+        cut_value: Value = tree_map_only(torch.Tensor, cut, value)
+        return cut_value
 
-    def _join(self, parts: Sequence[Any], lengths: Sequence[int], dim: int) -> Any:
-        first = parts[0]
+    def _join(self, parts: Sequence[Any], lengths: Sequence[int]) -> object:
+        first, dim = parts[0], self._plan.batch_dim
         if not isinstance(first, torch.Tensor):
             return first
-        found = [part.shape[dim] if part.dim() > dim else None for part in parts]
-        if found != list(lengths):
+        if list(chain.from_iterable(map(self._row_counts, parts))) != list(lengths):
             raise ConfigError(
                 f"'{self._name}' returns a tensor of shape {tuple(first.shape)}, which has no rows along "
                 f"{dim} (features.chunkmbs_plan.batch_dim) to be put together by",
@@ -164,29 +175,30 @@ class SlicedForward:
 
     # --- what would be wrong and not be seen --------------------------------------------------------------------------
 
-    def _check_borders(self, kwargs: dict[str, Any]) -> None:
-        given = next((name for name in _BORDERS if kwargs.get(name) is not None), None)
-        if given is not None:
-            raise ConfigError(
-                f"'{self._name}' gets document borders ({given}): what looks like rows are parts that belong together",
-                key=MODULES,
-                way_out="Name modules that get whole rows, or set features.enable_chunk_mbs to false.",
-            )
+    def _check_borders(self, kwargs: Mapping[str, object]) -> None:
+        for name in _BORDERS:
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"'{self._name}' gets document borders ({name}): what looks like rows are parts that belong "
+                    "together",
+                    key=MODULES,
+                    way_out="Name modules that get whole rows, or set features.enable_chunk_mbs to false.",
+                )
 
-    def _check_rows(self, key: int | str, value: Any, rows: int) -> None:
+    def _check_rows(self, key: Key, value: object, rows: int) -> None:
         """Raise for a tensor that is to be sliced and has another number of rows; one row goes to every slice."""
         for shape in self._shapes(value):
-            if len(shape) > self._plan.batch_dim and shape[self._plan.batch_dim] not in (1, rows):
+            if shape[self._plan.batch_dim] not in (1, rows):
                 raise ConfigError(
                     f"{_said(key)} of '{self._name}' has the shape {shape}, but there are {rows} rows",
                     key=NAMES if isinstance(key, str) else PLACES,
                     way_out="Take it out, or set features.chunkmbs_plan.batch_dim to the dimension of the rows.",
                 )
 
-    def _check_rowless(self, key: int | str, value: Any, rows: int) -> None:
+    def _check_rowless(self, key: Key, value: object, rows: int) -> None:
         """Raise for a tensor that is not to be sliced and has as many rows: every slice would get all of them."""
         for shape in self._shapes(value):
-            if len(shape) > self._plan.batch_dim and shape[self._plan.batch_dim] == rows:
+            if shape[self._plan.batch_dim] == rows:
                 where = NAMES if isinstance(key, str) else PLACES
                 raise ConfigError(
                     f"{_said(key)} of '{self._name}' has the shape {shape}, {rows} rows, and is not among those that "
@@ -195,10 +207,16 @@ class SlicedForward:
                     way_out=f"Add {key!r} to it.",
                 )
 
-    @staticmethod
-    def _shapes(value: Any) -> list[tuple[int, ...]]:
-        return [tuple(leaf.shape) for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    def _shapes(self, value: object) -> Iterator[tuple[int, ...]]:
+        """Of the tensors in an argument or output that have the dimension of rows."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > self._plan.batch_dim:
+                yield tuple(leaf.shape)
+
+    def _row_counts(self, value: object) -> Iterator[int]:
+        for shape in self._shapes(value):
+            yield shape[self._plan.batch_dim]
 
 
-def _said(key: int | str) -> str:
+def _said(key: Key) -> str:
     return f"argument '{key}'" if isinstance(key, str) else f"argument {key}"

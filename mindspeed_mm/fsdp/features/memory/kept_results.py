@@ -9,14 +9,16 @@ and the second pass is handed what the first returned.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
@@ -28,11 +30,14 @@ from torch.utils.checkpoint import (
 )
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, ForwardKind, Kwargs, replace_forward
 from mindspeed_mm.fsdp.utils.device import rng_state, set_rng_state
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Context = AbstractContextManager[object]
+Contexts = Callable[[], tuple[Context, Context]]
 """Makes what the first and the second pass of one module run under."""
+Operation: TypeAlias = "OpOverload[..., Any] | HigherOrderOperator"
 
 ATTENTION = frozenset(
     {
@@ -78,7 +83,9 @@ _CHANCES = {"dropout_p": 0.0, "p_dropout": 0.0, "dropout": 0.0, "keep_prob": 1.0
 """Argument of an attention kernel that makes it draw random numbers → its value without."""
 
 
-def is_kept(operations: frozenset[str], operation: Any, args: Any = (), kwargs: Any = None) -> bool:
+def is_kept(
+    operations: frozenset[str], operation: Operation, args: Sequence[object] = (), kwargs: Mapping[str, object] = {}
+) -> bool:
     """Whether the result of a call of an operation is kept.
 
     Not what writes into its arguments: it has to write twice. Not what draws random numbers: all that draws after it
@@ -86,20 +93,25 @@ def is_kept(operations: frozenset[str], operation: Any, args: Any = (), kwargs: 
     """
     if _name_of(operation) not in operations:
         return False
-    schema = getattr(operation, "_schema", None)
-    return schema is None or not (schema.is_mutable or _draws(schema, args, kwargs or {}))
+    if isinstance(operation, HigherOrderOperator):  # has no schema
+        return True
+    schema = operation._schema
+    return not schema.is_mutable and not _draws(schema, args, kwargs)
 
 
 @functools.cache
-def _name_of(operation: Any) -> str:
+def _name_of(operation: Operation) -> str:
     return str(operation.name()).partition(".")[0]
 
 
-def _draws(schema: Any, args: Any, kwargs: Any) -> bool:
+def _draws(schema: torch.FunctionSchema, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     for place, argument in enumerate(schema.arguments):
-        if argument.name in _CHANCES:
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return given is not None and given != _CHANCES[argument.name]
+        if argument.name not in _CHANCES:
+            continue
+        given = kwargs.get(argument.name, argument.default_value)
+        if place < len(args):
+            given = args[place]
+        return given is not None and given != _CHANCES[argument.name]
     return False
 
 
@@ -108,18 +120,20 @@ def keep_results(operations: frozenset[str], *, calls: bool = False) -> Contexts
 
     Args:
         operations: Names of operations.
-        calls: Whether modules inside were told to keep what they return (`keep_calls_of`).
+        calls: Whether modules inside keep what they return (`keep_calls_of`).
     """
     if calls:
         return functools.partial(_contexts_of_calls, operations)
-    return functools.partial(_contexts_of_operations, operations) if operations else None
+    if operations:
+        return functools.partial(_contexts_of_operations, operations)
+    return None
 
 
-def _contexts_of_operations(operations: frozenset[str]) -> tuple[Any, Any]:
+def _contexts_of_operations(operations: frozenset[str]) -> tuple[Context, Context]:
     return _passes(operations, functools.partial(_policy, operations))
 
 
-def _passes(operations: frozenset[str], policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+def _passes(operations: frozenset[str], policy: Callable[..., CheckpointPolicy]) -> tuple[_FirstPass, _SecondPass]:
     """Torch's modes of the two passes, which see nothing but these operations.
 
     Torch expects all others twice as well. FSDP does not do that: units inside a recomputed module gather, and note for
@@ -133,11 +147,11 @@ def _passes(operations: frozenset[str], policy: Callable[..., CheckpointPolicy])
 class _SeesSome:
     """A mode that passes on all operations but some. A compiler sees all of them: it plans what is kept."""
 
-    def __init__(self, operations: frozenset[str], *given: Any) -> None:
+    def __init__(self, operations: frozenset[str], *given: object) -> None:
         super().__init__(*given)
         self._operations = operations
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if _name_of(operation) in self._operations or _is_compiling(operation, args, kwargs):
             return super().__torch_dispatch__(operation, types, args, kwargs or {})  # type: ignore[misc]
         return operation(*args, **(kwargs or {}))
@@ -149,9 +163,12 @@ class _FirstPass(_SeesSome, _CachingTorchDispatchMode): ...
 class _SecondPass(_SeesSome, _CachedTorchDispatchMode): ...
 
 
-def _policy(operations: frozenset[str], _context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = is_kept(operations, operation, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    operations: frozenset[str], _context: object, operation: Operation, *args: object, **kwargs: object
+) -> CheckpointPolicy:
+    if is_kept(operations, operation, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # --- results of calls -------------------------------------------------------------------------------------------------
@@ -171,13 +188,15 @@ class KeptForward:
     """A module's `forward` that runs in the first pass of a recomputed module only."""
 
     def __init__(self, module: nn.Module, key: str) -> None:
-        self._forward: Callable[..., Any] = module.forward
+        self._forward: Forward = module.forward
         self._key = key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, or returned."""
         kept = _CURRENT.get()
-        return self._forward(*args, **kwargs) if kept is None else kept.call(self._forward, args, kwargs, self._key)
+        if kept is None:
+            return self._forward(*args, **kwargs)
+        return kept.call(self._forward, args, kwargs, self._key)
 
 
 @dataclass(frozen=True)
@@ -194,7 +213,7 @@ class _Call:
         """The result once more.
 
         Raises:
-            ConfigError: Somebody wrote into it.
+            ConfigError: It was written to meanwhile.
         """
         if _versions(self.result) != self.versions:
             raise ConfigError(
@@ -217,7 +236,7 @@ class _KeptCalls:
         self._operations = operations
         self._calls: list[_Call] = []
         self._again: Iterator[_Call] | None = None
-        self._watch: Any = None
+        self._watch: _FirstPass | None = None
         self._is_inside = False
 
     def contexts(self) -> tuple[_Pass, _Pass]:
@@ -232,7 +251,7 @@ class _KeptCalls:
         """A pass; there may be several second ones."""
         self._again = iter(self._calls) if is_again else None
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any, key: str) -> Any:
+    def call(self, forward: Forward, args: Args, kwargs: Kwargs, key: str) -> Any:
         """Run and keep, or hand out what was kept."""
         if self._again is not None:
             return next(self._again).hand_out(key)
@@ -244,14 +263,15 @@ class _KeptCalls:
         self._calls.append(_Call(kept, _versions(kept), rng_state()))
         return result
 
-    def _policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        operations = frozenset[str]() if self._is_inside else self._operations
-        return _policy(operations, context, operation, *args, **kwargs)
+    def _policy(self, context: object, operation: Operation, *args: object, **kwargs: object) -> CheckpointPolicy:
+        if self._is_inside:  # the call's result is kept as a whole
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return _policy(self._operations, context, operation, *args, **kwargs)
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Operations inside are not counted: the second pass, which finds results by their numbers, has none."""
-        counter = getattr(self._watch, "func_counter", {})
+        counter: dict[object, int] = attribute_at(self._watch, "func_counter", {})
         before, self._is_inside = dict(counter), True
         try:
             yield
@@ -264,7 +284,7 @@ class _KeptCalls:
 class _Pass:
     """Context of one pass: its module's kept calls, and torch's own for operations."""
 
-    def __init__(self, calls: _KeptCalls, operations: Any, *, is_again: bool) -> None:
+    def __init__(self, calls: _KeptCalls, operations: Context | None, *, is_again: bool) -> None:
         self._calls, self._operations, self._is_again = calls, operations, is_again
         self._stack = ExitStack()
 
@@ -275,14 +295,16 @@ class _Pass:
         if self._operations is not None:
             self._stack.enter_context(self._operations)
 
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 _CURRENT: ContextVar[_KeptCalls | None] = ContextVar("kept_calls", default=None)
 
 
-def _contexts_of_calls(operations: frozenset[str]) -> tuple[Any, Any]:
+def _contexts_of_calls(operations: frozenset[str]) -> tuple[Context, Context]:
     return _KeptCalls(operations).contexts()
 
 
@@ -295,5 +317,5 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _versions(result: Any) -> tuple[int, ...]:
+def _versions(result: object) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))

@@ -6,21 +6,27 @@ of sharding among them, stay outside of what is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from mindspeed_mm.fsdp.features.memory.kept_results import Contexts
 from mindspeed_mm.fsdp.ops.experts import fused_experts, own_experts_of
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, ForwardKind, Kwargs, replace_forward
+from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
 CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 """Arguments of layers → what they are without a cache. A second forward pass would write into it a second time, and a
 few rows behind others; training needs none."""
+
+
+def without_caches(kwargs: Kwargs) -> Kwargs:
+    """Arguments of a layer as they are without a cache."""
+    return kwargs | {name: nothing for name, nothing in CACHES.items() if name in kwargs}
 
 
 def recompute_modules(
@@ -51,18 +57,21 @@ class RecomputedForward:
     """
 
     def __init__(self, module: nn.Module, use_reentrant: bool, contexts: Contexts | None = None) -> None:
-        self._forward: Callable[..., Any] = module.forward  # bound: a deep copy of the module takes its own along
+        self._forward: Forward = module.forward  # bound: a deep copy of the module takes its own along
         self._module = module
         self._use_reentrant = use_reentrant
         self._contexts = contexts or noop_context_fn
-        found = (own_experts_of(each).real_tokens for each in fused_experts(module).values())
-        self._real_tokens = [tokens for tokens in dict.fromkeys(found) if tokens is not None]
+        self._real_tokens: list[RealTokens] = []
+        for experts in fused_experts(module).values():
+            tokens = own_experts_of(experts).real_tokens
+            if tokens is not None and tokens not in self._real_tokens:
+                self._real_tokens.append(tokens)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the module, of the same types as without recomputation."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        kwargs |= {name: nothing for name, nothing in CACHES.items() if name in kwargs}
+        kwargs = without_caches(kwargs)
         # `checkpoint` looks for devices, and the re-entrant one for gradients, in positional tensors only, while
         # diffusers' models call their blocks by keyword: dropout of an accelerator would not be drawn again.
         leaves, structure = tree_flatten((args, kwargs))
@@ -70,13 +79,13 @@ class RecomputedForward:
         if self._use_reentrant:
             return self._reentrant(forward, leaves, structure)
 
-        def run(*leaves: Any) -> Any:
+        def run(*leaves: object) -> Any:
             args, kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
 
         return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
 
-    def _of_this_call(self) -> Callable[..., Any]:
+    def _of_this_call(self) -> Forward:
         """The module's forward with the padding that this call has: by the backward pass the model may have been called
         with other rows."""
         remembered = [(tokens, tokens.of_this_call) for tokens in self._real_tokens]
@@ -90,19 +99,23 @@ class RecomputedForward:
 
         return forward
 
-    def _reentrant(self, forward: Callable[..., Any], leaves: list[Any], structure: Any) -> Any:
+    def _reentrant(self, forward: Forward, leaves: Sequence[object], structure: TreeSpec) -> Any:
         """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""
-        shape: list[Any] = []
+        of_outputs = structure  # until a pass has run
 
-        def run(_needs_gradient: torch.Tensor | None, *leaves: Any) -> tuple[Any, ...]:
+        def run(_needs_gradient: torch.Tensor | None, *leaves: object) -> Args:
+            nonlocal of_outputs
             args, kwargs = tree_unflatten(leaves, structure)
-            outputs, structure_of_outputs = tree_flatten(forward(*args, **kwargs))
-            shape[:] = [structure_of_outputs]
+            outputs, of_outputs = tree_flatten(forward(*args, **kwargs))
             return tuple(outputs)
 
         trains = any(parameter.requires_grad for parameter in self._module.parameters())
-        if not trains and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            return tree_unflatten(list(run(None, *leaves)), shape[0])
-        needs_gradient = torch.empty(0, requires_grad=True) if trains else None
-        outputs = checkpoint(run, needs_gradient, *leaves, use_reentrant=True, preserve_rng_state=True)
-        return tree_unflatten(list(outputs), shape[0])
+        takes_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        if trains:
+            needs_gradient = torch.empty(0, requires_grad=True)
+            outputs = checkpoint(run, needs_gradient, *leaves, use_reentrant=True, preserve_rng_state=True)
+        elif takes_gradient:
+            outputs = checkpoint(run, None, *leaves, use_reentrant=True, preserve_rng_state=True)
+        else:
+            outputs = run(None, *leaves)
+        return tree_unflatten(list(outputs), of_outputs)

@@ -8,6 +8,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 
 def select_modules(model: nn.Module, patterns: Sequence[str], blocks: Sequence[str], key: str) -> list[str]:
@@ -23,7 +24,7 @@ def select_modules(model: nn.Module, patterns: Sequence[str], blocks: Sequence[s
         ConfigError: A pattern matches nothing or what is never called, modules lie inside one another, or the model
             has no blocks of its own.
     """
-    names = [name for name, _ in model.named_modules()]
+    names = module_names(model)
     found = resolve_patterns(patterns, names, key=key) if patterns else list(blocks)
     if not found:
         raise ConfigError(

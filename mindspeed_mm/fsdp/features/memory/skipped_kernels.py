@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.features.memory.kept_results import (
 )
 from mindspeed_mm.fsdp.params.feature_args import RecomputePlan
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 SKIP_ATTENTION = "model.skip_flash_attn_recompute"
 DELTA_NETS = {
@@ -32,7 +33,7 @@ DELTA_NETS = {
 
 
 def apply_kept_results(model: nn.Module, plan: RecomputePlan, keys: ModelArguments) -> Contexts | None:
-    """Tell layers to keep what they return, in place, and give what recomputed modules run under.
+    """Let layers keep what they return, in place; the result is what recomputed modules run under.
 
     Args:
         model: Not sharded yet; one rank's part of it where it is cut into stages.
@@ -44,13 +45,16 @@ def apply_kept_results(model: nn.Module, plan: RecomputePlan, keys: ModelArgumen
     """
     if keys.skip_flash_attn_recompute:
         check_attention(model)
-    asked = [key for key in DELTA_NETS if getattr(keys, key.removeprefix("model."))]
+    asked = _delta_nets_asked_for(keys)
     for key in asked:
         for layer in find_delta_nets(model, key):
             if not isinstance(layer.forward, KeptForward):
                 keep_calls_of(layer, key)
-    selective = plan.mode == "selective"
-    operations = SELECTIVE if selective else ATTENTION if keys.skip_flash_attn_recompute else frozenset[str]()
+    operations = frozenset[str]()
+    if plan.mode == "selective":
+        operations = SELECTIVE
+    elif keys.skip_flash_attn_recompute:
+        operations = ATTENTION
     return keep_results(operations, calls=bool(asked))
 
 
@@ -58,24 +62,29 @@ def check_skipped_kernels(model: nn.Module, keys: ModelArguments) -> None:
     """Raise `ConfigError` for a key that the whole model has no layers for, or whose results cannot be kept."""
     if keys.skip_flash_attn_recompute:
         check_attention(model)
-    for key, (_, layers) in DELTA_NETS.items():
-        if getattr(keys, key.removeprefix("model.")) and not find_delta_nets(model, key):
+    for key in _delta_nets_asked_for(keys):
+        if not find_delta_nets(model, key):
+            _, layers = DELTA_NETS[key]
             raise ConfigError(
                 f"true, but {type(model).__name__} has no layers of {layers}", key=key, way_out="Leave it out."
             )
 
 
+def _delta_nets_asked_for(keys: ModelArguments) -> list[str]:
+    asked = {"model.skip_gdn_recompute": keys.skip_gdn_recompute, "model.skip_kda_recompute": keys.skip_kda_recompute}
+    return [key for key in DELTA_NETS if asked[key]]
+
+
 def check_attention(model: nn.Module) -> None:
     """Raise `ConfigError` unless attention is a kernel that computes the same twice."""
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if implementation == "eager":
+    if attribute_at(model, "config._attn_implementation") == "eager":
         raise ConfigError(
             "true, but attention is computed by 'eager', which has no kernel whose result could be kept",
             key=SKIP_ATTENTION,
             way_out="Leave model.attn_implementation out, or this key.",
         )
     for name, module in model.named_modules():
-        chance = getattr(module, "attention_dropout", 0.0)
+        chance = attribute_at(module, "attention_dropout", 0.0)
         if isinstance(chance, float) and chance > 0:
             raise ConfigError(
                 f"true, but '{name}' has a dropout of {chance} in its attention, whose random numbers are to be drawn "
@@ -88,9 +97,9 @@ def check_attention(model: nn.Module) -> None:
 def find_delta_nets(model: nn.Module, key: str) -> list[nn.Module]:
     """Layers that call the kernel that a key is about."""
     parts, _ = DELTA_NETS[key]
-    return [m for m in model.modules() if any(part in name for name in _names_used_by(m) for part in parts)]
-
-
-def _names_used_by(module: nn.Module) -> tuple[str, ...]:
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__code__.co_names if hasattr(forward, "__code__") else ()
+    found = []
+    for module in model.modules():
+        used: tuple[str, ...] = attribute_at(inspect.unwrap(type(module).forward), "__code__.co_names", ())
+        if any(part in name for name in used for part in parts):
+            found.append(module)
+    return found

@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_fo
 from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names
 
 BACKEND_KEY = "features.compile_plan.backend"
 MODE_KEY = "features.compile_plan.mode"
@@ -45,7 +46,7 @@ def compile_modules(
 
     Args:
         model: Parameters on meta or real; of a pipeline, this rank's part.
-        plan: Compiler and what it is told, checked by `check_backend`.
+        plan: Compiler and its settings, checked by `check_backend`.
         names: Of the modules, from `modules_to_compile`.
         kind: `COMPILE_RECOMPUTED` around what computes modules again.
     """
@@ -68,17 +69,19 @@ def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str
     Raises:
         ConfigError: A pattern matches nothing or what is never called, or the model has no blocks of its own.
     """
-    names = [name for name, _ in model.named_modules()]
-    found = resolve_patterns(plan.apply_modules, names, key=MODULES_KEY) if plan.apply_modules else list(blocks)
-    idle = [name for name in found if type(model.get_submodule(name)).forward is nn.Module.forward]
-    if not found or idle:
-        raise ConfigError(
-            f"'{idle[0]}' is a {type(model.get_submodule(idle[0])).__name__}, which is never called itself"
-            if idle
-            else f"{type(model).__name__} names no blocks of its own to compile",
-            key=MODULES_KEY,
-            way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
-        )
+    names = module_names(model)
+    found = list(blocks)
+    if plan.apply_modules:
+        found = resolve_patterns(plan.apply_modules, names, key=MODULES_KEY)
+    problem = "" if found else f"{type(model).__name__} names no blocks of its own to compile"
+    for name in found:
+        kind = type(model.get_submodule(name))
+        if kind.forward is nn.Module.forward:
+            problem = f"'{name}' is a {kind.__name__}, which is never called itself"
+            break
+    if problem:
+        way_out = "Name modules that are repeated, e.g. 'model.layers.{*}'."
+        raise ConfigError(problem, key=MODULES_KEY, way_out=way_out)
     return [name for name in found if not is_inside(name, found, strict=True)]
 
 
@@ -93,8 +96,8 @@ def compiler_of(plan: CompilePlan) -> Callable[[Forward], Forward]:
     return compiled
 
 
-def _limit_of_graphs() -> dict[str, Any]:
-    """What `torch.compile` is told of `GRAPHS_PER_FORWARD`. Releases that take no limit of a function's own have one
+def _limit_of_graphs() -> dict[str, int]:
+    """The argument of `torch.compile` for `GRAPHS_PER_FORWARD`. Releases that take no limit for a function have one
     for the process, which is raised."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": GRAPHS_PER_FORWARD}
@@ -128,7 +131,7 @@ def readers_of_the_device(block: nn.Module) -> Iterator[nn.Module]:
     """Modules inside a block whose own forward reads numbers from the device, such as the borders of images: traced,
     they would be compiled again for every set of numbers."""
     for module in block.modules():
-        code = getattr(type(module).forward, "__code__", None)
+        code = attribute_at(type(module).forward, "__code__")
         if module is not block and code is not None and _READS_THE_DEVICE & set(_names_in(code)):
             yield module
 
@@ -144,7 +147,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def check_backend(plan: CompilePlan) -> None:
-    """Raise when the backend is unknown, is told what it does not take, or cannot make kernels here."""
+    """Raise when the backend is unknown, does not take a setting, or cannot make kernels here."""
     known = _backends()
     if plan.backend not in known:
         raise ConfigError(
@@ -156,7 +159,8 @@ def check_backend(plan: CompilePlan) -> None:
         if plan.mode is not None:
             raise ConfigError(f"'{plan.backend}' takes no modes, inductor does", key=MODE_KEY, way_out="Leave it out.")
         return
-    if missing := _missing_tool(get_device_type()):
+    missing = _missing_tool(get_device_type())
+    if missing:
         raise MachineError(
             f"inductor makes kernels with {missing}, which is not here",
             key=BACKEND_KEY,
@@ -174,8 +178,10 @@ def _missing_tool(device_type: str) -> str:
     """What inductor lacks to make kernels for a device; nothing where it has it."""
     if device_type != "cpu":
         return "" if importlib.util.find_spec("triton") else "the package triton"
-    compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
-    return "" if any(name and shutil.which(name) for name in compilers) else "a C++ compiler (g++)"
+    for compiler in (os.environ.get("CXX", ""), "g++", "clang++"):
+        if compiler and shutil.which(compiler):
+            return ""
+    return "a C++ compiler (g++)"
 
 
 # --- what became of it ------------------------------------------------------------------------------------------------
@@ -200,10 +206,11 @@ class GraphCount:
     def describe(self) -> str:
         """For the log."""
         breaks = self.breaks
-        text = f"{self.graphs} graphs, {breaks.total()} cuts"
-        return text + (
-            f" ({'; '.join(f'{reason}: {times}' for reason, times in breaks.most_common(3))})" * bool(breaks)
-        )
+        described = f"{self.graphs} graphs, {breaks.total()} cuts"
+        if breaks:
+            reasons = [f"{reason}: {times}" for reason, times in breaks.most_common(3)]
+            described += f" ({'; '.join(reasons)})"
+        return described
 
 
 def _graphs() -> int:

@@ -19,7 +19,8 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention layers call."""
@@ -35,7 +36,8 @@ class FusedKernels:
     """Operation → modules."""
 
     def __str__(self) -> str:
-        return f"{', '.join(f'{number} {name}' for name, number in self.counts.items() if number)} by {self.provider}"
+        replaced = [f"{number} {name}" for name, number in self.counts.items() if number]
+        return f"{', '.join(replaced)} by {self.provider}"
 
 
 def apply_fused_kernels(model: nn.Module, wish: bool | Literal["auto"]) -> None:
@@ -107,36 +109,44 @@ class FusedGate:
         return module.down_proj(self._operators.silu_mul(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
 
 
-def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Callable[[nn.Module], Any]) -> int:
+def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Callable[[nn.Module], Forward]) -> int:
     """Modules of one kind are tried once: those of a class that look alike compute alike."""
-    known: dict[Any, bool] = {}
+    known: dict[tuple[type, float], bool] = {}
     found = []
     for module in model.modules():
-        kind = type(module), _eps(module), "forward" in vars(module)
+        if "forward" in vars(module):  # replaced on the module already
+            continue
+        kind = type(module), _eps(module)
         if kind not in known:
-            known[kind] = "forward" not in vars(module) and fits(module)
-        found += [module] if known[kind] else []
+            known[kind] = fits(module)
+        if known[kind]:
+            found.append(module)
     for module in found:
         replace_forward(module, ForwardKind.KERNEL, forward(module))
     return len(found)
 
 
 def _turn_by(model: nn.Module, operators: FusedOperators) -> int:
-    def turn(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return operators.rotary(q, k, cos, sin)
 
-    layers = [m for m in model.modules() if type(m).forward is not nn.Module.forward and _turns_plainly(m)]
-    for layer in layers:
-        rebind_globals(layer, {ROTARY: turn})
-    return len(layers)
+    rebound = 0
+    for module in model.modules():
+        if type(module).forward is not nn.Module.forward and _turns_plainly(module):
+            rebind_globals(module, {ROTARY: turn})
+            rebound += 1
+    return rebound
 
 
 # --- what a module computes -------------------------------------------------------------------------------------------
 
 
 def _eps(module: nn.Module) -> float:
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return float(found) if isinstance(found, int | float) else -1.0
+    """What is added to the mean square; below zero for a module that has no such number."""
+    eps = attribute_at(module, "variance_epsilon", attribute_at(module, "eps"))
+    return float(eps) if isinstance(eps, int | float) else -1.0
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -164,17 +174,19 @@ def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
 
 def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, rounds_first: bool) -> torch.Tensor:
     """x / √(mean(x²) + eps) · (offset + weight), in fp32 inside (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    wide = x.float() if x.dtype != torch.float64 else x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if rounds_first:
-        return (offset + weight) * normed.to(x.dtype) if offset else weight * normed.to(x.dtype)
+        weight = offset + weight if offset else weight
+        return weight * normed.to(x.dtype)
     return (normed * (offset + weight.to(normed.dtype))).to(x.dtype)
 
 
 @torch.no_grad()
 def _is_gated(module: nn.Module) -> bool:
     """Whether it is down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-    if not all(isinstance(getattr(module, name, None), nn.Module) for name in _GATED) or module._parameters:
+    has_projections = module._modules.keys() >= {*_GATED}
+    if not has_projections or module._parameters:
         return False
     with torch.random.fork_rng(devices=[]):
         gate, up, down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)

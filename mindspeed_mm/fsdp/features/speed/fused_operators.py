@@ -1,5 +1,5 @@
-"""Who computes norms, rotary embeddings and gated linear units in one kernel, by device: liger on CUDA, torch_npu on
-NPUs. Both are installed packages: nothing is fetched.
+"""The libraries that compute norms, rotary embeddings and gated linear units in one kernel, by
+device: liger on CUDA, torch_npu on NPUs. Both are installed packages: nothing is fetched.
 """
 
 from __future__ import annotations

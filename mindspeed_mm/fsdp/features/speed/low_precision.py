@@ -7,9 +7,8 @@ Rouhani et al. 2023, arXiv:2310.10537). No parameter changes its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, head_of
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 SECTION = "training.quantization_plan"
@@ -57,6 +57,9 @@ ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "mx": "mxfp8"}
 CONVERTERS = ("linear", "quantize.linear.float8", "quantize.linear.mx")
 """Names for the one thing that is converted: linear layers."""
 
+_SHOWN = 4
+"""Layers that the log names."""
+
 Linears = dict[str, nn.Linear]
 
 
@@ -72,10 +75,12 @@ class LowPrecision:
 
     def __str__(self) -> str:
         gathered = "8 bits" if self.gathers_low else "the plan's type"
-        left = (
-            f"; left as they are: {', '.join(self.left[:4])}{' …' if len(self.left) > 4 else ''}" if self.left else ""
-        )
-        return f"{self.recipe}, {self.layers} linear layers, weights gathered in {gathered}{left}"
+        described = f"{self.recipe}, {self.layers} linear layers, weights gathered in {gathered}"
+        if self.left:
+            described += f"; left as they are: {', '.join(self.left[:_SHOWN])}"
+        if len(self.left) > _SHOWN:
+            described += " …"
+        return described
 
 
 def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None:
@@ -106,12 +111,9 @@ def scales_after_update(model: nn.Module, plan: QuantizationPlan | None) -> bool
     """Whether the scales of all weights are to be found together after each update, by one reduction
     (`fsdp_low_precision_all_gather_mode: all`), instead of one by one when weights are gathered."""
     converted = facts_of(model).noted(LowPrecision)
-    return (
-        plan is not None
-        and converted is not None
-        and converted.gathers_low
-        and plan.fsdp_low_precision_all_gather_mode == "all"
-    )
+    if plan is None or converted is None:
+        return False
+    return converted.gathers_low and plan.fsdp_low_precision_all_gather_mode == "all"
 
 
 def find_scales(model: nn.Module) -> None:
@@ -185,26 +187,37 @@ def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tupl
     Raises:
         ConfigError: A pattern names a layer that does not fit or nothing at all, or no layer is left.
     """
-    names = [name for name, _ in model.named_modules()]
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    ignored = _inside(plan.ignored_modules, names, linears, "ignored_modules")
-    fitting = {name for name, module in linears.items() if not any(s % recipe.multiple for s in module.weight.shape)}
+    modules = dict(model.named_modules())
+    linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
+    ignored = _inside(plan.ignored_modules, list(modules), linears, "ignored_modules")
+    unfit = {name for name, linear in linears.items() if not _fits(linear, recipe)}
+    chosen, head = set(linears), head_of(model)
     if plan.apply_modules:
-        chosen = _inside(plan.apply_modules, names, linears, "apply_modules")
-        _check_named(plan.apply_modules, chosen - fitting - ignored, linears, recipe)
-        left: dict[str, str] = {}
-    else:
-        chosen = set(linears)
-        left = {name: "the output head" for name in linears if linears[name] in _heads(model)}
-    left |= {name: f"no multiple of {recipe.multiple}" for name in linears if name in chosen - fitting}
-    kept = {name: linears[name] for name in linears if name in chosen - left.keys() - ignored}
+        chosen, head = _inside(plan.apply_modules, list(modules), linears, "apply_modules"), None
+        _check_named(plan.apply_modules, chosen & unfit - ignored, linears, recipe)
+    kept: Linears = {}
+    left = []
+    for name, linear in linears.items():
+        if name not in chosen or name in ignored:
+            continue
+        if name in unfit:
+            left.append(f"{name} (not a multiple of {recipe.multiple})")
+        elif linear is head:
+            left.append(f"{name} (the output head)")
+        else:
+            kept[name] = linear
     if not kept:
         raise ConfigError(
             f"{type(model).__name__} has no linear layer to convert",
             key=f"{SECTION}.apply_modules",
             way_out="Name some, or leave the plan out.",
         )
-    return kept, tuple(f"{name} ({reason})" for name, reason in left.items() if name not in ignored)
+    return kept, tuple(left)
+
+
+def _fits(linear: nn.Linear, recipe: Recipe) -> bool:
+    """Whether the instructions take both sides of a weight."""
+    return linear.in_features % recipe.multiple == 0 == linear.out_features % recipe.multiple
 
 
 def _check_named(patterns: tuple[str, ...], unfit: set[str], linears: Linears, recipe: Recipe) -> None:
@@ -233,16 +246,11 @@ def _inside(patterns: tuple[str, ...], names: list[str], linears: Linears, key: 
     return found
 
 
-def _heads(model: nn.Module) -> list[nn.Module]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    return [head] if isinstance(head, nn.Module) else []
-
-
 # --- by torchao -------------------------------------------------------------------------------------------------------
 
 
 def _convert_to_float8(
-    model: nn.Module, linears: Linears, recipe: str, settings: Mapping[str, Any], *, gathers_low: bool
+    model: nn.Module, linears: Linears, recipe: str, settings: Mapping[str, object], *, gathers_low: bool
 ) -> None:
     """Each becomes a `Float8Linear` with the same parameters."""
     torchao = load_torchao("float8", key=SECTION)
@@ -256,7 +264,7 @@ def _convert_to_float8(
         model.register_state_dict_post_hook(_plain_weights)
 
 
-def _convert_to_mx(linears: Linears, settings: Mapping[str, Any]) -> None:
+def _convert_to_mx(linears: Linears, settings: Mapping[str, object]) -> None:
     """Forward on the instance: torchao's own conversion replaces the parameters by tensors that lose the bias."""
     product = load_torchao("prototype.moe_training.mxfp8_linear", key=SECTION)._to_mxfp8_then_scaled_mm
     formats = load_torchao("prototype.mx_formats.config", key=SECTION)
@@ -277,7 +285,7 @@ class MxForward:
         options: Kernels, rounding of scales, and whether the gradient of the weight stays exact.
     """
 
-    def __init__(self, module: nn.Module, product: Any, options: tuple[Any, ...]) -> None:
+    def __init__(self, module: nn.Module, product: Callable[..., torch.Tensor], options: tuple[object, ...]) -> None:
         self._module, self._product, self._options = module, product, options
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -286,30 +294,28 @@ class MxForward:
         filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
         output = self._product(filled, self._module.weight, *self._options)[: len(rows)]
         output = output.reshape(*input.shape[:-1], output.shape[-1])
-        return output if self._module.bias is None else output + self._module.bias.to(output.dtype)
+        if self._module.bias is not None:
+            output = output + self._module.bias.to(output.dtype)
+        return output
 
 
-def _plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def _plain_weights(_module: nn.Module, state: dict[str, object], _prefix: str, _metadata: object) -> None:
     """Checkpoints hold plain tensors, which share their memory with the weights."""
     for name, tensor in list(state.items()):
-        plain = _plain(tensor)
-        if plain is not tensor:
-            state[name] = plain
+        inner = _inner_tensor(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        if inner is not None:
+            state[name] = _laid_out_like(tensor, inner) if isinstance(tensor, DTensor) else inner
 
 
-def _plain(tensor: Any) -> Any:
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        inner = getattr(local, "_tensor", None)
-        if inner is None or type(local) is torch.Tensor:
-            return tensor
-        return DTensor.from_local(
-            inner.detach(),
-            tensor.device_mesh,
-            tensor.placements,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-            run_check=False,
-        )
-    inner = getattr(tensor, "_tensor", None) if type(tensor) not in (torch.Tensor, nn.Parameter) else None
-    return tensor if inner is None else inner.detach()
+def _laid_out_like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride(), run_check=False
+    )
+
+
+def _inner_tensor(tensor: object) -> torch.Tensor | None:
+    """The plain tensor in one of torchao's weights that know how they are gathered; None for what is plain itself."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return None
+    inner: torch.Tensor | None = attribute_at(tensor, "_tensor")
+    return None if inner is None else inner.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 _ALIASES = {"flex": "flex_attention"}
 _PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
@@ -35,7 +36,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(
-    requested: str | None, model_class: Any = None, *, param_dtype: torch.dtype | None = None
+    requested: str | None, model_class: object = None, *, param_dtype: torch.dtype | None = None
 ) -> AttentionChoice:
     """The name to hand to transformers, with the reason: the one asked for, or the best that runs here.
 
@@ -58,7 +59,7 @@ def choose_attention(
         return AttentionChoice(name, "as configured")
     if name:
         why = _lacks(name)
-    elif not getattr(model_class, "_supports_flash_attn", True):
+    elif not attribute_at(model_class, "_supports_flash_attn", True):
         why = "the model takes no flash attention"
     elif device_type != "cuda":
         why = f"flash attention is CUDA's, this is '{device_type}'"
@@ -69,10 +70,10 @@ def choose_attention(
             if importlib.util.find_spec(package) is not None:
                 return AttentionChoice(name, f"{package} is installed")
         why = f"{' and '.join(_PACKAGES)} are not installed"
-    if not getattr(model_class, "_supports_sdpa", True):
+    if not attribute_at(model_class, "_supports_sdpa", True):
         return AttentionChoice("eager", "the model takes nothing else")
     # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
-    has_interface = getattr(model_class, "_supports_attention_backend", False)
+    has_interface = attribute_at(model_class, "_supports_attention_backend", False)
     return AttentionChoice(ATTENTION_NAME if has_interface else "sdpa", why)
 
 
@@ -105,8 +106,8 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
         )
     _check_kernel(name, param_dtype)
     for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if processor is not None and hasattr(processor, "_attention_backend"):
+        processor = attribute_at(module, "processor")
+        if has_all(processor, "_attention_backend"):
             processor._attention_backend = AttentionBackendName(_BACKENDS[name])
     facts_of(model).attention = AttentionChoice(name, why)
 
@@ -114,12 +115,13 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
 def attention_name(model: nn.Module) -> str:
     """What a built model computes attention by, in the words of `model.attn_implementation`, and why it was taken."""
     choice = facts_of(model).attention
-    # The configuration tells what a model of transformers computes by now: packing may have changed it.
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    # The configuration says what a model of transformers computes by now: packing may have changed it.
+    name = attribute_at(model, "config._attn_implementation")
     if choice is None:
         return str(name or "the model's own")
-    is_as_chosen = name is None or name == choice.name
-    return f"{choice.name} ({choice.reason})" if is_as_chosen and choice.reason else str(name or choice.name)
+    if name is not None and name != choice.name:
+        return str(name)
+    return f"{choice.name} ({choice.reason})" if choice.reason else choice.name
 
 
 def check_attention_trains(requested: str | None) -> None:
@@ -134,7 +136,9 @@ def check_attention_trains(requested: str | None) -> None:
 
 def _lacks(name: str) -> str:
     """Why no device of this kind runs a kernel; empty where it can."""
-    return f"'{name}' does not run on a CPU" if name in _PACKAGES and get_device_type() == "cpu" else ""
+    if name in _PACKAGES and get_device_type() == "cpu":
+        return f"'{name}' does not run on a CPU"
+    return ""
 
 
 def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:

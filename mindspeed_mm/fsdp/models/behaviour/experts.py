@@ -8,6 +8,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, fused_experts, use_own_experts
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 
 def fit_experts(model: nn.Module, dtype: torch.dtype) -> None:
@@ -17,7 +18,7 @@ def fit_experts(model: nn.Module, dtype: torch.dtype) -> None:
         model: Of transformers.
         dtype: That it computes in.
     """
-    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+    if dtype == torch.float64 and has_all(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_any, tree_map_only
 
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, Kwargs
 from mindspeed_mm.fsdp.ops.host_values import has_values, host_values
 from mindspeed_mm.fsdp.utils.device import copied_to
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 _LIBRARY = "transformers.vision_utils"
 _BORDERS = "get_vision_attention_seqlens"
@@ -28,12 +29,12 @@ def read_grids_on_host(model: nn.Module) -> None:
     """Let a model's towers compute what follows from a grid without waiting for the device. May be called again."""
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         for name, function in list(vars(file).items()):
-            if name.startswith("get_vision_") and getattr(function, "__module__", "") == _LIBRARY:
+            if name.startswith("get_vision_") and attribute_at(function, "__module__") == _LIBRARY:
                 setattr(file, name, _on_host(function))
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(function, "__wrapped__"):
+def _on_host(function: Forward) -> Forward:
+    if has_all(function, "__wrapped__"):
         return function
 
     @functools.wraps(function)
@@ -50,6 +51,6 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _wants_flash(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _wants_flash(args: Args, kwargs: Kwargs) -> bool:
     config = args[0] if args else kwargs["config"]
-    return "flash" in str(getattr(config, "_attn_implementation", ""))
+    return "flash" in str(attribute_at(config, "_attn_implementation", ""))

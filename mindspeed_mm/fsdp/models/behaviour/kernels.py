@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,8 +18,10 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.forward_stack import Forward
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 class _Kernels(NamedTuple):
@@ -86,25 +88,27 @@ def choose_kernels(model: nn.Module, model_args: ModelArguments) -> None:
         MachineError: The package of the kernel is not installed.
         ConfigError: The model has no such layers.
     """
-    others: dict[nn.Module, dict[str, Callable[..., Any]]] = {}
+    others: dict[nn.Module, dict[str, Forward]] = {}
     given_up = []
     for key, kernels in KERNELS.items():
-        asked = getattr(model_args, key)
+        asked: str | None = attribute_at(model_args, key)
         if asked is None:
             continue
-        layers = [m for m in model.modules() if type(m).forward is not nn.Module.forward and _calls(m, kernels)]
+        layers = [module for module in model.modules() if _calls(module, kernels)]
         if asked != "eager" and not layers:
             raise ConfigError(
                 f"{type(model).__name__} has no {kernels.layers}", key=f"model.{key}", way_out="Leave it out."
             )
-        if why := _lacks(asked):
+        why = _lacks(asked)
+        if why:
             given_up.append(f"{key}: {why}")
             asked = "eager"
         if asked != "eager":
             _check_installed(key, kernels, asked)
         for layer in layers:
-            names = called_globals(layer) & kernels.functions.keys()
-            others.setdefault(layer, {}).update({name: _function(layer, kernels, name, asked) for name in names})
+            functions = others.setdefault(layer, {})
+            for name in called_globals(layer) & kernels.functions.keys():
+                functions[name] = _function(layer, kernels, name, asked)
     for layer, functions in others.items():
         rebind_globals(layer, functions)
     if given_up:
@@ -112,7 +116,8 @@ def choose_kernels(model: nn.Module, model_args: ModelArguments) -> None:
 
 
 def _calls(module: nn.Module, kernels: _Kernels) -> bool:
-    return bool(called_globals(module) & kernels.functions.keys())
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and not called_globals(module).isdisjoint(kernels.functions)
 
 
 def _lacks(asked: str) -> str:
@@ -135,14 +140,14 @@ def _check_installed(key: str, kernels: _Kernels, asked: str) -> None:
         )
 
 
-def _function(layer: nn.Module, kernels: _Kernels, name: str, asked: str) -> Callable[..., Any]:
+def _function(layer: nn.Module, kernels: _Kernels, name: str, asked: str) -> Forward:
     if asked == "eager":
         return _taking_known(inspect.unwrap(global_of(layer, name)))
     module, function = kernels.functions[name]
-    return _taking_known(getattr(importlib.import_module(module), function))
+    return _taking_known(attribute_at(importlib.import_module(module), function))
 
 
-def _taking_known(function: Callable[..., Any]) -> Callable[..., Any]:
+def _taking_known(function: Forward) -> Forward:
     """A function that is handed what layers pass to any of the kernels, and takes what it knows."""
     parameters = inspect.signature(function).parameters
     known = frozenset(parameters)

@@ -2,21 +2,23 @@
 patches once, and their features are handed on as often as rows show them.
 
 The grids that the model counts its features by stay those of all rows. A tower sees from them which part of the patches
-that they tell of it was given: that of the first of several equal blocks of rows.
+that they describe was given: that of the first of several equal blocks of rows.
 """
 
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _PATCHES = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 """Patches of many media → their grids."""
@@ -30,10 +32,11 @@ class RepeatedMedia:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        towers = [tower for model in models for tower in model.modules() if _takes_grids(tower)]
-        self._encodes_once = bool(towers)
-        for tower in towers:
-            RepeatingTower(tower)
+        self._encodes_once = False
+        for module in chain.from_iterable(model.modules() for model in models):
+            if _takes_grids(module):
+                RepeatingTower(module)
+                self._encodes_once = True
 
     def repeat(self, batch: Batch) -> Batch:
         """A batch with its shared media as the model takes them: once where its towers repeat features, else as often
@@ -56,7 +59,7 @@ class RepeatingTower:
         tower.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         tower.register_forward_hook(self._after)
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    def _before(self, _: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
         """Grids of the patches that are given."""
         self._copies = 1
         given = {**dict(zip((self._pixels, "grid_thw"), args, strict=False)), **kwargs}
@@ -71,22 +74,22 @@ class RepeatingTower:
         del given[self._pixels]
         return (pixels,), given
 
-    def _after(self, _: nn.Module, _args: Any, output: Any) -> Any:
+    def _after(self, _: nn.Module, _args: object, output: Any) -> Any:
         """Features of all blocks."""
         if self._copies == 1:
             return None
 
-        def repeated(value: Any) -> Any:
-            return torch.cat([value] * self._copies) if isinstance(value, Tensor) and value.dim() > 1 else value
+        def repeated(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor] * self._copies) if tensor.dim() > 1 else tensor
 
         if isinstance(output, dict):
-            return type(output)(**{name: tree_map(repeated, value) for name, value in output.items()})
-        return tree_map(repeated, output)
+            return type(output)(**tree_map_only(Tensor, repeated, dict(output)))
+        return tree_map_only(Tensor, repeated, output)
 
 
 def _takes_grids(tower: nn.Module) -> bool:
     """Whether a module is called with flat patches of many media, then their grids, and merges squares of patches."""
-    if not hasattr(getattr(tower, "config", None), "spatial_merge_size"):
+    if attribute_at(tower, "config.spatial_merge_size") is None:
         return False
     return _parameters(tower)[1:2] == ["grid_thw"]
 

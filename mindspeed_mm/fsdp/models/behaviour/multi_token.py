@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,12 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, has_all, head_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.core_model_loading import WeightRenaming
 
 NAME = "mtp"
 KEY = "model.mtp_num_layers"
@@ -36,6 +42,14 @@ _AS_A_LAYER = {
     r"shared_head\.norm": "norm",
 }
 """DeepSeek's names, below the layer → ours, below `mtp`."""
+
+
+class LayeredDecoder(Protocol):
+    """A module that takes embeddings through `layers` and a last `norm`."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    config: PreTrainedConfig
 
 
 class MultiTokenHeads(nn.Module):
@@ -103,16 +117,16 @@ class DecoderWatch:
         finally:
             self._kept = None
 
-    def _see_embeddings(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_embeddings(self, _layer: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._kept is not None:
             self._kept.embeddings = args[0] if args else kwargs["hidden_states"]
 
-    def _see_arguments(self, _layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_arguments(self, _layer: nn.Module, _args: Args, kwargs: Kwargs) -> None:
         if self._kept is not None:
             left_out = {"hidden_states", *_CACHES}
             self._kept.arguments = {name: value for name, value in kwargs.items() if name not in left_out}
 
-    def _see_hidden(self, _norm: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _see_hidden(self, _norm: nn.Module, _args: Args, output: torch.Tensor) -> None:
         if self._kept is not None:
             self._kept.hidden = output
 
@@ -125,30 +139,37 @@ def attach_multi_token(model: nn.Module, depths: int) -> None:
         ConfigError: The model has no decoder of layers and a last norm, or no output head.
     """
     decoder = find_layered_decoder(model)
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+    if head_of(model) is None:
         raise ConfigError(f"{type(model).__name__} has no output head", key=KEY, way_out="Set it to 0.")
     layer, width = decoder.layers[like_layer(decoder)], decoder.config.hidden_size
     with parameters_on_meta():
         heads = MultiTokenHeads(layer, decoder.norm, width, depths)
     setattr(model, NAME, heads)
     facts_of(model).multi_token = DecoderWatch(model)
-    model._keys_to_ignore_on_load_missing = [  # type: ignore[assignment]
-        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()), rf"^{NAME}\."
-    ]  # fmt: skip
+    may_lack = attribute_at(model, "_keys_to_ignore_on_load_missing", ())
+    model._keys_to_ignore_on_load_missing = [*may_lack, rf"^{NAME}\."]  # type: ignore[assignment]
 
 
-def renamings(model: nn.Module) -> list[Any]:
+def heads_of(model: nn.Module) -> nn.Module | None:
+    """The further heads of a model; None where it has none."""
+    heads: nn.Module | None = attribute_at(model, NAME)
+    return heads
+
+
+def renamings(model: nn.Module) -> list[WeightRenaming]:
     """Rules for folders that keep the heads as layer L of the decoder; none for others.
 
     Raises:
         ConfigError: Such a folder's layout has room for one depth only.
     """
-    if not hasattr(model, NAME):
+    heads = heads_of(model)
+    if heads is None:
         return []
     config = find_layered_decoder(model).config
-    if not getattr(config, "num_nextn_predict_layers", 0):
+    if not attribute_at(config, "num_nextn_predict_layers", 0):
         return []
-    if (depths := len(getattr(model, NAME).layers)) > 1:
+    depths = len(heads.layers)  # type: ignore[arg-type]
+    if depths > 1:
         raise ConfigError(
             f"{depths}, but this family's folders hold parts of their own for each depth, which are shared here",
             key=KEY,
@@ -159,16 +180,17 @@ def renamings(model: nn.Module) -> list[Any]:
     layer = rf"model\.layers\.{config.num_hidden_layers}"
     ours = [WeightRenaming(rf"^{layer}\.{theirs}\.", f"{NAME}.{own}.") for theirs, own in _AS_A_LAYER.items()]
     shared = [rf"^{NAME}\.layers\.0\.(embed_tokens|shared_head\.head)\."]  # copies of the model's own ends
-    own_class = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    own_class = attribute_at(model, "_keys_to_ignore_on_load_unexpected", ())
     model._keys_to_ignore_on_load_unexpected = [*own_class, *shared]  # type: ignore[assignment]
     return [*ours, WeightRenaming(rf"^{layer}\.", f"{NAME}.layers.0.")]
 
 
-def find_layered_decoder(model: nn.Module) -> Any:
-    """The module that takes embeddings through `layers` and a last `norm`. Raises `ConfigError` where there is none."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):
-        return decoder
+def find_layered_decoder(model: nn.Module) -> LayeredDecoder:
+    """The decoder of a model. Raises `ConfigError` where it has none with layers and a last norm."""
+    decoder: Any = decoder_of(model)
+    if isinstance(attribute_at(decoder, "layers"), nn.ModuleList) and has_all(decoder, "norm"):
+        found: LayeredDecoder = decoder
+        return found
     raise ConfigError(
         f"{type(model).__name__} has no decoder of layers with a norm behind them",
         key=KEY,
@@ -176,13 +198,13 @@ def find_layered_decoder(model: nn.Module) -> Any:
     )
 
 
-def like_layer(decoder: Any) -> int:
+def like_layer(decoder: LayeredDecoder) -> int:
     """The decoder's last layer that sees the whole sequence: released heads are of that kind.
 
     Raises:
         ConfigError: There is none.
     """
-    kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
+    kinds = attribute_at(decoder.config, "layer_types") or ["full_attention"] * len(decoder.layers)
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     if not full:
         raise ConfigError("no layer of the decoder has full attention", key=KEY, way_out="Set it to 0 for this model.")

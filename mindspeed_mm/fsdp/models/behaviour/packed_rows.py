@@ -1,8 +1,8 @@
 """Lets a language model take packed rows: documents one behind the other in one row, none of which sees another.
 
 Attention learns of the borders by itself (`ops.attention`). What is left: layers with a state are run document by
-document, towers are not told of the text's borders, masks of image blocks are made here, and models of which nobody
-knows that they keep documents apart are refused.
+document, towers do not get the text's borders, masks of image blocks are made here, and models that are not known
+to keep documents apart are refused.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
-from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, PADDING_KEY, register_attention
-from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.attention import PADDING_KEY, register_attention, without_borders
+from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, name_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
@@ -43,12 +48,12 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
         attention: `model.attn_implementation`.
 
     Raises:
-        ConfigError: The model would mix documents, or nobody knows.
+        ConfigError: The model would mix documents, or it is not known whether it does.
     """
     check_packed_rows(model, attention=attention)
     if _is_of_transformers(model):
-        if model.config._attn_implementation not in _KNOW_BORDERS:  # type: ignore[union-attr]
-            model.set_attn_implementation(register_attention())  # type: ignore[operator]
+        if model.config._attn_implementation not in _KNOW_BORDERS:
+            model.set_attn_implementation(register_attention())
         for name in _models_beside_the_decoder(model):
             model.get_submodule(name).register_forward_pre_hook(leave_borders_out, with_kwargs=True)
     for mixer in find_mixers(model):
@@ -70,36 +75,35 @@ def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
 
 def packing_problems(model: nn.Module) -> Iterator[Problem]:
     """Why a model cannot take packed rows."""
+    for reason in _reasons_against_packing(model):
+        yield Problem(reason, key=KEY, way_out="Set it to false.")
+
+
+def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     has_mixers = bool(find_mixers(model))
-    config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    off = {"key": KEY, "way_out": "Set it to false."}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     if not takes_any and "cu_seq_lens_q" not in takes:
-        yield Problem("its forward takes no cu_seq_lens_q, the borders of documents", **off)
+        yield "its forward takes no cu_seq_lens_q, the borders of documents"
     if not _is_of_transformers(model):
         return
-    if getattr(config, "is_encoder_decoder", False):
-        yield Problem("it is an encoder-decoder, which encodes every sample by itself", **off)
+    if attribute_at(model, "config.is_encoder_decoder", False):
+        yield "it is an encoder-decoder, which encodes every sample by itself"
         return
     if not _calls_attention_interface(model):
-        yield Problem("its attention is not behind transformers' interface", **off)
-    if getattr(model, "_is_stateful", False) and not has_mixers:
-        yield Problem(
-            "its layers carry a state over tokens, and it is not known how to reset it between documents", **off
-        )
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - _KEPT_APART
-    if not has_mixers:
-        kinds |= {"linear_attention"} & set(getattr(text, "layer_types", None) or ())
-    if kinds:
-        yield Problem(f"it has layers of type {', '.join(sorted(kinds))}, which look beyond a document", **off)
+        yield "its attention is not behind transformers' interface"
+    if attribute_at(model, "_is_stateful", False) and not has_mixers:
+        yield "its layers carry a state over tokens, and it is not known how to reset it between documents"
+    kept_apart = _KEPT_APART if has_mixers else _KEPT_APART - {"linear_attention"}
+    looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
+    if looking_beyond:
+        yield f"it has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
 
 
 def _calls_attention_interface(model: nn.Module) -> bool:
     """Whether the decoder looks its attention up in transformers' table. Classes with linear attention do, although
     they do not say so (`_supports_attention_backend`)."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    decoder = decoder_of(model) or model
     modules = {each.__module__ for each in type(decoder).__mro__} - {"transformers.modeling_utils"}
     return any(hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS") for module in modules)
 
@@ -114,7 +118,7 @@ def attention_problems(requested: str | None) -> Iterator[Problem]:
         )
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
+def _is_of_transformers(model: nn.Module) -> TypeGuard[PreTrainedModel]:
     from transformers import PreTrainedModel  # a second to import, and whoever builds a model has it already
 
     return isinstance(model, PreTrainedModel)
@@ -126,20 +130,20 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def find_mixers(model: nn.Module) -> list[nn.Module]:
     """Layers that carry a state from token to token (gated delta nets, state spaces, linear attention): transformers
     hands them `cache_params`. Of two inside each other the inner one."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if {"hidden_states", "cache_params"} <= inspect.signature(module.forward).parameters.keys()
-    }
-    return [module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)]
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if {"hidden_states", "cache_params"} <= inspect.signature(module.forward).parameters.keys():
+            found[name] = module
+    holders = {name for name in found if any(is_inside(other, (name,), strict=True) for other in found)}
+    return [module for name, module in found.items() if name not in holders]
 
 
-def leave_borders_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+def leave_borders_out(_: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments:
     """Hook in front of a tower: the text's borders would cut its own tokens."""
-    return args, {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
+    return args, without_borders(kwargs)
 
 
-def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+def read_positions(_: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
     """Hook in front of a model: positions that came as the bits of fp32 numbers become numbers. Sharding, which casts
     what are numbers, has passed them on by then."""
     positions = kwargs.get("position_ids")
@@ -150,20 +154,24 @@ def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _models_beside_the_decoder(model: nn.Module) -> list[str]:
     """Names of models inside the model that its decoder is not a part of, nor they of it."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    name_of = next((name for name, module in model.named_modules() if module is decoder), "")
-    inside = [name for name, module in model.named_modules() if name and _is_of_transformers(module)]
-    return [name for name in inside if not f"{name_of}.".startswith(f"{name}.") and not name.startswith(f"{name_of}.")]
+    decoder = name_of(model, decoder_of(model))
+    beside = []
+    for name, module in model.named_modules():
+        holds_decoder = f"{decoder}.".startswith(f"{name}.")
+        is_below_decoder = name.startswith(f"{decoder}.")
+        if name and _is_of_transformers(module) and not holds_decoder and not is_below_decoder:
+            beside.append(name)
+    return beside
 
 
 def image_blocks_key(model: nn.Module) -> str | None:
     """The batch key that marks images, where their tokens see each other both ways; None for all other models."""
-    config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
-    sees_ahead = (
-        getattr(config.get_text_config(), "use_bidirectional_attention", None) if kind in _IMAGE_BLOCKS else None
-    )
-    return _IMAGE_BLOCKS.get(kind) if kind == "gemma3" or sees_ahead == "vision" else None
+    config: PreTrainedConfig | None = attribute_at(model, "config")
+    kind = attribute_at(config, "model_type", "")
+    if config is None or kind not in _IMAGE_BLOCKS:
+        return None
+    sees_ahead = attribute_at(config.get_text_config(), "use_bidirectional_attention")
+    return _IMAGE_BLOCKS[kind] if kind == "gemma3" or sees_ahead == "vision" else None
 
 
 class _BlockMasks:
@@ -180,7 +188,7 @@ class _BlockMasks:
         module = sys.modules[type(model).__module__]
         self._blocks_of: Callable[..., torch.Tensor] = module.get_block_sequence_ids_for_mask
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    def __call__(self, _: nn.Module, args: Args, kwargs: Kwargs) -> CallArguments | None:
         borders, marks_1T = kwargs.get("cu_seq_lens_q"), kwargs.get(self._marks)
         if borders is None or marks_1T is None or kwargs.get("pixel_values") is None:
             return None
@@ -193,9 +201,10 @@ class _BlockMasks:
                 way_out="Lower it, or set packing to false.",
             )
         masks = block_masks(borders, self._blocks_of(marks_1T, device=marks_1T.device)[0], self._window)
-        # The length of padding stays: routers ask for it.
-        others = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS or name == PADDING_KEY}
-        return args, others | {"attention_mask": masks}
+        others = without_borders(kwargs) | {"attention_mask": masks}
+        if PADDING_KEY in kwargs:  # routers ask for it
+            others[PADDING_KEY] = kwargs[PADDING_KEY]
+        return args, others
 
 
 def block_masks(borders: torch.Tensor, blocks_T: torch.Tensor, window: int) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
     Raises:
         ConfigError: There is none.
     """
-    shared = {name for group in shared_parameters(model) for name in group}
+    shared = set(chain.from_iterable(shared_parameters(model)))
     blocks = find_blocks(model)
     names = []
     for name, module in model.named_modules():
@@ -164,11 +165,12 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
 
 def packings_of(model: nn.Module) -> dict[str, QuantizedLayout]:
     """Name of a weight that is kept in bytes, as in the model without adapters → how."""
-    return {
-        base_name(f"{name}.weight"): module.forward.packing
-        for name, module in model.named_modules()
-        if isinstance(vars(module).get("forward"), QuantizedForward)
-    }
+    packings = {}
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, QuantizedForward):
+            packings[base_name(f"{name}.weight")] = forward.packing
+    return packings
 
 
 def can_shard_bytes() -> bool:

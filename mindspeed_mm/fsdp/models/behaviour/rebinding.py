@@ -7,19 +7,19 @@ copy of these with other entries: no library is patched, and other models keep t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def called_globals(module: nn.Module) -> set[str]:
     """Names of globals that a module's forward reads; none where something else stands in its place."""
-    code = getattr(_forward_of(module), "__code__", None)
-    return set(code.co_names) if code is not None else set()
+    return set(attribute_at(_forward_of(module), "__code__.co_names", ()))
 
 
 def global_of(module: nn.Module, name: str) -> Any:
@@ -27,12 +27,12 @@ def global_of(module: nn.Module, name: str) -> Any:
     return _forward_of(module).__globals__.get(name)
 
 
-def rebind_globals(module: nn.Module, others: Mapping[str, Callable[..., Any]]) -> None:
+def rebind_globals(module: nn.Module, others: Mapping[str, Forward]) -> None:
     """Let a module's forward find other functions under these names; call it once on a module."""
     replace_forward(module, ForwardKind.KERNEL, MethodType(function_with(_forward_of(module), others), module))
 
 
-def function_with(function: FunctionType, others: Mapping[str, Any]) -> FunctionType:
+def function_with(function: FunctionType, others: Mapping[str, object]) -> FunctionType:
     """A function that finds other things under these names of its globals."""
     # Without its name the compiler takes these globals, and not the module's of that name.
     names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
@@ -46,6 +46,5 @@ def function_with(function: FunctionType, others: Mapping[str, Any]) -> Function
 
 def _forward_of(module: nn.Module) -> FunctionType:
     """The function below decorators that only look after other libraries' hooks."""
-    bound: Any = module.forward
-    function: Any = inspect.unwrap(getattr(bound, "__func__", bound))
-    return function  # type: ignore[no-any-return]
+    function: FunctionType = inspect.unwrap(attribute_at(module.forward, "__func__", module.forward))
+    return function

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
-from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, check_borders
+from mindspeed_mm.fsdp.ops.attention import check_borders, without_borders
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.host_values import host_values
 
@@ -40,20 +40,23 @@ class SegmentedForward:
         hidden_1TC = args[0] if args else kwargs["hidden_states"]
         places = host_values(borders)
         check_borders(places, hidden_1TC[:, None])
-        own = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
+        own = without_borders(kwargs)
         spans = list(pairwise(places))
         lengths = [stop - start for start, stop in spans]
-        pieces: dict[int, Any] = {}
+        pieces: dict[int, Tensor] = {}
+        others: tuple[Any, ...] | None = None  # what the layer returns beside hidden states, if it returns a tuple
         for bucket in buckets(lengths, waste_on(hidden_1TC.device)):
             cut = partial(_rows_of, length=hidden_1TC.shape[1], spans=[spans[document] for document in bucket])
             bucket_args, bucket_kwargs = tree_map_only(Tensor, cut, (args, own))
             output = self._forward(*bucket_args, **bucket_kwargs)
-            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):
+                output, *rest = output
+                others = tuple(rest)
             for row, document in enumerate(bucket):
-                pieces[document] = first[row, : lengths[document]]
+                pieces[document] = output[row, : lengths[document]]
         # Empty documents are in no bucket, and have no tokens to be put back.
         joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
-        return (joined, *output[1:]) if isinstance(output, tuple) else joined
+        return joined if others is None else (joined, *others)
 
 
 def waste_on(device: torch.device) -> float:

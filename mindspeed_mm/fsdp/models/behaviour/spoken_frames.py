@@ -1,6 +1,6 @@
-"""What talkers have in common: they read frames of speech as sums of the embeddings of their codes, and tell the first
-code of each frame; from the hidden state in front of a frame, a code predictor tells the frame's other codes one after
-the other (arXiv:2601.15621, arXiv:2509.17765).
+"""What talkers have in common: they read frames of speech as sums of the embeddings of their codes, and predict the
+first code of each frame; from the hidden state in front of a frame, a code predictor predicts the frame's other codes
+one after the other (arXiv:2601.15621, arXiv:2509.17765).
 
 Shapes: B rows of L places, T places of all rows, N frames among them, G codebooks, D the talker's width.
 """
@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import wide_dtype
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 CODE_LOSS_FACTOR = 0.3
 """Of the code predictor's loss, beside that of the talker, as in the published fine-tuning of Qwen3-TTS."""
@@ -29,7 +30,7 @@ class SpokenOutput(CausalLMOutputWithPast):
     code_logits: torch.Tensor | None = None
     """(N, G − 1, rows)."""
     code_targets: torch.Tensor | None = None
-    """(N, G − 1) codes that are to be told."""
+    """(N, G − 1) codes that are to be predicted."""
 
 
 class SpokenFrames:
@@ -57,7 +58,7 @@ class SpokenFrames:
         return (embeds_TD + self._marked_TD).index_add(0, self._places, self._others_NGD.sum(dim=1))
 
     def output(self, hidden_BLD: torch.Tensor, head: nn.Module, labels: torch.Tensor | None = None) -> SpokenOutput:
-        """What is told of every codebook.
+        """Logits of every codebook.
 
         Args:
             hidden_BLD: Of the talker.
@@ -66,17 +67,18 @@ class SpokenFrames:
         """
         telling_ND = hidden_BLD.flatten(0, 1).index_select(0, self._places - 1)
         first_ND = self._marked_TD.index_select(0, self._places)
-        logits = self._told(telling_ND, first_ND)
+        logits = self._other_logits(telling_ND, first_ND)
         output = SpokenOutput(logits=head(hidden_BLD), code_logits=logits, code_targets=self._codes_NG[:, 1:])
         if labels is not None:
             output.loss = own_loss(output, labels)
         return output
 
-    def _told(self, telling_ND: torch.Tensor, first_ND: torch.Tensor) -> torch.Tensor:
-        """(N, G − 1, rows) logits of each codebook from those before it and from what told the first one."""
+    def _other_logits(self, telling_ND: torch.Tensor, first_ND: torch.Tensor) -> torch.Tensor:
+        """(N, G − 1, rows) logits of each further codebook, from those before it and the state that gave the first."""
         read = torch.cat([telling_ND[:, None], first_ND[:, None], self._others_NGD[:, :-1]], dim=1)
-        project = getattr(self._predictor, "small_to_mtp_projection", None)
-        read = read if project is None else project(read)
+        project = attribute_at(self._predictor, "small_to_mtp_projection")
+        if project is not None:
+            read = project(read)
         made = self._predictor.model(inputs_embeds=read, use_cache=False).last_hidden_state
         return torch.stack([head(made[:, n + 1]) for n, head in enumerate(self._predictor.lm_head)], dim=1)
 

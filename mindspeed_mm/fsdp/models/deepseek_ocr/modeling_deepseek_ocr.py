@@ -107,11 +107,11 @@ class DeepseekOCRModel(UnlimitedOcrModel):
         **kwargs: Any,
     ) -> Any:
         """As of transformers' class; counts and grids may be tensors, as they lie in a batch."""
-        counts, grids = (
-            host_values(given) if isinstance(given, torch.Tensor) else given
-            for given in (num_local_patches, patches_grid)
-        )
-        return super().get_image_features(pixel_values, pixel_values_local, counts, grids, **kwargs)
+        if isinstance(num_local_patches, torch.Tensor):
+            num_local_patches = host_values(num_local_patches)
+        if isinstance(patches_grid, torch.Tensor):
+            patches_grid = host_values(patches_grid)
+        return super().get_image_features(pixel_values, pixel_values_local, num_local_patches, patches_grid, **kwargs)
 
 
 @model_register.register("deepseek_ocr")

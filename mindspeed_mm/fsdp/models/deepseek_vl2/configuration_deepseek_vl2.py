@@ -119,13 +119,10 @@ class DeepseekVLV2Config(PreTrainedConfig):
         self.projector_config: dict[str, Any] = own | dict(projector_config or {})
         self.candidate_resolutions = candidate_resolutions or [[384, 384]]
         self.tile_tag, self.global_view_pos = tile_tag, global_view_pos
-        for key, value, known in (
-            ("projector_config.projector_type", self.projector_config["projector_type"], ("downsample_mlp_gelu",)),
-            ("tile_tag", tile_tag, ("2D",)),
-            ("global_view_pos", global_view_pos, ("head", "tail")),
-        ):
-            if value not in known:
-                raise ValueError(f"{key} is {value!r}; known is {' or '.join(known)}")
+        projector_type = self.projector_config["projector_type"]
+        _check_known("projector_config.projector_type", projector_type, "downsample_mlp_gelu")
+        _check_known("tile_tag", tile_tag, "2D")
+        _check_known("global_view_pos", global_view_pos, "head", "tail")
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
@@ -136,18 +133,18 @@ class DeepseekVLV2Config(PreTrainedConfig):
         Raises:
             ValueError: It names a family that is not known.
         """
-        names = config_dict.get("architectures") or ()
-        if unknown := [name for name in names if name not in (_OWN_CLASS, *SAME_TYPE)]:
-            raise ValueError(f"architectures: {unknown[0]} is none of {', '.join((_OWN_CLASS, *SAME_TYPE))}")
-        other = next((SAME_TYPE[name] for name in names if name in SAME_TYPE), None)
-        if other is not None:
-            return other.from_dict({key: value for key, value in config_dict.items() if key != "model_type"}, **kwargs)
+        known = (_OWN_CLASS, *SAME_TYPE)
+        for name in config_dict.get("architectures") or ():
+            if name not in known:
+                raise ValueError(f"architectures: {name} is not one of {', '.join(known)}")
+            if name in SAME_TYPE:
+                return SAME_TYPE[name].from_dict(_without_type(config_dict), **kwargs)
         return super().from_dict(config_dict, **kwargs)
 
-    @property
-    def tokens_a_side(self) -> int:
-        """Tokens along a side of a tile, behind the projector."""
-        return -(-self.vision_config.patches // self.projector_config["downsample_ratio"])
+
+def _check_known(key: str, value: object, *known: str) -> None:
+    if value not in known:
+        raise ValueError(f"{key} is {value!r}; known is {' or '.join(known)}")
 
 
 def build_language_config(given: Mapping[str, Any]) -> PreTrainedConfig:

@@ -150,7 +150,9 @@ class AnswersPictures:
         model: Any = self
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = model.get_output_embeddings()(outputs.last_hidden_state[:, kept])
-        loss = None if labels is None else model.loss_function(logits, labels, logits.shape[-1], **kwargs)
+        loss = None
+        if labels is not None:
+            loss = model.loss_function(logits, labels, logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ take behind the projector. It reads the released processor_config.json."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,10 @@ class DeepseekVLV2Processor(ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As every processor; that of the family which `architectures` names."""
         path = Path(pretrained_model_name_or_path) / "config.json"
-        names = read_json_object(path, ModelFolderError).get("architectures") or () if path.is_file() else ()
-        other = next((SAME_NAME[name] for name in names if name in SAME_NAME), None)
-        if other is not None:
-            return other.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        config = read_json_object(path, ModelFolderError) if path.is_file() else {}
+        for name in config.get("architectures") or ():
+            if name in SAME_NAME:
+                return SAME_NAME[name].from_pretrained(pretrained_model_name_or_path, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @property
@@ -135,25 +136,25 @@ class DeepseekVLV2Processor(ProcessorMixin):
         placeholders = sum(each.count(self.image_token) for each in texts)
         if placeholders != len(pictures):
             raise ValueError(f"{placeholders} × {self.image_token} in the text for {len(pictures)} pictures")
-        data: dict[str, Any] = {}
         grids: list[tuple[int, int]] = []
-        remaining = iter(pictures)
         views: list[torch.Tensor] = []
-        for each in texts:
-            own = [next(remaining) for _ in range(each.count(self.image_token))]
-            for picture in own:
-                grid = self.grid(picture) if len(own) <= MOST_TILED else (1, 1)
-                grids.append(grid)
-                views += self.views(picture, grid)
-        if views:
-            data |= {"pixel_values": torch.stack(views), "images_spatial_crop": torch.tensor(grids)}
-        replacements = iter([self.image_token * self.tokens(*grid) for grid in grids])
         offsets: list[list[dict[str, str]]] = []
+        remaining = iter(pictures)
         for number, each in enumerate(texts):
             first, *others = each.split(self.image_token)
-            written = [next(replacements) for _ in others]
-            texts[number] = first + "".join(new + other for new, other in zip(written, others, strict=True))
-            offsets.append([{"type": "image", "replacement": new} for new in written])
+            parts, written = [first], []
+            for picture, other in zip(islice(remaining, len(others)), others, strict=True):
+                grid = self.grid(picture) if len(others) <= MOST_TILED else (1, 1)
+                grids.append(grid)
+                views += self.views(picture, grid)
+                replacement = self.image_token * self.tokens(*grid)
+                parts += [replacement, other]
+                written.append({"type": "image", "replacement": replacement})
+            texts[number] = "".join(parts)
+            offsets.append(written)
+        data: dict[str, Any] = {}
+        if views:
+            data |= {"pixel_values": torch.stack(views), "images_spatial_crop": torch.tensor(grids)}
         kwargs.pop("images_kwargs", None)
         encoded = self.tokenizer(texts, **{"add_special_tokens": False} | kwargs)
         if return_mm_token_type_ids:
@@ -191,5 +192,5 @@ class DeepseekVLV2Processor(ProcessorMixin):
     def _normalised(self, picture: Image.Image) -> torch.Tensor:
         width, height = picture.size
         pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(height, width, 3)
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.image_mean, self.image_std))
+        mean, std = torch.tensor(self.image_mean)[:, None, None], torch.tensor(self.image_std)[:, None, None]
         return (pixels.permute(2, 0, 1) / 255 - mean) / std

@@ -4,7 +4,7 @@ into tiles stands in config.json."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ _COLOURS = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.2
 
 def tokens_of_a_tile(vision: Mapping[str, Any], downsample_ratio: float) -> int:
     """How many tokens stand for a tile."""
-    sizes = (vision.get("image_size", 448), vision.get("patch_size", 14))
-    side, patch = (size[0] if isinstance(size, list | tuple) else size for size in sizes)
+    side, patch = _side(vision.get("image_size", 448)), _side(vision.get("patch_size", 14))
     return int((side // patch) ** 2 * downsample_ratio**2)
+
+
+def _side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 class InternVLChatProcessor(InternVLProcessor):
@@ -75,17 +78,22 @@ class InternVLChatProcessor(InternVLProcessor):
             return super().from_pretrained(folder, **kwargs)
         config = _CUT | read_json_object(folder / "config.json", ModelFolderError)
         path = folder / "preprocessor_config.json"
-        pixels = _COLOURS | (read_json_object(path, ModelFolderError) if path.is_file() else {})
+        pixels = dict(_COLOURS)
+        if path.is_file():
+            pixels |= read_json_object(path, ModelFolderError)
         vision = config.get("vision_config") or {}
         side = config.get("force_image_size") or vision.get("image_size", 448)
         is_cut = bool(config["dynamic_image_size"])
+        fewest = most = 1  # transformers 5.17 asks for tiles whatever `crop_to_patches` says: then let there be one
+        if is_cut:
+            fewest, most = config["min_dynamic_patch"], config["max_dynamic_patch"]
         images = GotOcr2ImageProcessor(
             size={"height": side, "width": side},
             crop_to_patches=is_cut,
-            # transformers 5.17 asks for tiles whatever this processor says: then let there be one.
-            min_patches=config["min_dynamic_patch"] if is_cut else 1,
-            max_patches=config["max_dynamic_patch"] if is_cut else 1,
-            **{name: pixels[name] for name in _COLOURS},
+            min_patches=fewest,
+            max_patches=most,
+            image_mean=pixels["image_mean"],
+            image_std=pixels["image_std"],
         )
         return cls(
             images,
@@ -99,5 +107,8 @@ def _own_template(folder: Path) -> str | None:
     """The template beside the model, unless it has no place for pictures: `save_pretrained` of transformers writes the
     released tokenizer's there, which joins texts and refuses the parts of a turn."""
     path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return template if "image" in template or "<IMG_CONTEXT>" in template else None
+    if not path.is_file():
+        return None
+    template = path.read_text(encoding="utf-8")
+    has_place = "image" in template or "<IMG_CONTEXT>" in template
+    return template if has_place else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,13 @@ from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.loading.part import check_parts, pass_over_others, trained_config
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 
@@ -49,11 +52,11 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     return model_class, config
 
 
-def _check_trains(model_class: type, config: Any, folder: Path) -> None:
+def _check_trains(model_class: type, config: object, folder: Path) -> None:
     """Raise `ModelFolderError` for a class that generates by its parts and has no forward pass of its own."""
     if model_class.forward is not nn.Module.forward:  # type: ignore[attr-defined]
         return
-    parts = [name.removesuffix("_config") for name in getattr(config, "sub_configs", {})]
+    parts = [name.removesuffix("_config") for name in attribute_at(config, "sub_configs", {})]
     raise ModelFolderError(
         f"a {model_class.__name__} ({', '.join(parts)}) has no forward pass: as a whole it cannot be trained",
         where=str(folder / "config.json"),
@@ -67,7 +70,7 @@ def _has_config(model_args: ModelArguments) -> bool:
 
 
 def _check_fits(model_class: type, config: Any, model_args: ModelArguments) -> None:
-    expected = getattr(model_class, "config_class", None)
+    expected = attribute_at(model_class, "config_class")
     if expected is not None and not isinstance(config, expected):
         raise ConfigError(
             f"'{model_args.model_id}' builds {expected.model_type} models, this is a {config.model_type} model",
@@ -77,19 +80,19 @@ def _check_fits(model_class: type, config: Any, model_args: ModelArguments) -> N
         )
 
 
-def override_config(config: Any, overrides: Mapping[str, Any]) -> None:
+def override_config(config: object, overrides: Mapping[str, object]) -> None:
     """Set dotted settings of a configuration. Raises `ConfigError` for one that it does not have."""
     for name, value in overrides.items():
-        *sections, last = name.split(".")
-        target = config
-        for section in sections:
-            target = getattr(target, section, None)
-        if not hasattr(target, last):
+        section, _, last = name.rpartition(".")
+        target = attribute_at(config, section) if section else config
+        if not has_all(target, last):
             raise ConfigError("the model's configuration has no such setting", key=name)
         setattr(target, last, value)
 
 
-def construct(model_class: Any, config: Any, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
+def construct(
+    model_class: Any, config: object, model_args: ModelArguments, param_dtype: torch.dtype | None
+) -> nn.Module:
     """The model, parameters on the meta device unless its class loads its weights by code of its own.
 
     A class of a plugin is called with what its signature takes: `_from_config(config)` as well as
@@ -102,7 +105,7 @@ def construct(model_class: Any, config: Any, model_args: ModelArguments, param_d
         return _call(model_class.from_pretrained, config, options, model_args, first="folder")
     if not is_transformers(model_class):
         with parameters_on_meta():
-            return _call(getattr(model_class, "_from_config", model_class), config, options, model_args)
+            return _call(attribute_at(model_class, "_from_config", model_class), config, options, model_args)
     model = _construct_transformers(model_class, config, options, model_args)
     facts_of(model).attention = choice
     pass_over_others(model)
@@ -110,11 +113,17 @@ def construct(model_class: Any, config: Any, model_args: ModelArguments, param_d
 
 
 def _call(
-    function: Any, config: Any, options: dict[str, Any], model_args: ModelArguments, first: str = "config"
+    function: Callable[..., nn.Module],
+    config: object,
+    options: Mapping[str, object],
+    model_args: ModelArguments,
+    first: str = "config",
 ) -> nn.Module:
     """Call a way to make a model; `first` is what a parameter of any other name gets."""
-    folder = Path(str(model_args.model_name_or_path)) if model_args.model_name_or_path else None
-    offered = {"config": config, "model_args": model_args, "args": model_args, **options}
+    folder = None
+    if model_args.model_name_or_path:
+        folder = Path(model_args.model_name_or_path)
+    offered: dict[str, object] = {"config": config, "model_args": model_args, "args": model_args, **options}
     offered |= dict.fromkeys(("folder", "model_name_or_path", "pretrained_model_name_or_path"), folder)
     spread = ("config", *options) if first == "folder" else tuple(options)
     name = model_args.model_id or type(config).__name__
@@ -122,7 +131,7 @@ def _call(
 
 
 def _construct_transformers(
-    model_class: Any, config: Any, options: dict[str, Any], model_args: ModelArguments
+    model_class: Any, config: object, options: dict[str, Any], model_args: ModelArguments
 ) -> nn.Module:
     from transformers.initialization import no_init_weights
 
@@ -161,7 +170,7 @@ def _explained(model_args: ModelArguments) -> Iterator[None]:
         ) from error
 
 
-def _set_generation_config(model: Any, folder: Path) -> None:
+def _set_generation_config(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").exists():
@@ -174,20 +183,20 @@ def _set_generation_config(model: Any, folder: Path) -> None:
         ) from error
 
 
-def is_transformers(model_class: Any) -> bool:
+def is_transformers(model_class: object) -> bool:
     """Whether a class is one of transformers, or derives from one."""
     from transformers import PreTrainedModel
 
     return isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
 
 
-def _loads_itself(model_class: Any) -> bool:
+def _loads_itself(model_class: object) -> bool:
     """Whether a plugin brings a `from_pretrained` of its own."""
     from transformers import PreTrainedModel
 
-    method = getattr(model_class, "from_pretrained", None)
+    method = attribute_at(model_class, "from_pretrained")
     inherited = (BaseModel.from_pretrained.__func__, PreTrainedModel.from_pretrained.__func__)  # type: ignore[attr-defined]
-    return method is not None and getattr(method, "__func__", method) not in inherited
+    return method is not None and attribute_at(method, "__func__", method) not in inherited
 
 
 def master_dtype(param_dtype: torch.dtype | None) -> torch.dtype:
@@ -199,6 +208,8 @@ def set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:
     """Keep trainable parameters in the masters' dtype and frozen ones in what the plan computes in."""
     master = master_dtype(param_dtype)
     for parameter in model.parameters():
-        dtype = master if parameter.requires_grad else param_dtype or master
+        dtype = master
+        if param_dtype is not None and not parameter.requires_grad:
+            dtype = param_dtype
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)

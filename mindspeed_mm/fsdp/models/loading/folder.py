@@ -7,10 +7,10 @@ its own for the model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -19,8 +19,12 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.plugin_import import hash_of_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _KEY = "model.model_name_or_path"
 _PRIVATE_KEYS = frozenset(
@@ -66,7 +70,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             "no config.json here", where=str(folder), key=_KEY, way_out="Use a folder with a model's config.json."
         )
     config = read_json_object(path, ModelFolderError)
-    if not isinstance(model_type := config.get("model_type"), str | None):
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
         raise ModelFolderError(
             f"{model_type!r:.80} is not a model type", where=str(path), key="model_type", way_out="Copy the file again."
         )
@@ -93,7 +98,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
     know_family_of(folder)
     model_type = config.get("model_type")
     is_native = model_type in CONFIG_MAPPING
-    own_config_class = getattr(plugin_class, "config_class", None)
+    own_config_class = attribute_at(plugin_class, "config_class")
     if not is_native and plugin_class is not None and own_config_class is None:
         return SimpleNamespace(**config)
     if not is_native and own_config_class is None and not (trust_remote_code and "auto_map" in config):
@@ -113,16 +118,17 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
         ) from error
 
 
-def _of_numbers(config: Any) -> Any:
+def _of_numbers(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the model that is trained, whose weights are numbers, however the folder keeps them."""
     config.__dict__.pop("quantization_config", None)
-    for name in getattr(config, "sub_configs", None) or ():
-        if (section := getattr(config, name, None)) is not None:
+    for name in attribute_at(config, "sub_configs", {}):
+        section = attribute_at(config, name)
+        if section is not None:
             _of_numbers(section)
     return config
 
 
-def native_class(config: Any, folder: Path, *, trust_remote_code: bool = False) -> type:
+def native_class(config: PreTrainedConfig, folder: Path, *, trust_remote_code: bool = False) -> type:
     """transformers' class for a configuration: the one that `architectures` names, else the one of the model type.
 
     Raises:
@@ -131,14 +137,18 @@ def native_class(config: Any, folder: Path, *, trust_remote_code: bool = False) 
     import transformers  # seconds to import
 
     for name in config.architectures or []:
-        found = getattr(transformers, name, None) if not name.startswith("_") else None
+        if name.startswith("_"):
+            continue
+        found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    for auto in _auto_classes(config):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    if trust_remote_code and (found := _class_of_folder(config, folder)) is not None:
-        return found
+    for name in _AUTO_CLASSES:
+        known: Mapping[type, type] = attribute_at(transformers, f"{name}._model_mapping", {})
+        if type(config) in known:
+            return known[type(config)]
+    of_folder = _class_of_folder(config, folder) if trust_remote_code else None
+    if of_folder is not None:
+        return of_folder
     raise ModelFolderError(
         f"transformers has no class for architectures {config.architectures} (model type '{config.model_type}')",
         where=str(folder / "config.json"),
@@ -153,13 +163,15 @@ def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[st
     found = []
     path = folder / "config.json"
     is_native = path.is_file() and read_json_object(path, ModelFolderError).get("model_type") in CONFIG_MAPPING
-    if (code := _code_files(folder)) and (is_native or not trust_remote_code):
-        found.append(f"{folder}: {', '.join(path.name for path in code)}: not run, the class of transformers is used")
+    code = [path.name for path in _code_files(folder)]
+    if code and (is_native or not trust_remote_code):
+        found.append(f"{folder}: {', '.join(code)}: not run, the class of transformers is used")
     by_name = defaultdict(list)
     for path in sorted(folder.iterdir()):
         by_name[path.name.casefold()].append(path.name)
-    clashes = [names for names in by_name.values() if len(names) > 1]
-    found += [f"{folder}: {' and '.join(names)} differ only in case" for names in clashes]
+    for names in by_name.values():
+        if len(names) > 1:
+            found.append(f"{folder}: {' and '.join(names)} differ only in case")
     return found
 
 
@@ -173,25 +185,17 @@ def _code_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.py"))
 
 
-def _auto_classes(config: Any) -> Iterator[Any]:
-    import transformers  # seconds to import
-
-    for name in _AUTO_CLASSES:
-        if hasattr(transformers, name):
-            yield getattr(transformers, name)
-
-
-def _class_of_folder(config: Any, folder: Path) -> type | None:
+def _class_of_folder(config: PreTrainedConfig, folder: Path) -> type | None:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module  # seconds to import
 
-    references = getattr(config, "auto_map", None) or {}
+    references: Mapping[str, str] = attribute_at(config, "auto_map", {})
     for name in (*_AUTO_CLASSES, "AutoModel"):
         if name in references:
             return get_class_from_dynamic_module(references[name], str(folder), local_files_only=True)
     return None
 
 
-def _check_keys(config: Any, path: Path, section: str = "") -> None:
+def _check_keys(config: Mapping[str, object], path: Path, section: str = "") -> None:
     """Refuse private keys, and weights that are quantised in a way that is not read, at any depth."""
     for key, value in config.items():
         if key.startswith("_") and key not in _PRIVATE_KEYS:
@@ -209,7 +213,7 @@ def _check_keys(config: Any, path: Path, section: str = "") -> None:
             _check_keys(value, path, f"{section}{key}.")
 
 
-def _check_size(value: Any, path: Path, key: str) -> None:
+def _check_size(value: object, path: Path, key: str) -> None:
     """A size of nothing, or of more than there can be, ends in a division by it or in a loop over it somewhere else."""
     least, most = _SIZES[key.rpartition(".")[2]]
     for number in value if isinstance(value, list) else [value]:
@@ -222,7 +226,7 @@ def _check_size(value: Any, path: Path, key: str) -> None:
             )
 
 
-def _unknown_type(folder: Path, config: dict[str, Any], known: list[str]) -> ModelFolderError:
+def _unknown_type(folder: Path, config: Mapping[str, object], known: list[str]) -> ModelFolderError:
     model_type = config.get("model_type")
     where = str(folder / "config.json")
     if "auto_map" in config:
@@ -257,12 +261,13 @@ def require_folder(model_name_or_path: str | None) -> Path:
     return Path(model_name_or_path)
 
 
-def check_all_loaded(report: Mapping[str, Any], folder: Path) -> None:
+def check_all_loaded(report: Mapping[str, Iterable[object]], folder: Path) -> None:
     """Raise `ModelFolderError` when a library's `from_pretrained(output_loading_info=True)` left weights out."""
-    found = {
-        kind: sorted(map(str, report.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
-    }
-    listed = [f"{len(keys)} {kind} ({', '.join(keys[:3])} …)" for kind, keys in found.items() if keys]
+    listed = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        keys = sorted(map(str, report.get(f"{kind}_keys") or ()))
+        if keys:
+            listed.append(f"{len(keys)} {kind} ({', '.join(keys[:3])} …)")
     if listed:
         raise ModelFolderError(
             f"weight keys do not match: {', '.join(listed)}",

@@ -10,15 +10,20 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.base_model import WeightInitMixin
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
+Setter = Callable[[nn.Module], None]
+"""Sets the weights of one module."""
 Unit = list[tuple[str, nn.Module]]
 """Modules with their names, made in one go; children stand before their parents."""
 
@@ -47,14 +52,16 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
     setters, opaque = _setters(model), _opaque_models(model)
     initialized = []
     for unit in _units(model, [*opaque, *units]):
-        if not any(id(p) in waiting for _, module in unit for p in module._parameters.values()):
+        own = chain.from_iterable(module.parameters(recurse=False) for _, module in unit)
+        if waiting.keys().isdisjoint(map(id, own)):
             continue
         with _full_tensors(unit) as tensors:
             _run(unit, setters, opaque, seed)
             for parameter, tensor in tensors:
-                if name := waiting.pop(id(parameter), ""):
+                name = waiting.pop(id(parameter), "")
+                if name:
                     _check_set(name, tensor)
-                    _keep_shard(parameter, tensor)
+                    copy_whole(parameter, tensor)
                     initialized.append(name)
     return initialized
 
@@ -65,13 +72,14 @@ def _units(model: nn.Module, units: Sequence[str]) -> Iterator[Unit]:
     taken: set[str] = set()
     for root in units:
         unit = [(name, module) for name, module in _post_order(model.get_submodule(root), root) if name not in taken]
-        taken.update(name for name, _ in unit)
+        taken.update(dict(unit))
         yield unit
     for name, module in model.named_modules():
         unit = list(_post_order(module, name))
-        has_leaves = len(unit) == 1 + len(list(module.children())) > 1
-        if has_leaves and not any(inside in taken for inside, _ in unit):
-            taken.update(inside for inside, _ in unit)
+        children = len(list(module.children()))
+        all_are_leaves = len(unit) == 1 + children
+        if children and all_are_leaves and taken.isdisjoint(dict(unit)):
+            taken.update(dict(unit))
             yield unit
     for name, module in _post_order(model):
         if name not in taken and module._parameters:
@@ -82,9 +90,10 @@ def _opaque_models(model: nn.Module) -> list[str]:
     """Outermost modules whose `init_weights()` sets everything below them and cannot be taken apart."""
     found: list[str] = []
     for name, module in model.named_modules():
-        per_module = getattr(type(module), "_init_weights", WeightInitMixin._init_weights)
-        is_opaque = hasattr(module, "init_weights") and per_module is WeightInitMixin._init_weights
-        if is_opaque and not any(not outer or name.startswith(f"{outer}.") for outer in found):
+        per_module = attribute_at(type(module), "_init_weights", WeightInitMixin._init_weights)
+        is_opaque = has_all(module, "init_weights") and per_module is WeightInitMixin._init_weights
+        lies_within = "" in found or is_inside(name, found)
+        if is_opaque and not lies_within:
             found.append(name)
     return found
 
@@ -95,23 +104,27 @@ def _post_order(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
     yield name, module
 
 
-def _setters(model: nn.Module) -> dict[str, Callable[[nn.Module], None]]:
+def _setters(model: nn.Module) -> dict[str, Setter]:
     """Module name → what sets its weights: `_init_weights` of the nearest model around it, or of itself."""
     adapter = facts_of(model).adapter
-    setters: dict[str, Callable[[nn.Module], None]] = {"": adapter.init_weights} if adapter is not None else {}
+    setters: dict[str, Setter] = {}
+    if adapter is not None:
+        setters[""] = adapter.init_weights
     for name, module in model.named_modules():
-        parent = setters.get(name.rpartition(".")[0])
-        if hasattr(module, "_init_weights"):
-            setters[name] = module._init_weights
-        elif parent is not None:
-            setters[name] = parent
+        around = setters.get(name.rpartition(".")[0])
+        own: Setter | None = attribute_at(module, "_init_weights", around)
+        if own is not None:
+            setters[name] = own
     return setters
 
 
 @contextmanager
 def _full_tensors(unit: Unit) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
     """Inside, the unit's modules hold full fp32 tensors, NaN until set. Yields pairs (own parameter, full tensor)."""
-    places = [(m, name, p) for _, m in unit for name, p in m._parameters.items() if p is not None]
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for _, module in unit:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.append((module, name, parameter))
     pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module, name, parameter in places:
         if id(parameter) not in pairs:
@@ -125,12 +138,14 @@ def _full_tensors(unit: Unit) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
-    fill = math.nan if parameter.is_floating_point() else 0
-    return nn.Parameter(torch.full(parameter.shape, fill, dtype=dtype), requires_grad=False)
+    if parameter.is_floating_point():
+        unset = torch.full(parameter.shape, math.nan, dtype=torch.float32)
+    else:
+        unset = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    return nn.Parameter(unset, requires_grad=False)
 
 
-def _run(unit: Unit, setters: Mapping[str, Callable[[nn.Module], None]], opaque: Collection[str], seed: int) -> None:
+def _run(unit: Unit, setters: Mapping[str, Setter], opaque: Collection[str], seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         for name, module in unit:
             torch.manual_seed(_derive(seed, name))
@@ -139,8 +154,9 @@ def _run(unit: Unit, setters: Mapping[str, Callable[[nn.Module], None]], opaque:
             if name in opaque:
                 module.init_weights()  # type: ignore[operator]
             for method in ("reset_parameters", "_reset_parameters"):
-                if _is_unset(module) and hasattr(module, method):
-                    getattr(module, method)()
+                reset = attribute_at(module, method)
+                if reset is not None and _is_unset(module):
+                    reset()
 
 
 def _is_unset(module: nn.Module) -> bool:
@@ -159,8 +175,3 @@ def _check_set(name: str, tensor: torch.Tensor) -> None:
             key=name,
             way_out="Set it in `_init_weights(module)` of the model, or in `reset_parameters()` of its module.",
         )
-
-
-def _keep_shard(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    for piece, region in local_pieces(parameter):
-        piece.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])

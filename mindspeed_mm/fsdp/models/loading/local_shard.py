@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from mindspeed_mm.checkpoint.lazy_tensor import Region, whole
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,10 @@ def whole_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def copy_whole(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Write this rank's part of the full tensor `values` into a parameter."""
     for piece, region in local_pieces(parameter):
-        piece.copy_(values[tuple(slice(start, start + length) for start, length in region)])
+        own = values
+        for dim, (start, length) in enumerate(region):
+            own = own.narrow(dim, start, length)
+        piece.copy_(own)
 
 
 def local_pieces(parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, Region]]:
@@ -71,12 +75,12 @@ def _runs(parameter: DTensor, dim: int) -> list[tuple[int, int, int]]:
 
 
 def _shard(positions: torch.Tensor, dim: int, placement: Placement, parts: int, part: int) -> torch.Tensor:
-    if placement.is_replicate() or getattr(placement, "dim", None) != dim:
+    if placement.is_replicate() or attribute_at(placement, "dim") != dim:
         if placement.is_partial():
             raise ValueError(f"a parameter cannot be {placement}")
         return positions
     # A strided shard is cut a second time by a later mesh axis: each of `split_factor` stretches gives its own part.
-    stretches = _chunk(positions, getattr(placement, "split_factor", 1))
+    stretches = _chunk(positions, attribute_at(placement, "split_factor", 1))
     return torch.cat([_chunk(stretch, parts)[part] for stretch in stretches])
 
 

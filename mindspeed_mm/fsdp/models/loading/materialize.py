@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import nn
 
@@ -21,13 +23,15 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
     ties = shared_parameters(model)
     on_host = host_weights(model)
     waiting = {id(parameter) for name, parameter in model.named_parameters() if name in on_host}
-    buffers = {id(buffer) for holder in holders_of(model) for buffer in holder.buffers()}
+    buffers = set(map(id, chain.from_iterable(holder.buffers() for holder in holders_of(model))))
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in buffers:
             return tensor.to(buffer_device or device)
         where = torch.device("cpu") if id(tensor) in waiting else device
-        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=where)
+        return tensor.to(where)
 
     for holder in holders_of(model):
         holder._apply(place)  # and not `to_empty`, which would lose the buffers' values

@@ -15,16 +15,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
+
 _LARGE_NUMEL = 1 << 28
 """What is larger is no buffer."""
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes no large tensor whose values nobody has computed."""
+    """Makes no large tensor that has no values of its own yet."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.empty and math.prod(_flat(args)) > _LARGE_NUMEL:
             kwargs = kwargs | {"device": "meta"}

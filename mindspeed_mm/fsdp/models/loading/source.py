@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class WeightSource(NamedTuple):
 
 @contextmanager
 def open_source(
-    folder: Path, config: Mapping[str, Any] | None, *, from_first_rank: bool = False
+    folder: Path, config: Mapping[str, object] | None, *, from_first_rank: bool = False
 ) -> Iterator[WeightSource]:
     """A folder's tensors, open for the length of the `with` block.
 
@@ -50,24 +50,24 @@ def open_source(
         with _opened_for_all(folder, config) as stored:
             yield WeightSource(stored, _send)
     else:
-        told = _told(None)
-        yield WeightSource({key: Stored(key, shape, dtype, _no_file) for key, shape, dtype in told}, _receive)
+        described = _said_by_first(None)
+        yield WeightSource({key: Stored(key, shape, dtype, _no_file) for key, shape, dtype in described}, _receive)
 
 
 @contextmanager
-def _opened_for_all(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapping[str, LazyTensor]]:
-    """Rank 0's tensors; the others are told what there is, or what is wrong."""
+def _opened_for_all(folder: Path, config: Mapping[str, object] | None) -> Iterator[Mapping[str, LazyTensor]]:
+    """Rank 0's tensors; the others learn what there is, or what is wrong."""
     with ExitStack() as opened:
         try:
             stored = opened.enter_context(open_stored(folder, config))
         except MMError as error:
-            _told(error)
+            _said_by_first(error)
             raise
-        _told([(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()])
+        _said_by_first([(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()])
         yield stored
 
 
-def _told(what: Any) -> Any:
+def _said_by_first(what: object) -> Any:
     """What rank 0 says; an error is raised where it is heard."""
     said = [what]
     dist.broadcast_object_list(said, src=0)
@@ -91,7 +91,7 @@ def _broadcast(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _no_file() -> Any:
+def _no_file() -> NoReturn:
     raise AssertionError("only rank 0 reads")
 
 

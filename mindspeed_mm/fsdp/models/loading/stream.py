@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.keymap import RuleMatch, check_used_once
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.checkpoint.transformers_map import loading_steps
@@ -27,6 +28,7 @@ from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, naming_of
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _COMPARED_BYTES = 64 * 2**20
 """Of tied weights that are compared, read at a time."""
@@ -56,21 +58,25 @@ class LoadReport:
 
 
 @dataclass
-class _Diff:
-    """What does not fit between a folder and a model."""
+class _Comparison:
+    """How a folder and a model differ."""
 
     missing: list[str] = field(default_factory=list)
+    """Names of the model that the folder must have and lacks."""
     unexpected: list[str] = field(default_factory=list)
+    """Keys of the folder that the model must have and lacks."""
     mismatched: list[Problem] = field(default_factory=list)
+    initialized: list[str] = field(default_factory=list)
+    """Names of the model that the folder may lack, and does."""
+    ignored: list[str] = field(default_factory=list)
+    """Keys of the folder that the model may lack, and does."""
 
     def check(self, folder: Path) -> None:
         if not (self.missing or self.unexpected or self.mismatched):
             return
-        problems = [
-            *_listed([Problem("missing in the folder", key=key) for key in self.missing]),
-            *_listed([Problem("stored, but the model has no place for it", key=key) for key in self.unexpected]),
-            *_listed(self.mismatched),
-        ]
+        missing = [Problem("missing in the folder", key=key) for key in self.missing]
+        unexpected = [Problem("stored, but the model has no place for it", key=key) for key in self.unexpected]
+        problems = [*_listed(missing), *_listed(unexpected), *_listed(self.mismatched)]
         counts = (
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.mismatched)} of another form"
         )
@@ -113,16 +119,15 @@ def stream_weights(
     aliases = _aliases(whole)
     with open_source(folder, _config_of(model), from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
-        shapes, packings = _shapes(whole, targets), packings_of(model)
-        diff, initialized, ignored = _compare(whole, shapes, aliases, steps, allow_missing, allow_unexpected)
-        diff.check(folder)
-        _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
-        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        made = _made_by(steps)
+        found = _compare(whole, _shapes(whole, targets), aliases, made, allow_missing, allow_unexpected)
+        found.check(folder)
+        _check_ledger(steps, stored, {*targets, *aliases}, found)
         wanted = {key: tensor for key, tensor in made.items() if aliases.get(key, key) in targets}
-        nonfinite = _copy(_own_targets(model), aliases, wanted, folder, packings, fetch)
+        nonfinite = _copy(_own_targets(model), aliases, wanted, folder, packings_of(model), fetch)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
     # Names are the folder's up to here; what is initialised goes by the names of the model with its adapters.
-    unfilled = set(initialized)
+    unfilled = set(found.initialized)
     fresh = {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}
     if fresh:
         initialize(model, seed=seed, units=units, names=fresh)
@@ -131,10 +136,10 @@ def stream_weights(
         tensors=len(stored),
         size_bytes=size_bytes,
         seconds=time.perf_counter() - started,
-        initialized=tuple(initialized),
-        ignored=tuple(ignored),
+        initialized=tuple(found.initialized),
+        ignored=tuple(found.ignored),
         nonfinite=tuple(nonfinite),
-        warnings=tuple(_warnings(folder, initialized, ignored, nonfinite)),
+        warnings=tuple(_warnings(folder, found, nonfinite)),
     )
 
 
@@ -147,27 +152,29 @@ def check_weights(
     aliases = _aliases(model)
     with open_stored(folder, _config_of(model)) as stored:
         steps = _steps(model, stored, {*targets, *aliases})
-        diff, initialized, ignored = _compare(
-            model, _shapes(model, targets), aliases, steps, allow_missing, allow_unexpected
-        )
-        diff.check(folder)
-        _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
-        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        made = _made_by(steps)
+        found = _compare(model, _shapes(model, targets), aliases, made, allow_missing, allow_unexpected)
+        found.check(folder)
+        _check_ledger(steps, stored, {*targets, *aliases}, found)
         for alias, first in aliases.items():
             if alias in made and first in made and not _are_equal(made[alias], made[first]):
                 raise _differing_ties(alias, first, folder)
 
 
-def _config_of(model: nn.Module) -> dict[str, Any] | None:
+def _config_of(model: nn.Module) -> dict[str, object] | None:
     """What its config.json says; None for a class that is not of transformers."""
-    to_dict = getattr(getattr(whole_of(model), "config", None), "to_dict", None)
+    to_dict = attribute_at(whole_of(model), "config.to_dict")
     return to_dict() if to_dict is not None else None
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Further names of parameters that have several → the first, as a folder has them."""
     stored_name = naming_of(model)
-    return {stored_name(alias): stored_name(first) for first, *others in shared_parameters(model) for alias in others}
+    aliases = {}
+    for first, *others in shared_parameters(model):
+        for alias in others:
+            aliases[stored_name(alias)] = stored_name(first)
+    return aliases
 
 
 def _own_targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -182,16 +189,19 @@ def _own_targets(model: nn.Module) -> dict[str, torch.Tensor]:
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, each once, and the buffers that a checkpoint holds, but for adapters: no folder has them."""
     stored_name = naming_of(model)
-    targets: dict[str, torch.Tensor] = {
-        stored_name(name): parameter for name, parameter in model.named_parameters() if not is_adapter_weight(name)
-    }
-    for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            full_name = f"{module_name}.{name}" if module_name else name
-            is_kept = name not in module._non_persistent_buffers_set and not is_adapter_weight(full_name)
-            if buffer is not None and is_kept:
-                targets[stored_name(full_name)] = buffer
+    targets: dict[str, torch.Tensor] = {}
+    for name, tensor in chain(model.named_parameters(), _persistent_buffers(model)):
+        if not is_adapter_weight(name):
+            targets[stored_name(name)] = tensor
     return targets
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds, each under all of its names."""
+    for module_name, module in model.named_modules():
+        for full_name, buffer in module.named_buffers(module_name, recurse=False, remove_duplicate=False):
+            if full_name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield full_name, buffer
 
 
 def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -206,77 +216,91 @@ def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, 
 def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
     """Inside, a folder's tensors can be read under the names of the model without adapters."""
     with open_stored(folder, _config_of(model)) as stored:
-        wanted = set(_targets(whole_of(model)))
-        yield {name: tensor for step in _steps(model, stored, wanted) for name, tensor in step.targets.items()}
+        yield _made_by(_steps(model, stored, set(_targets(whole_of(model)))))
+
+
+def _made_by(steps: Sequence[RuleMatch]) -> dict[str, LazyTensor]:
+    """The tensors that the steps make of those stored, under the names of the model."""
+    made: dict[str, LazyTensor] = {}
+    for step in steps:
+        made |= step.targets
+    return made
 
 
 def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:
     rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
-    key_map = getattr(model, "key_map", None)
-    if key_map is not None:
-        steps = key_map.steps(stored)
-        used = {key for step in steps for key in step.sources}
-        return steps + [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items() if key not in used]
-    return [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items()]
+    key_map: KeyMap | None = attribute_at(model, "key_map")
+    steps = [] if key_map is None else list(key_map.steps(stored))
+    used = set(chain.from_iterable(step.sources for step in steps))
+    for key, tensor in stored.items():
+        if key not in used:  # goes by the same name in the model
+            steps.append(RuleMatch((key,), {key: tensor}))
+    return steps
 
 
 def _compare(
     model: nn.Module,
     targets: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    steps: Sequence[RuleMatch],
+    made: Mapping[str, LazyTensor],
     allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
-) -> tuple[_Diff, list[str], list[str]]:
-    """The differences, the allowed ones apart: (what is wrong, names to initialise, names to ignore)."""
-    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
-    reached = {aliases.get(key, key) for key in made}
-    missing = [name for name in targets if name not in reached]
-    unexpected = [key for key in made if aliases.get(key, key) not in targets]
-    may_lack = _matcher(allow_missing, "training.allow_missing", getattr(model, "_keys_to_ignore_on_load_missing", ()))
-    may_hold = _matcher(
-        allow_unexpected, "training.allow_unexpected", getattr(model, "_keys_to_ignore_on_load_unexpected", ())
-    )
-    diff = _Diff(
-        missing=[name for name in missing if not may_lack(name)],
-        unexpected=[key for key in unexpected if not may_hold(key)],
-    )
+) -> _Comparison:
+    may_lack = _matcher(model, allow_missing, "missing")
+    may_hold = _matcher(model, allow_unexpected, "unexpected")
+    found = _Comparison()
+    reached = set()
     for key, tensor in made.items():
-        target = targets.get(aliases.get(key, key))
-        problem = _mismatch(key, tensor, target) if target is not None else None
-        if problem is not None:
-            diff.mismatched.append(problem)
-    return diff, [name for name in missing if may_lack(name)], [key for key in unexpected if may_hold(key)]
+        name = aliases.get(key, key)
+        reached.add(name)
+        if name in targets:
+            found.mismatched += _mismatch(key, tensor, targets[name])
+        elif may_hold(key):
+            found.ignored.append(key)
+        else:
+            found.unexpected.append(key)
+    for name in targets:
+        if name in reached:
+            continue
+        if may_lack(name):
+            found.initialized.append(name)
+        else:
+            found.missing.append(name)
+    return found
 
 
-def _matcher(patterns: Sequence[str], key: str, regexes: Collection[str] | None) -> Any:
+def _matcher(
+    model: nn.Module, patterns: Sequence[str], kind: Literal["missing", "unexpected"]
+) -> Callable[[str], bool]:
     """Whether a name matches one of our patterns, or one of the regular expressions that a transformers class lists."""
-    own = [compile_pattern(pattern, key=key) for pattern in patterns]
-    theirs = [re.compile(regex) for regex in regexes or ()]
-    return lambda name: any(p.fullmatch(name) for p in own) or any(p.search(name) for p in theirs)
+    expressions = [compile_pattern(pattern, key=f"training.allow_{kind}") for pattern in patterns]
+    regexes = [re.compile(regex) for regex in attribute_at(model, f"_keys_to_ignore_on_load_{kind}", ())]
+
+    def matches(name: str) -> bool:
+        return any(each.fullmatch(name) for each in expressions) or any(each.search(name) for each in regexes)
+
+    return matches
 
 
-def _mismatch(key: str, tensor: LazyTensor, target: torch.Tensor) -> Problem | None:
+def _mismatch(key: str, tensor: LazyTensor, target: torch.Tensor) -> Iterator[Problem]:
+    is_quantised = not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2
     if tensor.shape != tuple(target.shape):
-        return Problem(f"stored with shape {tensor.shape}, the model has {tuple(target.shape)}", key=key)
-    if target.is_floating_point() and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2):
-        return Problem(
-            f"stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights cannot be trained", key=key
-        )
-    return None
+        yield Problem(f"stored with shape {tensor.shape}, the model has {tuple(target.shape)}", key=key)
+    elif target.is_floating_point() and is_quantised:
+        stored = str(tensor.dtype).removeprefix("torch.")
+        yield Problem(f"stored as {stored}: quantised weights cannot be trained", key=key)
 
 
 def _check_ledger(
     steps: Sequence[RuleMatch],
     stored: Mapping[str, LazyTensor],
     wanted: set[str],
-    initialized: Sequence[str],
-    ignored: Sequence[str],
+    found: _Comparison,
 ) -> None:
-    made = {key for step in steps for key in step.targets}
-    check_used_once(steps, stored, (wanted & made) | set(ignored))
+    made = _made_by(steps).keys()
+    check_used_once(steps, stored, (wanted & made) | set(found.ignored))
 
 
 def _copy(
@@ -299,7 +323,10 @@ def _copy(
             continue
         filled[name] = key
         packing = packings.get(name)
-        is_finite = _pack_local(tensor, targets[name], packing) if packing else _copy_local(tensor, targets[name])
+        if packing is None:
+            is_finite = _copy_local(tensor, targets[name])
+        else:
+            is_finite = _pack_local(tensor, targets[name], packing)
         if not is_finite:
             nonfinite.append(name)
     return nonfinite
@@ -352,10 +379,11 @@ def _are_equal(left: LazyTensor, right: LazyTensor) -> bool:
     for start in range(0, left.shape[0], rows):
         length = min(rows, left.shape[0] - start)
         region = ((start, length), *((0, size) for size in left.shape[1:]))
-        pieces = [torch.empty(length, *left.shape[1:], dtype=left.dtype) for _ in range(2)]
-        for tensor, piece in zip((left, right), pieces, strict=True):
-            tensor.copy_to(piece, region)
-        if not torch.equal(*pieces):
+        left_piece = torch.empty(length, *left.shape[1:], dtype=left.dtype)
+        right_piece = torch.empty_like(left_piece)
+        left.copy_to(left_piece, region)
+        right.copy_to(right_piece, region)
+        if not torch.equal(left_piece, right_piece):
             return False
     return True
 
@@ -369,22 +397,26 @@ def _differing_ties(key: str, first_key: str, folder: Path) -> ModelFolderError:
     )
 
 
-def _warnings(folder: Path, initialized: Sequence[str], ignored: Sequence[str], nonfinite: Sequence[str]) -> list[str]:
-    found = []
-    if initialized:
-        found.append(f"{folder}: {_some(initialized)} not stored; initialised")
-    if ignored:
-        found.append(f"{folder}: {_some(ignored)} stored but not used")
+def _warnings(folder: Path, found: _Comparison, nonfinite: Sequence[str]) -> list[str]:
+    sentences = []
+    if found.initialized:
+        sentences.append(f"{folder}: {_some(found.initialized)} not stored; initialised")
+    if found.ignored:
+        sentences.append(f"{folder}: {_some(found.ignored)} stored but not used")
     if nonfinite:
-        found.append(f"{folder}: NaN or infinity in {_some(nonfinite)}")
-    return found
+        sentences.append(f"{folder}: NaN or infinity in {_some(nonfinite)}")
+    return sentences
 
 
 def _some(names: Sequence[str]) -> str:
     listed = ", ".join(names[:_MOST])
-    return listed if len(names) <= _MOST else f"{listed} and {len(names) - _MOST} more"
+    if len(names) <= _MOST:
+        return listed
+    return f"{listed} and {len(names) - _MOST} more"
 
 
 def _listed(problems: Sequence[Problem]) -> list[Problem]:
-    more = [Problem(f"and {len(problems) - _MOST} more")] if len(problems) > _MOST else []
-    return [*problems[:_MOST], *more]
+    listed = list(problems[:_MOST])
+    if len(problems) > _MOST:
+        listed.append(Problem(f"and {len(problems) - _MOST} more"))
+    return listed

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.lora.injection import inject, inject_frozen, load_
 from mindspeed_mm.fsdp.models.lora.names import LoraReport, is_adapter_weight
 from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, resolve_targets
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.utils.model_parts import module_names, weight_of
 
 __all__ = ["LoraReport", "apply_lora", "initialize_lora", "take_from_base"]
 
@@ -46,12 +47,13 @@ def apply_lora(
         ConfigError: A pattern matches nothing, or nothing that may be trained; a layer shares its weight with another
             one; or the section asks for what its targets cannot have.
     """
-    if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
+    if any(name.endswith(".base_layer") for name in module_names(model)):
         raise ConfigError("the model has adapters already, or layers of that name", key="training.lora.enable")
     targets = resolve_targets(model, lora)
     _check_kind(lora, targets)
-    check_rank(lora.init_lora_weights, {n: model.get_submodule(n).weight.shape for n in targets.layers}, lora.rank)  # type: ignore[misc, union-attr]
-    names = [name for name, _ in model.named_modules() if name]
+    shapes = {name: weight_of(model.get_submodule(name)).shape for name in targets.layers}
+    check_rank(lora.init_lora_weights, shapes, lora.rank)
+    names = module_names(model)[1:]
     parameter_names = [name for name, _ in model.named_parameters()]
     frozen = inject_frozen(model, lora.frozen_adapters)
     inject(model, lora, targets)
@@ -127,10 +129,16 @@ def _check_kind(lora: LoraArguments, targets: LoraTargets) -> None:
 
 def _ends_of(parameters: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """For PEFT, with the module's name: it is read off them which modules hold experts."""
-    return (shortest_ends(parameters, names, least=2) or tuple(parameters)) if parameters else ()
+    if not parameters:
+        return ()
+    return shortest_ends(parameters, names, least=2) or tuple(parameters)
 
 
 def _trained_names(model: nn.Module, whole: Sequence[str]) -> Iterator[str]:
-    yield from (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    kept, state = dict(model.named_buffers()), model.state_dict(keep_vars=True)
-    yield from (name for name in state if name in kept and (is_inside(name, whole) or is_adapter_weight(name)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name
+    buffers = dict(model.named_buffers())
+    for name in model.state_dict(keep_vars=True):  # which has the persistent ones among them
+        if name in buffers and (is_inside(name, whole) or is_adapter_weight(name)):
+            yield name

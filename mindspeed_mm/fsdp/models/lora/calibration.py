@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,8 @@ from mindspeed_mm.fsdp.models.lora.first_values import (
     set_magnitudes,
     start_layer,
 )
-from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER, AdaptedLinear
+from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 _KEY = "training.lora.init_lora_weights"
 
@@ -56,9 +56,9 @@ class Directions:
         if len(rows) >= self._rank:
             self._pca.partial_fit(rows)
 
-    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
+    def start(self, weight: torch.Tensor, layer: AdaptedLinear, seed: int) -> Started:
         """The adapter of a layer with this whole weight. Called on one rank."""
-        if not hasattr(self._pca, "components_"):
+        if not has_all(self._pca, "components_"):
             raise ConfigError(
                 f"'eva' found no batch of at least {self._rank} tokens to look at",
                 key=_KEY,
@@ -83,10 +83,12 @@ class Covariance:
             rows = sample.float()
             rows = rows / rows.max().abs()
             product = rows.T @ rows
-            self._sum = product if self._sum is None else self._sum + product
+            if self._sum is not None:
+                product = self._sum + product
+            self._sum = product
             self._samples += 1
 
-    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
+    def start(self, weight: torch.Tensor, layer: AdaptedLinear, seed: int) -> Started:
         """As of `Directions`."""
         covariance, inverse = invertible(self._mean)
         u, s, vh = torch.linalg.svd(weight.float() @ covariance, full_matrices=False)
@@ -147,23 +149,24 @@ class Calibration:
                 )
             statistic = self._statistics[self._same[name]]
             make = partial(statistic.start, whole_tensor(layer.base_layer.weight), layer, derive_seed(seed, name))
-            start_layer(self._model, name, from_first_rank(layer, make), moves=statistic.moves)
+            start_layer(layer, from_first_rank(layer, make), moves=statistic.moves)
         set_magnitudes(self._model)
 
-    def begin(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(self, _module: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
         """The model is called."""
-        mask = kwargs.get("attention_mask")
-        self._mask = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        mask, self._mask = kwargs.get("attention_mask"), None
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self._mask = mask.bool()
         self._seen.clear()
 
-    def look(self, name: str, _module: nn.Module, args: Any) -> None:
+    def look(self, name: str, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         """A layer is called."""
-        inputs: torch.Tensor = args[0].detach()
+        inputs = args[0].detach()
         known = self._seen.get(inputs.data_ptr())
         if known is not None and known[1].shape == inputs.shape:
             self._same.setdefault(name, known[0])
             return
-        self._seen[inputs.data_ptr()] = (name, inputs)  # kept: its memory is given to nobody else meanwhile
+        self._seen[inputs.data_ptr()] = (name, inputs)  # kept, so that no other tensor gets its memory meanwhile
         first = self._same.setdefault(name, name)
         if first not in self._statistics:
             kind = Directions if self._initialisation == "eva" else Covariance
@@ -171,9 +174,12 @@ class Calibration:
         self._statistics[first].add(self._samples(inputs))
 
     def _samples(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        if self._mask is not None and inputs.dim() == 3 and inputs.shape[:2] == self._mask.shape:
-            return [row[mask] for row, mask in zip(inputs, self._mask, strict=True)]
-        return list(inputs) if inputs.dim() == 3 else [inputs.reshape(-1, inputs.shape[-1])]
+        """(tokens, features) of each sample; of inputs that have lost their rows, of all together."""
+        if inputs.dim() != 3:
+            return [inputs.reshape(-1, inputs.shape[-1])]
+        if self._mask is None or inputs.shape[:2] != self._mask.shape:
+            return list(inputs)
+        return [row[mask] for row, mask in zip(inputs, self._mask, strict=True)]
 
 
 @contextmanager
@@ -199,11 +205,13 @@ def of_all_ranks(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, in their order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
-    counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-    lengths = [int(count) for count in counts]
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.long, device=rows.device)
+    counts[dist.get_rank()] = len(rows)
+    dist.all_reduce(counts)
+    lengths = counts.tolist()
+    # Equal sizes: not every backend gathers uneven ones.
     padded = rows.new_zeros(max(lengths), rows.shape[1])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded)
-    return torch.cat([each[:length] for each, length in zip(gathered, lengths, strict=True)])
+    return torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])

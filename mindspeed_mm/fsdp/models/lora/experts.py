@@ -2,30 +2,34 @@
 
 PEFT's wrappers hold the adapters, one around the other for each parameter of a module; their own forward registers
 parametrizations, which change classes and parameters under sharding's hands. Here the innermost module computes with
-the sum in place of its parameter, inside of what shards it, whoever computes the experts.
+the sum in place of its parameter, inside of what shards it, whichever code computes the experts.
 
 E experts, r rank, I inputs, O outputs of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
+from mindspeed_mm.fsdp.utils.model_parts import has_all
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import ParamWrapper
 
 
-def wrappers_of(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
+def wrappers_of(model: nn.Module) -> dict[str, list[tuple[str, ParamWrapper]]]:
     """Name of a module of experts without PEFT's levels → its wrappers, the outermost first, with their names."""
     found: dict[str, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
+        if has_all(module, "parameter_name", "base_layer"):
             found.setdefault(name.replace(".base_layer", ""), []).append((name, module))
     return found
 
@@ -43,7 +47,7 @@ def adapt_experts(model: nn.Module) -> None:
 class InnerForward:
     """The forward of a wrapper that leaves the work to the module inside."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: ParamWrapper) -> None:
         self._wrapper = wrapper
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +58,8 @@ class InnerForward:
 class AdaptedForward:
     """The forward of a module of experts with the adapters of its wrappers."""
 
-    def __init__(self, experts: nn.Module, wrappers: list[Any]) -> None:
-        self._forward: Callable[..., Any] = experts.forward
+    def __init__(self, experts: nn.Module, wrappers: Sequence[ParamWrapper]) -> None:
+        self._forward: Forward = experts.forward
         self._experts, self._wrappers = experts, wrappers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +82,7 @@ class AdaptedForward:
             own.update(kept)
 
 
-def adapted_weight(weight: torch.Tensor, wrapper: Any) -> torch.Tensor:
+def adapted_weight(weight: torch.Tensor, wrapper: ParamWrapper) -> torch.Tensor:
     """W + scale · B·A of the experts that this rank holds, a plain tensor."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     a_ErI, b_EOr = factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.num_experts)
@@ -102,8 +106,12 @@ def factors(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tenso
 
 def held_experts(weight: torch.Tensor, experts: int) -> slice:
     """Which experts of a fused parameter are here: all, or those of this rank under expert parallelism."""
-    if not isinstance(weight, DTensor) or not any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):
+    if not isinstance(weight, DTensor):
         return slice(0, experts)
-    (axis,) = [axis for axis, p in enumerate(weight.placements) if isinstance(p, Shard) and p.dim == 0]
-    each = experts // weight.device_mesh.size(axis)
-    return slice(weight.device_mesh.get_local_rank(axis) * each, (weight.device_mesh.get_local_rank(axis) + 1) * each)
+    by_expert = [axis for axis, placement in enumerate(weight.placements) if placement.is_shard(0)]
+    if not by_expert:
+        return slice(0, experts)
+    (axis,) = by_expert
+    own = experts // weight.device_mesh.size(axis)
+    first = weight.device_mesh.get_local_rank(axis) * own
+    return slice(first, first + own)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,6 +55,9 @@ _UNKNOWN = (
     "monteclora_config",
 )
 """Settings of PEFT that give an adapter a meaning that nothing here computes."""
+Json = Any
+"""A value of PEFT's settings, which `AdapterFile.check_fits` reads with suspicion."""
+Number = TypeVar("Number", int, float)
 _SIDES = re.compile(rf"(?P<layer>.+)\.lora_(?:(?P<side>[AB])\.weight|(?P<length>{MAGNITUDE})(?:\.weight)?)")
 
 
@@ -66,7 +69,7 @@ class AdapterFile:
     """A file of adapters: what it says of itself."""
 
     weights: Path
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Json]
     """PEFT's settings; empty when the file has none."""
     key: str = _KEY
     """What named it, for messages."""
@@ -81,13 +84,16 @@ class AdapterFile:
         weights = _weights_file(path, key)
         read_header(weights)
         config = weights.parent / PEFT_CONFIG
-        return cls(weights, _peft_settings_of(config) if config.is_file() else _metadata_of(weights), key)
+        settings = _peft_settings_of(config) if config.is_file() else _metadata_of(weights)
+        return cls(weights, settings, key)
 
     def plain_keys(self) -> dict[str, str]:
         """Key without the prefix that all keys have → key in the file."""
         keys = list(read_header(self.weights))
-        prefix = next((p for p in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(p) for key in keys)), "")
-        return {key.removeprefix(prefix): key for key in keys}
+        for prefix in (PEFT_PREFIX, DIFFUSERS_PREFIX):
+            if all(key.startswith(prefix) for key in keys):
+                return {key.removeprefix(prefix): key for key in keys}
+        return {key: key for key in keys}
 
     def names(self) -> dict[str, str]:
         """Name of the parameter in a model with adapters → key in the file."""
@@ -108,12 +114,14 @@ class AdapterFile:
             if match is None:
                 whole[base_name(plain)] = key  # a bias of a layer with an adapter, under PEFT's `bias: all`
                 continue
-            sides = fused if self._is_fused(match["layer"]) else layers
-            sides.setdefault(match["layer"], {})[match["side"] or match["length"]] = key
-        if broken := [layer for layer, sides in {**layers, **fused}.items() if not {"A", "B"} <= sides.keys()]:
-            raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=broken[0])
-        if unknown := [name for name in whole if ".lora_" in name]:
-            raise ModelFolderError("is not an adapter of a linear layer", where=str(self.weights), key=unknown[0])
+            kind = fused if self._is_fused(match["layer"]) else layers
+            kind.setdefault(match["layer"], {})[match["side"] or match["length"]] = key
+        for layer, sides in {**layers, **fused}.items():
+            if not {"A", "B"} <= sides.keys():
+                raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=layer)
+        for name in whole:
+            if ".lora_" in name:
+                raise ModelFolderError("is not an adapter of a linear layer", where=str(self.weights), key=name)
         return StoredAdapter(self.weights, self.settings, layers, fused, list(whole), {**self.plain_keys(), **whole})
 
     def check_known(self) -> None:
@@ -131,13 +139,10 @@ class AdapterFile:
         for name in ("rank_pattern", "alpha_pattern"):
             if self.settings.get(name) and not lora.strengths:
                 raise ModelFolderError(f"'{name}' is set, and a run has one rank and alpha", where=where, key=self.key)
-        if bool(self.settings.get("use_dora")) != lora.use_dora and self.settings:
-            held = bool(self.settings.get("use_dora"))
+        if self.settings and bool(self.settings.get("use_dora")) != lora.use_dora:
+            held = "true" if self.settings.get("use_dora") else "false"
             raise ModelFolderError(
-                f"'use_dora' is {str(held).lower()} in it",
-                where=where,
-                key=self.key,
-                way_out=f"Set training.lora.use_dora: {str(held).lower()}.",
+                f"'use_dora' is {held} in it", where=where, key=self.key, way_out=f"Set training.lora.use_dora: {held}."
             )
         rank = self.settings.get("r", lora.rank)
         # A file that says nothing means alpha = rank, for PEFT and diffusers alike.
@@ -156,8 +161,11 @@ class AdapterFile:
     def _is_fused(self, layer: str) -> bool:
         """Whether a layer is a module of experts: `target_parameters` names parameters of it."""
         plain = layer.replace(".base_layer", "")
-        heads = {name.rpartition(".")[0] for name in self.settings.get("target_parameters") or ()}
-        return any(plain == head or plain.endswith(f".{head}") for head in heads)
+        for name in self.settings.get("target_parameters") or ():
+            module = name.rpartition(".")[0]
+            if plain == module or plain.endswith(f".{module}"):
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ class StoredAdapter:
     """What a file of adapters holds, nothing read yet. Layers are named as in the model without adapters."""
 
     weights: Path
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Json]
     layers: dict[str, dict[str, str]]
     """Linear layer → `A`, `B`, with DoRA `magnitude_vector` → key in the file."""
     fused: dict[str, dict[str, str]]
@@ -178,13 +186,15 @@ class StoredAdapter:
     @property
     def rank(self) -> int:
         """Of most layers; a file without settings says it by its shapes."""
-        first = next(iter({**self.layers, **self.fused}.values()), None)
-        held = read_header(self.weights)[first["A"]].shape[0] if first else 1
-        return int(self.settings.get("r", held))
+        if "r" in self.settings:
+            return int(self.settings["r"])
+        for sides in (*self.layers.values(), *self.fused.values()):
+            return read_header(self.weights)[sides["A"]].shape[0]
+        return 1
 
     @property
     def alpha(self) -> float:
-        """Of most layers; one that is not told equals the rank."""
+        """Of most layers; a file that does not say means one that equals the rank."""
         return self.settings.get("lora_alpha", self.rank)
 
     @property
@@ -206,7 +216,7 @@ class StoredAdapter:
         """What B·A is multiplied by for a layer or a fused parameter."""
         rank = _by_pattern(self.rank_pattern, name, self.rank)
         alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def stored(self, key: str, reader: TensorReader) -> Stored:
         """One tensor of the file."""
@@ -214,9 +224,12 @@ class StoredAdapter:
         return Stored(key, entry.shape, entry.dtype, lambda: reader)
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Number], name: str, default: Number) -> Number:
     """As PEFT reads them: the first whose expression matches the end of the name."""
-    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
 
 
 def load_adapters(model: nn.Module, path: str | Path) -> None:
@@ -251,14 +264,13 @@ def _fitting(model: nn.Module, path: str | Path) -> tuple[AdapterFile, dict[str,
     file = AdapterFile.find(Path(path))
     file.check_fits(lora)
     whole = whole_of(model)  # of a pipeline's rank: a file holds the adapters of all stages
-    trained = {
-        name: tensor
-        for name, tensor in _tensors(whole).items()
-        if name in lora.trained and not name.endswith(INITIAL)  # of an untouched base
-    }
+    trained = {}
+    for name, tensor in _tensors(whole).items():
+        if name in lora.trained and not name.endswith(INITIAL):  # a file's adapters are of an untouched base
+            trained[name] = tensor
     names = file.names()
-    for name, others in _aliases(whole).items():
-        if name in trained:
+    for first, *others in shared_parameters(whole):
+        if first in trained:  # PEFT's files hold a shared parameter under each of its names
             for other in others:
                 names.pop(other, None)
     entries = read_header(file.weights)
@@ -270,19 +282,15 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """First name of a shared parameter → its other names: PEFT's files hold it under each."""
-    return {names[0]: names[1:] for names in shared_parameters(model)}
-
-
 def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[int, ...]], weights: Path) -> None:
-    missing = [Problem("missing in the file", key=name) for name in targets if name not in held]
+    missing, differing = [], []
+    for name, tensor in targets.items():
+        if name not in held:
+            missing.append(Problem("missing in the file", key=name))
+        elif tuple(held[name]) != tuple(tensor.shape):
+            what = f"{list(held[name])} in the file, {list(tensor.shape)} here"
+            differing.append(Problem(what, key=name))
     unknown = [Problem("in the file, but not trained here", key=name) for name in held if name not in targets]
-    differing = [
-        Problem(f"{list(held[name])} in the file, {list(tensor.shape)} here", key=name)
-        for name, tensor in targets.items()
-        if name in held and tuple(held[name]) != tuple(tensor.shape)
-    ]
     if missing or unknown or differing:
         raise ModelFolderError(
             f"{weights}: the adapters do not fit: {len(missing)} missing, {len(unknown)} unexpected, {len(differing)} "
@@ -293,7 +301,9 @@ def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[in
 
 def _parameter_name(key: str) -> str:
     match = _SIDES.fullmatch(key)
-    return adapter_weight(match["layer"], match["side"] or match["length"]) if match else key
+    if match is None:
+        return key
+    return adapter_weight(match["layer"], match["side"] or match["length"])
 
 
 def _weights_file(path: Path, key: str) -> Path:
@@ -302,8 +312,10 @@ def _weights_file(path: Path, key: str) -> Path:
     for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS):
         if (path / name).is_file():
             return path / name
-    held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))[:5] if path.is_dir() else []
-    what = f"holds {', '.join(held) or 'nothing'}" if path.is_dir() else "is not there, or no safetensors file"
+    what = "is not there, or is not a safetensors file"
+    if path.is_dir():
+        held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+        what = f"holds {', '.join(held[:_MOST]) or 'nothing'}"
     raise ModelFolderError(
         f"{what}: no adapters",
         where=str(path),
@@ -312,7 +324,7 @@ def _weights_file(path: Path, key: str) -> Path:
     )
 
 
-def _peft_settings_of(config: Path) -> dict[str, Any]:
+def _peft_settings_of(config: Path) -> dict[str, Json]:
     settings = read_json_object(config, ModelFolderError, key=_KEY)
     if settings.get("peft_type") != "LORA":
         raise ModelFolderError(
@@ -321,17 +333,18 @@ def _peft_settings_of(config: Path) -> dict[str, Any]:
     return settings
 
 
-def _metadata_of(weights: Path) -> dict[str, Any]:
+def _metadata_of(weights: Path) -> dict[str, Json]:
     try:
         with safe_open(weights, framework="pt") as reader:
             text = (reader.metadata() or {}).get(METADATA)
     except SafetensorError as error:
         raise ModelFolderError(f"is damaged: {error}", where=str(weights), key=_KEY) from error
-    settings = _parsed(text, weights) if text else {}
-    return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in settings.items()}
+    if not text:
+        return {}
+    return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in _parsed(text, weights).items()}
 
 
-def _parsed(text: str, place: Path) -> dict[str, Any]:
+def _parsed(text: str, place: Path) -> dict[str, Json]:
     try:
         settings = parse_json(text)
     except ValueError as error:
@@ -358,7 +371,7 @@ def file_key(name: str, prefix: str) -> str:
     return f"{prefix}{layer}.lora_{side}" + ("" if side == MAGNITUDE else ".weight")
 
 
-def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[str, Any]:
+def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[str, Json]:
     """Content of `adapter_config.json`.
 
     Args:
@@ -381,13 +394,16 @@ def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[st
 
 def diffusers_metadata(lora: LoraReport) -> dict[str, str]:
     """Metadata of `pytorch_lora_weights.safetensors`. Without it a pipeline would take alpha for equal to the rank."""
-    settings = {f"{DIFFUSERS_PREFIX}{key}": value for key, value in _settings(lora).items()}
+    settings = {f"{DIFFUSERS_PREFIX}{name}": value for name, value in _settings(lora).items()}
     return {METADATA: json.dumps(settings, indent=2, sort_keys=True)}
 
 
-def _settings(lora: LoraReport) -> dict[str, Any]:
-    targets, times = lora.peft_targets, 2 if lora.moves_base else 1
-    settings: dict[str, Any] = {
+def _settings(lora: LoraReport) -> dict[str, Json]:
+    # An adapter that started with a part of the base is written as what was learnt since: it and its start, subtracted,
+    # side by side, with twice the rank.
+    times = 2 if lora.moves_base else 1
+    targets = lora.peft_targets
+    settings: dict[str, Json] = {
         "r": lora.rank * times,
         "lora_alpha": _plain(lora.alpha * times),
         "lora_dropout": lora.dropout,
@@ -398,8 +414,10 @@ def _settings(lora: LoraReport) -> dict[str, Any]:
     if lora.parameters_targeted:
         settings["target_parameters"] = list(lora.peft_parameters)
     if lora.strengths:
-        settings["rank_pattern"] = {name: strength.rank for name, strength in lora.strengths.items()}
-        settings["alpha_pattern"] = {name: _plain(strength.alpha) for name, strength in lora.strengths.items()}
+        settings["rank_pattern"], settings["alpha_pattern"] = {}, {}
+    for name, strength in lora.strengths.items():
+        settings["rank_pattern"][name] = strength.rank
+        settings["alpha_pattern"][name] = _plain(strength.alpha)
     return settings
 
 

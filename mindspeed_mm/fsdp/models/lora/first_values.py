@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,12 @@ from mindspeed_mm.fsdp.models.lora.names import (
     ADAPTER,
     INITIAL,
     MAGNITUDE,
+    AdaptedLinear,
     adapter_weight,
     moves_base,
     split_adapter_weight,
 )
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 _KEY = "training.lora.init_lora_weights"
 FROM_DATA = ("eva", "corda")
@@ -63,18 +66,21 @@ def set_first_values(model: nn.Module, initialisation: bool | str, seed: int, fo
     drawn = initialisation if initialisation in (True, False, "gaussian") else True
     ranks = _ranks(model)
     for name, parameter in model.named_parameters():
-        if (found := split_adapter_weight(name)) is not None and found[1] != MAGNITUDE:
-            copy_whole(parameter, _drawn(name, found[1], parameter.shape, ranks.get(found[0]), drawn, seed))
+        layer, side = split_adapter_weight(name) or ("", MAGNITUDE)
+        if side != MAGNITUDE:
+            copy_whole(parameter, _drawn(name, side, parameter.shape, ranks.get(layer), drawn, seed))
     if initialisation == "loftq":
         assert folder is not None, "the base weights come from no folder"
         _start_loftq(model, folder)
     elif isinstance(initialisation, str) and initialisation not in ("gaussian", *FROM_DATA):
-        for name, layer in adapted_layers(model):
-            make = partial(made_by_peft, layer=layer, initialisation=initialisation, seed=derive_seed(seed, name))
-            weight = layer.base_layer.weight
-            # Orthogonal matrices depend on nothing but shapes.
-            whole = torch.empty(weight.shape) if initialisation == "orthogonal" else whole_tensor(weight)
-            start_layer(model, name, from_first_rank(layer, partial(make, whole)), moves=moves_base(initialisation))
+        for name, adapted in adapted_layers(model):
+            weight = adapted.base_layer.weight
+            if initialisation == "orthogonal":
+                weight = torch.empty(weight.shape)  # orthogonal matrices depend on nothing but shapes
+            else:
+                weight = whole_tensor(weight)
+            make = partial(made_by_peft, weight, adapted, initialisation, derive_seed(seed, name))
+            start_layer(adapted, from_first_rank(adapted, make), moves=moves_base(initialisation))
     set_magnitudes(model)
 
 
@@ -84,55 +90,55 @@ def _start_loftq(model: nn.Module, folder: Path) -> None:
     packings = packings_of(model)
     with stored_weights(model, folder) as weights:
         for name, layer in adapted_layers(model):
-            if packing := packings.get(f"{name}.weight"):
+            packing = packings.get(f"{name}.weight")
+            if packing is not None:
                 started = from_first_rank(layer, partial(_loftq, weights[f"{name}.weight"], layer, packing))
-                start_layer(model, name, started, moves=False)
+                start_layer(layer, started, moves=False)
 
 
-def _loftq(stored: LazyTensor, layer: Any, packing: QuantizedLayout) -> Started:
+def _loftq(stored: LazyTensor, layer: AdaptedLinear, packing: QuantizedLayout) -> Started:
     weight, rank = stored.read().float(), layer.r[ADAPTER]
     u, s, vh = torch.linalg.svd(weight - rounded(weight, packing), full_matrices=False)
     root = (s[:rank] / layer.scaling[ADAPTER]).sqrt()
     return Started(root[:, None] * vh[:rank], u[:, :rank] * root)
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
     """Linear layers with the trained adapter, by name."""
     for name, module in model.named_modules():
-        if hasattr(module, "base_layer") and not hasattr(module, "parameter_name") and ADAPTER in module.lora_A:
-            yield name, module
+        wraps_parameter = has_all(module, "parameter_name")  # of experts
+        if has_all(module, "base_layer") and not wraps_parameter and ADAPTER in attribute_at(module, "lora_A"):
+            yield name, cast(AdaptedLinear, module)
 
 
-def start_layer(model: nn.Module, name: str, started: Started, *, moves: bool) -> None:
+def start_layer(layer: AdaptedLinear, started: Started, *, moves: bool) -> None:
     """Give a layer's adapter its values.
 
     Args:
-        model: Holds the layer.
-        name: Of the layer.
+        layer: With the trained adapter.
         started: On all ranks alike.
         moves: Take scale · B·A out of the base weight, and note it.
     """
-    layer: Any = model.get_submodule(name)
     copy_whole(layer.lora_A[ADAPTER].weight, started.a)
     copy_whole(layer.lora_B[ADAPTER].weight, started.b)
     if moves:
         for buffer, values in zip(INITIAL, started, strict=True):
-            getattr(layer, buffer).copy_(values)
+            layer.get_buffer(buffer).copy_(values)
         _take(layer)
 
 
 def take_from_base(model: nn.Module) -> None:
-    """Take out of the base weights what the adapters started with, once a checkpoint has told it: the base of a run
+    """Take out of the base weights what the adapters started with, once a checkpoint has brought it: the base of a run
     that goes on comes from its folder again."""
     for _, layer in adapted_layers(model):
-        if hasattr(layer, INITIAL[0]):
+        if has_all(layer, *INITIAL):
             _take(layer)
 
 
-def _take(layer: Any) -> None:
+def _take(layer: AdaptedLinear) -> None:
     """W − scale · B·A, rounded once, of whole matrices: the same bits under every plan."""
     weight = layer.base_layer.weight
-    a, b = (getattr(layer, buffer) for buffer in INITIAL)
+    a, b = map(layer.get_buffer, INITIAL)
     wide = torch.promote_types(weight.dtype, torch.float32)
     whole = whole_tensor(weight)
     copy_whole(weight, whole.to(wide) - layer.scaling[ADAPTER] * (b.to(wide) @ a.to(wide)))
@@ -145,11 +151,14 @@ def set_magnitudes(model: nn.Module) -> None:
             magnitude = model.get_parameter(adapter_weight(name, MAGNITUDE))
             weight = whole_tensor(layer.base_layer.weight)
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            a, b = (whole_tensor(side[ADAPTER].weight).to(wide) for side in (layer.lora_A, layer.lora_B))
+            a = whole_tensor(layer.lora_A[ADAPTER].weight).to(wide)
+            b = whole_tensor(layer.lora_B[ADAPTER].weight).to(wide)
             copy_whole(magnitude, torch.linalg.norm(wide + layer.scaling[ADAPTER] * (b @ a), dim=1))
 
 
-def made_by_peft(weight: torch.Tensor, layer: Any, initialisation: str, seed: int, **marks: Any) -> Started:
+def made_by_peft(
+    weight: torch.Tensor, layer: AdaptedLinear, initialisation: str, seed: int, **marks: object
+) -> Started:
     """What PEFT starts a layer with: pissa, pissa_niter_N (Meng et al. 2024), olora (Büyükakyüz 2024), orthogonal,
     corda (Yang et al. 2024).
 
@@ -199,12 +208,13 @@ def check_rank(initialisation: bool | str, shapes: Mapping[str, torch.Size], ran
         )
     if initialisation in (True, False, "gaussian", "orthogonal"):
         return
-    small = min(shapes.items(), key=lambda item: min(item[1]), default=None)
-    if small is not None and min(small[1]) < rank:
+    least = {layer: min(shape) for layer, shape in shapes.items()}
+    smallest = min(least, key=least.__getitem__, default=None)
+    if smallest is not None and least[smallest] < rank:
         raise ConfigError(
-            f"'{initialisation}' takes {rank} directions of each weight, and {small[0]} is {list(small[1])}",
+            f"'{initialisation}' takes {rank} directions of each weight, and {smallest} is {list(shapes[smallest])}",
             key=_KEY,
-            way_out=f"Set training.lora.rank to {min(small[1])} or less, or leave this layer out.",
+            way_out=f"Set training.lora.rank to {least[smallest]} or less, or leave this layer out.",
         )
 
 
@@ -213,7 +223,8 @@ def check_rank(initialisation: bool | str, shapes: Mapping[str, torch.Size], ran
 
 def _ranks(model: nn.Module) -> dict[str, int]:
     """Layer with adapters on fused experts → the rank of one expert's."""
-    return {name: wrapper.r[ADAPTER] for wrappers in wrappers_of(model).values() for name, wrapper in wrappers}
+    wrappers = chain.from_iterable(wrappers_of(model).values())
+    return {name: wrapper.r[ADAPTER] for name, wrapper in wrappers}
 
 
 def _drawn(
@@ -228,17 +239,20 @@ def _drawn(
     return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
 
 
-def from_first_rank(layer: Any, make: Callable[[], Started]) -> Started:
+def from_first_rank(layer: AdaptedLinear, make: Callable[[], Started]) -> Started:
     """What `make` gives on the first of the ranks that hold a part of the layer, on all of them: decompositions may
     differ in signs between machines, and every rank keeps a part."""
     parameter = layer.base_layer.weight
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    device = local_tensor(parameter).device
     is_first = mesh is None or not any(mesh.get_coordinate() or ())
-    shapes = (layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape)
-    made = make() if is_first else Started(*map(torch.empty, shapes))
-    started = Started(*(tensor.to(device, torch.float32).contiguous() for tensor in made))
-    for axis in range(mesh.ndim if mesh is not None else 0):
-        for tensor in started:
-            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)  # type: ignore[union-attr]
+    if is_first:
+        a, b = make()
+    else:
+        a, b = torch.empty(layer.lora_A[ADAPTER].weight.shape), torch.empty(layer.lora_B[ADAPTER].weight.shape)
+    device = local_tensor(parameter).device
+    started = Started(a.to(device, torch.float32).contiguous(), b.to(device, torch.float32).contiguous())
+    if mesh is not None:
+        for axis in range(mesh.ndim):  # along one axis after the other, the values reach every rank
+            for tensor in started:
+                dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
     return started

@@ -12,17 +12,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
+from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
-from mindspeed_mm.fsdp.models.lora.names import ADAPTER, INITIAL, MAGNITUDE, adapter_weight, moves_base
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER, INITIAL, MAGNITUDE, AdaptedLinear, adapter_weight, moves_base
 from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, takes_adapter
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
@@ -35,6 +36,9 @@ def inject(model: nn.Module, lora: LoraArguments, targets: LoraTargets) -> None:
     Where the base will give away what the adapter starts with, the layer gets two buffers for it: a run that goes on
     takes it out again, and the adapter can be written as one of the untouched base.
     """
+    ranks, alphas = {}, {}
+    for end, strength in targets.strengths.items():
+        ranks[end], alphas[end] = strength.rank, strength.alpha
     inject_adapter(
         model,
         ADAPTER,
@@ -44,16 +48,18 @@ def inject(model: nn.Module, lora: LoraArguments, targets: LoraTargets) -> None:
         use_dora=lora.use_dora,
         target_modules=expression_of(targets.layers),
         target_parameters=targets.parameters or None,
-        rank_pattern={end: strength.rank for end, strength in targets.strengths.items()},
-        alpha_pattern={end: strength.alpha for end, strength in targets.strengths.items()},
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
     )
-    for name in targets.layers if moves_base(lora.init_lora_weights) else ():
-        layer: Any = model.get_submodule(name)
+    if not moves_base(lora.init_lora_weights):
+        return
+    for name in targets.layers:
+        layer = cast(AdaptedLinear, model.get_submodule(name))
         for buffer, side in zip(INITIAL, (layer.lora_A, layer.lora_B), strict=True):
             layer.register_buffer(buffer, torch.zeros(side[ADAPTER].weight.shape))
 
 
-def inject_adapter(model: nn.Module, name: str, **settings: Any) -> None:
+def inject_adapter(model: nn.Module, name: str, **settings: object) -> None:
     """Put an adapter into a model, beside those that are there: all of them are active.
 
     Args:
@@ -95,7 +101,7 @@ def _names_as_they_are() -> Iterator[None]:
 def expression_of(names: Sequence[str]) -> str | list[str]:
     """What stands for just these modules: an expression, as in a list a name also stands for every name that ends in
     it."""
-    return "|".join(re.escape(name) for name in names) if names else []
+    return "|".join(map(re.escape, names)) if names else []
 
 
 def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | str:
@@ -106,8 +112,10 @@ def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] 
         targets: Names of modules.
         names: Those of all modules.
     """
-    found = shortest_ends(targets, names) if targets else ()
-    return found if found is not None else "|".join(re.escape(name) for name in targets)
+    if not targets:
+        return ()
+    ends = shortest_ends(targets, names)
+    return ends if ends is not None else "|".join(map(re.escape, targets))
 
 
 def shortest_ends(targets: Sequence[str], names: Sequence[str], least: int = 1) -> tuple[str, ...] | None:
@@ -117,7 +125,8 @@ def shortest_ends(targets: Sequence[str], names: Sequence[str], least: int = 1) 
     for parts in range(least, longest + 1):
         ends = {".".join(name.split(".")[-parts:]) for name in targets}
         suffixes = tuple(f".{end}" for end in ends)
-        if {name for name in names if name in ends or name.endswith(suffixes)} == set(targets):
+        named = {name for name in names if name in ends or name.endswith(suffixes)}
+        if named == set(targets):
             return tuple(sorted(ends))
     return None
 
@@ -158,8 +167,10 @@ def load_frozen(model: nn.Module) -> None:
         ModelFolderError: A file is of another shape than its settings say.
     """
     lora = facts_of(model).lora
-    own: dict[str, Any] = dict(model.named_parameters())
-    for index, folder in enumerate(lora.frozen if lora is not None else ()):
+    if lora is None:
+        return
+    own = dict(model.named_parameters())
+    for index, folder in enumerate(lora.frozen):
         adapter = AdapterFile.find(Path(folder), FROZEN_KEY).adapter()
         with safe_open(adapter.weights, framework="pt") as reader:
             for layer, sides in adapter.layers.items():
@@ -169,7 +180,7 @@ def load_frozen(model: nn.Module) -> None:
                         _fill_frozen(target, adapter.stored(key, reader), folder, key)
 
 
-def _fill_frozen(target: torch.Tensor, stored: Any, folder: str, key: str) -> None:
+def _fill_frozen(target: torch.Tensor, stored: Stored, folder: str, key: str) -> None:
     if stored.shape != tuple(target.shape):
         raise ModelFolderError(
             f"{list(stored.shape)} in the file, {list(target.shape)} by its settings", where=folder, key=key
@@ -187,9 +198,10 @@ def _check_frozen(adapter: StoredAdapter, layers: dict[str, nn.Module], folder: 
             key=FROZEN_KEY,
             way_out="Merge it into the base first: mm merge BASE ADAPTER --out FOLDER.",
         )
-    if foreign := [name for name in adapter.layers if name not in layers]:
-        raise ConfigError(
-            f"'{folder}' is of other layers than this model has ({foreign[0]} …)",
-            key=FROZEN_KEY,
-            way_out="Name adapters that were trained on this model.",
-        )
+    for name in adapter.layers:
+        if name not in layers:
+            raise ConfigError(
+                f"'{folder}' is of other layers than this model has ({name} …)",
+                key=FROZEN_KEY,
+                way_out="Name adapters that were trained on this model.",
+            )

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, islice
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor, TensorReader
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.models.lora.experts import factors
 from mindspeed_mm.fsdp.models.lora.files import StoredAdapter
 from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE, LoraReport, Strength, adapter_weight
-from mindspeed_mm.fsdp.ops.experts import fused_experts
+from mindspeed_mm.fsdp.ops.experts import ExpertModule, fused_experts
 
 _MOST = 5
 
@@ -46,12 +46,17 @@ class Delta:
         inputs, outputs = self.a.shape[1], self.b.shape[0]
         if not self.experts:
             return outputs, inputs
-        return (self.experts, inputs, outputs) if self.is_transposed else (self.experts, outputs, inputs)
+        if self.is_transposed:
+            return self.experts, inputs, outputs
+        return self.experts, outputs, inputs
 
     @property
     def parts(self) -> list[LazyTensor]:
         """What is read."""
-        return [self.a, self.b] if self.magnitude is None else [self.a, self.b, self.magnitude]
+        parts = [self.a, self.b]
+        if self.magnitude is not None:
+            parts.append(self.magnitude)
+        return parts
 
     def added(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The difference to the weight, from `parts` as read."""
@@ -69,21 +74,19 @@ class Delta:
 def with_deltas(base: LazyTensor, deltas: Sequence[tuple[Delta, float]], dtype: torch.dtype | None) -> LazyTensor:
     """A weight with adapters added, each so many times. Added up in the widest of the dtypes that are read and written:
     what is written is rounded once."""
-    parts = [part for delta, _ in deltas for part in delta.parts]
+    sources = [base, *chain.from_iterable(delta.parts for delta, _ in deltas)]
     widest = dtype or base.dtype
-    for each in (base, *parts):
-        widest = torch.promote_types(widest, each.dtype)
+    for source in sources:
+        widest = torch.promote_types(widest, source.dtype)
 
     def merged(read: list[torch.Tensor]) -> torch.Tensor:
-        weight, *values = (tensor.to(widest) for tensor in read)
-        total, start = weight, 0
+        values = iter([tensor.to(widest) for tensor in read])
+        weight = total = next(values)
         for delta, times in deltas:
-            stop = start + len(delta.parts)
-            total = total + times * delta.added(weight, *values[start:stop])
-            start = stop
+            total = total + times * delta.added(weight, *islice(values, len(delta.parts)))
         return total
 
-    return Computed([base, *parts], merged, base.shape, widest)
+    return Computed(sources, merged, base.shape, widest)
 
 
 def merge_into(
@@ -140,11 +143,16 @@ def deltas_of_files(
         ModelFolderError: They are of another model.
     """
     with ExitStack() as stack:
-        readers = [stack.enter_context(safe_open(each.weights, framework="pt")) for each in adapters]
-        yield [_of_file(each, outline, reader) for each, reader in zip(adapters, readers, strict=True)]
+        found = []
+        for adapter in adapters:
+            reader = stack.enter_context(safe_open(adapter.weights, framework="pt"))
+            found.append(_of_file(adapter, outline, reader))
+        yield found
 
 
-def _of_file(adapter: StoredAdapter, outline: nn.Module, reader: Any) -> tuple[dict[str, Delta], dict[str, LazyTensor]]:
+def _of_file(
+    adapter: StoredAdapter, outline: nn.Module, reader: TensorReader
+) -> tuple[dict[str, Delta], dict[str, LazyTensor]]:
     found = {}
     for layer, sides in adapter.layers.items():
         parts = {side: adapter.stored(key, reader) for side, key in sides.items()}
@@ -152,7 +160,8 @@ def _of_file(adapter: StoredAdapter, outline: nn.Module, reader: Any) -> tuple[d
     for name, layer, module in levels(outline, _fused_parameters(adapter, outline)):
         if layer not in adapter.fused:
             raise _foreign(adapter, [Problem("has no adapter in the file", key=name)])
-        a, b = (adapter.stored(adapter.fused[layer][side], reader) for side in "AB")
+        sides = adapter.fused[layer]
+        a, b = adapter.stored(sides["A"], reader), adapter.stored(sides["B"], reader)
         found[name] = _of_experts(a, b, adapter.scale(name), module)
     whole = {name: adapter.stored(adapter.keys[name], reader) for name in adapter.whole}
     _check_fits(adapter, outline, found, whole)
@@ -171,11 +180,14 @@ def levels(outline: nn.Module, parameters: Sequence[str]) -> Iterator[tuple[str,
 
 def _fused_parameters(adapter: StoredAdapter, outline: nn.Module) -> list[str]:
     ends = adapter.settings.get("target_parameters") or ()
-    names = [name for name, _ in outline.named_parameters()] if ends else []
-    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+    named = []
+    for name, _ in outline.named_parameters():
+        if any(name == end or name.endswith(f".{end}") for end in ends):
+            named.append(name)
+    return named
 
 
-def _of_experts(a: LazyTensor, b: LazyTensor, scale: float, module: Any) -> Delta:
+def _of_experts(a: LazyTensor, b: LazyTensor, scale: float, module: ExpertModule) -> Delta:
     return Delta(a, b, scale, experts=module.num_experts, is_transposed=bool(module.is_transposed))
 
 

@@ -15,9 +15,11 @@ the right. The adapter that is trained is called `default`, those that lie froze
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch import nn
 
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -32,6 +34,26 @@ _BASE = re.compile(r"(\.base_layer)+\.")
 _ADAPTER_WEIGHT = re.compile(
     rf"(?P<layer>.+)\.(?:lora_(?P<side>A|B|{MAGNITUDE})\.(?P<adapter>\w+)\.weight|(?P<initial>{'|'.join(INITIAL)}))"
 )
+
+
+class AdaptedLinear(Protocol):
+    """A linear layer with adapters, as PEFT makes it."""
+
+    base_layer: nn.Linear
+    lora_A: Mapping[str, nn.Linear]
+    lora_B: Mapping[str, nn.Linear]
+    lora_magnitude_vector: Mapping[str, nn.Module]
+    r: Mapping[str, int]
+    lora_alpha: Mapping[str, float]
+    scaling: Mapping[str, float]
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """As of `nn.Module`."""
+        ...
+
+    def register_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """As of `nn.Module`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,12 +111,19 @@ class LoraReport:
 
     def __str__(self) -> str:
         kind = "DoRA " if self.use_dora else ""
-        on = [f"{len(self.targets)} linear layers"] if self.targets else []
-        on += [f"{len(self.parameters_targeted)} parameters of experts"] if self.parameters_targeted else []
-        whole = f", {', '.join(self.modules_to_save)} whole" if self.modules_to_save else ""
-        frozen = f", over {len(self.frozen)} frozen" if self.frozen else ""
-        base = f", base in {self.quantize}" if self.quantize else ""
-        return f"{kind}rank {self.rank}, alpha {self.alpha:g} on {' and '.join(on)}{whole}{frozen}{base}"
+        on = []
+        if self.targets:
+            on.append(f"{len(self.targets)} linear layers")
+        if self.parameters_targeted:
+            on.append(f"{len(self.parameters_targeted)} parameters of experts")
+        described = f"{kind}rank {self.rank}, alpha {self.alpha:g} on {' and '.join(on)}"
+        if self.modules_to_save:
+            described += f", {', '.join(self.modules_to_save)} whole"
+        if self.frozen:
+            described += f", over {len(self.frozen)} frozen"
+        if self.quantize:
+            described += f", base in {self.quantize}"
+        return described
 
 
 def moves_base(initialisation: bool | str) -> bool:
@@ -120,7 +149,9 @@ def is_adapter_weight(name: str) -> bool:
 def split_adapter_weight(name: str) -> tuple[str, str] | None:
     """(layer, `A`, `B` or `magnitude_vector`) of a parameter of the trained adapter; None for any other."""
     match = _ADAPTER_WEIGHT.fullmatch(name)
-    return (match["layer"], match["side"]) if match and match["adapter"] == ADAPTER else None
+    if match is None or match["adapter"] != ADAPTER:
+        return None
+    return match["layer"], match["side"]
 
 
 def adapter_weight(layer: str, side: str, adapter: str = ADAPTER) -> str:

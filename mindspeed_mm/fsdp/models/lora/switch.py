@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._active_adapter = active
 
 
-def _adapted(model: nn.Module) -> list[Any]:
+def _adapted(model: nn.Module) -> list[BaseTunerLayer]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # half a second to import
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

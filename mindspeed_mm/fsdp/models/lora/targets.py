@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.lora.names import Strength
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.experts import fused_experts
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 TARGETS = "training.lora.target_modules"
 WHOLE = "training.lora.modules_to_save"
@@ -27,6 +28,8 @@ _SINGLE = {
     "w2": "down_proj",
 }
 """Layer of a single expert, as it is released → the fused parameter that holds it."""
+_OTHER_HALF = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+"""The two of them that one fused parameter holds."""
 
 
 @dataclass
@@ -56,21 +59,21 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
     resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
     found = LoraTargets(whole=whole)
     problems: list[Problem] = []
+    chosen: set[str] = set()
     for pattern in patterns:
-        linear, fused = layers.named(pattern), parameters.named(pattern)
-        free = [*(linear - layers.frozen), *(fused - parameters.frozen)]
-        found.layers += sorted(linear - layers.frozen)
-        found.parameters += sorted(fused - parameters.frozen)
-        if not free:
-            frozen = sorted(linear | fused)
-            problems.append(_frozen(pattern, frozen) if frozen else layers.none_there(pattern, parameters))
+        named = layers.named(pattern) | parameters.named(pattern)
+        free = named - layers.frozen - parameters.frozen
+        chosen |= free
+        if not named:
+            problems.append(layers.none_there(pattern, parameters))
+        elif not free:
+            problems.append(_frozen(pattern, sorted(named)))
     problems += parameters.half_named()
-    chosen = sorted({*found.layers, *found.parameters})
-    problems += [_in_both(name) for name in chosen if is_inside(name, whole)]
+    problems += [_in_both(name) for name in sorted(chosen) if is_inside(name, whole)]
     if problems:
         raise ConfigError(f"{TARGETS}: {len(problems)} problem(s)", problems=problems)
-    found.layers = [name for name in layers.linear if name in found.layers]
-    found.parameters = [name for name in parameters.all if name in found.parameters]
+    found.layers = [name for name in layers.linear if name in chosen]
+    found.parameters = [name for name in parameters.all if name in chosen]
     found.strengths = parameters.strengths(lora)
     _check_ties(model, found.layers, whole)
     return found
@@ -92,11 +95,9 @@ class _Layers:
         matched = _matched(pattern, [*self.modules, *parameters.names])
         inside = [name for name in self.linear if is_inside(name, matched, strict=True)]
         near = inside or nearest(matched[0], self.linear, most=3)
-        return Problem(
-            f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)",
-            key=TARGETS,
-            way_out=f"Linear layers there: {', '.join(near[:3])}." if near else "",
-        )
+        way_out = f"Linear layers there: {', '.join(near[:3])}." if near else ""
+        what = f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)"
+        return Problem(what, key=TARGETS, way_out=way_out)
 
 
 class _FusedParameters:
@@ -115,13 +116,16 @@ class _FusedParameters:
         self._single: dict[str, str] = {}
         self._asked: dict[str, set[str]] = {}
         for module_name, module in fused_experts(model).items():
-            own = {f"{module_name}.{name}": p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
+            own = []
+            for name, parameter in module.named_parameters(module_name, recurse=False):
+                if parameter.dim() == 3:
+                    own.append(name)
+                    if not parameter.requires_grad:
+                        self.frozen.add(name)
             self.all += own
-            self.frozen |= {name for name, parameter in own.items() if not parameter.requires_grad}
-            self._modules[module_name] = list(own)
-            for old, new in _SINGLE.items() if single else ():
-                if f"{module_name}.{new}" in own:
-                    self._single[f"{module_name}.{old}"] = f"{module_name}.{new}"
+            self._modules[module_name] = own
+            if single:
+                self._single |= _names_of_single(module_name, own)
 
     @property
     def names(self) -> list[str]:
@@ -129,7 +133,9 @@ class _FusedParameters:
         return [*self.all, *self._single]
 
     def named(self, pattern: str) -> set[str]:
-        found = set(_matched(pattern, self.all)) if "." in pattern else set()
+        found = set()
+        if "." in pattern:
+            found.update(_matched(pattern, self.all))
         for module_name in _matched(pattern, self._modules):
             found.update(self._modules[module_name])
         for name in _matched(pattern, self._single):
@@ -141,19 +147,29 @@ class _FusedParameters:
         """Gate and up are one parameter: they can only be adapted together."""
         for parameter, asked in self._asked.items():
             if parameter.endswith("gate_up_proj") and len(asked) == 1:
-                pairs = ({"gate_proj", "up_proj"}, {"w1", "w3"})
-                other = ", ".join(name for pair in pairs if pair & asked for name in pair - asked)
+                named = next(iter(asked))
                 yield Problem(
-                    f"'{next(iter(asked))}' alone cannot be adapted: {parameter} holds gate and up",
+                    f"'{named}' alone cannot be adapted: {parameter} holds gate and up",
                     key=TARGETS,
-                    way_out=f"Name '{other}' too.",
+                    way_out=f"Name '{_OTHER_HALF[named]}' too.",
                 )
                 return
 
     def strengths(self, lora: LoraArguments) -> dict[str, Strength]:
         """Two layers in one parameter: PEFT gives it twice the rank at the same scale."""
-        doubled = any(parameter.endswith("gate_up_proj") for parameter in self._asked)
-        return {"gate_up_proj": Strength(2 * lora.rank, 2 * lora.alpha)} if doubled else {}
+        if any(parameter.endswith("gate_up_proj") for parameter in self._asked):
+            return {"gate_up_proj": Strength(2 * lora.rank, 2 * lora.alpha)}
+        return {}
+
+
+def _names_of_single(module_name: str, parameters: Collection[str]) -> dict[str, str]:
+    """Name that a layer of a single expert of this module would have → the fused parameter that holds it."""
+    names = {}
+    for single, fused in _SINGLE.items():
+        parameter = f"{module_name}.{fused}"
+        if parameter in parameters:
+            names[f"{module_name}.{single}"] = parameter
+    return names
 
 
 def _matched(pattern: str, names: Collection[str] | Mapping[str, object]) -> list[str]:
@@ -166,14 +182,16 @@ def _patterns(model: nn.Module, lora: LoraArguments) -> Sequence[str]:
     configuration spells defaults out: that nothing was named shows in the value alone."""
     adapter = facts_of(model).adapter
     is_default = lora.target_modules == LoraArguments.model_fields["target_modules"].default
-    return adapter.lora_targets if adapter is not None and is_default else lora.target_modules
+    if adapter is not None and is_default:
+        return adapter.lora_targets
+    return lora.target_modules
 
 
 def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The outermost of the modules that the patterns name."""
     if not patterns:
         return []
-    names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=WHOLE, allow_suffix=True)
+    names = resolve_patterns(patterns, module_names(model), key=WHOLE, allow_suffix=True)
     whole = [name for name in names if not is_inside(name, names, strict=True)]
     if facts_of(model).kind.library == "diffusers":
         raise ConfigError(
@@ -204,19 +222,18 @@ def _in_both(name: str) -> Problem:
 
 def _check_ties(model: nn.Module, targets: Sequence[str], whole: Sequence[str]) -> None:
     """A shared weight with an adapter at one of its places could not be merged; one that is trained whole at one place
-    only would be another one there for whoever reads the files."""
+    only would be another one there in the files."""
     for group in shared_parameters(model):
         homes = [name.rpartition(".")[0] for name in group]
-        if adapted := [home for home in homes if home in targets]:
-            others = ", ".join(f"'{home}'" for home in homes if home != adapted[0])
-            raise ConfigError(
-                f"'{adapted[0]}' shares its weight with {others}",
-                key=TARGETS,
-                way_out="Leave it out: its adapter could not be merged.",
-            )
+        adapted = [home for home in homes if home in targets]
         trained = [home for home in homes if is_inside(home, whole)]
+        if adapted:
+            way_out = "Leave it out: its adapter could not be merged."
+            raise _shares_its_weight(adapted[0], set(homes) - {adapted[0]}, TARGETS, way_out)
         if trained and len(trained) < len(homes):
-            others = ", ".join(f"'{home}'" for home in homes if home not in trained)
-            raise ConfigError(
-                f"'{trained[0]}' shares its weight with {others}", key=WHOLE, way_out="Name all of them, or none."
-            )
+            raise _shares_its_weight(trained[0], set(homes) - set(trained), WHOLE, "Name all of them, or none.")
+
+
+def _shares_its_weight(home: str, others: Collection[str], key: str, way_out: str) -> ConfigError:
+    quoted = ", ".join(f"'{other}'" for other in sorted(others))
+    return ConfigError(f"'{home}' shares its weight with {quoted}", key=key, way_out=way_out)

@@ -66,7 +66,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
     ]
     code_loss_factor = CODE_LOSS_FACTOR
     run_without_gradient: ClassVar[tuple[str, ...]] = ("thinker",)
-    """Modules whose passes nothing is learnt from: their routers have no say in a balancing loss."""
+    """Modules whose passes nothing is learnt from: their routers do not count in a balancing loss."""
 
     def __init__(self, config: Qwen3OmniMoeConfig) -> None:
         kept, layers = config.talker_config.accept_hidden_layer, config.thinker_config.text_config.num_hidden_layers
@@ -81,8 +81,8 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         self._keys_to_ignore_on_load_unexpected = _unread_keys(kept, layers)
         self.post_init()
         # What the parts say of their layers, but for heads that are left out or are several.
-        told: dict[str, str] = vars(self).get("_tp_plan") or {}
-        self._tp_plan = {name: style for name, style in told.items() if not name.endswith(".lm_head")}
+        of_parts: dict[str, str] = vars(self).get("_tp_plan") or {}
+        self._tp_plan = {name: style for name, style in of_parts.items() if not name.endswith(".lm_head")}
 
     def get_input_embeddings(self) -> nn.Module:
         """That of text."""
@@ -99,15 +99,11 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
 
     def get_towers(self) -> list[Tower]:
         """Those of the thinker."""
-        return [
-            replace(
-                tower,
-                module=f"thinker.{tower.module}",
-                decoder=f"thinker.{tower.decoder}",
-                run=partial(_run_in_thinker, tower),
-            )
-            for tower in find_towers(self.thinker)
-        ]
+        towers = []
+        for tower in find_towers(self.thinker):
+            module, decoder = f"thinker.{tower.module}", f"thinker.{tower.decoder}"
+            towers.append(replace(tower, module=module, decoder=decoder, run=partial(_run_in_thinker, tower)))
+        return towers
 
     def forward(
         self,
@@ -177,13 +173,11 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
     def _read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, media: Mapping[str, Any]) -> torch.Tensor:
         """(B · K, width of the thinker) of its last layer here, before anything that follows on it."""
         kept: list[torch.Tensor] = []
-        hook = (
-            _text_model(self.thinker)
-            .layers[-1]
-            .register_forward_hook(
-                lambda _layer, _inputs, output: kept.append(output[0] if isinstance(output, tuple) else output)
-            )
-        )
+
+        def keep(_layer: nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            kept.append(output if isinstance(output, torch.Tensor) else output[0])
+
+        hook = _text_model(self.thinker).layers[-1].register_forward_hook(keep)
         try:
             given = {name: value for name, value in media.items() if value is not None}
             self.thinker(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **given)
@@ -204,13 +198,11 @@ def _config_of_parts(config: Qwen3OmniMoeConfig, layers: int) -> Any:
 def _unread_keys(kept: int, layers: int) -> list[str]:
     """Patterns of stored keys that have no place in the model."""
     decoder = r"^thinker\.model\.(language_model\.)?"
-    behind = "|".join(str(number) for number in range(kept, layers))
-    return [
-        r"^code2wav\.",
-        r"^thinker\.lm_head\.",
-        rf"{decoder}norm\.",
-        *([rf"{decoder}layers\.({behind})\."] if behind else []),
-    ]
+    patterns = [r"^code2wav\.", r"^thinker\.lm_head\.", rf"{decoder}norm\."]
+    if kept < layers:
+        behind = "|".join(map(str, range(kept, layers)))
+        patterns.append(rf"{decoder}layers\.({behind})\.")
+    return patterns
 
 
 def _text_model(thinker: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, decoder_of, embedding_of, head_of, name_of
 
 KEY = "parallel.pipeline_parallel_size"
 
@@ -49,49 +49,43 @@ def find_cut_points(model: nn.Module) -> CutPoints:
     Raises:
         ConfigError: They are not known.
     """
-    own = getattr(model, "get_cut_points", None)
+    own = attribute_at(model, "get_cut_points")
     if own is not None:
-        return own()
+        points: CutPoints = own()
+        return points
     adapter = facts_of(model).adapter
-    points = adapter.cut_points if adapter is not None else _of_decoder(model)
-    if points is None:
-        why = (adapter.uncut_because if adapter is not None else "") or "its family states no cut points"
+    known = adapter.cut_points if adapter is not None else _of_decoder(model)
+    if known is None:
+        why = "its family states no cut points"
+        if adapter is not None and adapter.uncut_because:
+            why = adapter.uncut_because
         raise ConfigError(
             f"{type(model).__name__} cannot be cut into stages: {why}",
             key=KEY,
             way_out="Set it to 1; shard (fully_shard_parallel_size) or split matrices (tensor_parallel_size) instead.",
         )
-    return points
+    return known
 
 
 def _of_decoder(model: nn.Module) -> CutPoints | None:
     """`embed_tokens → layers → norm` inside, `lm_head` outside, as all decoders of transformers have it."""
-    decoder = _part(model, "get_decoder")
-    embedding, head = _part(model, "get_input_embeddings"), _part(model, "get_output_embeddings")
-    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    decoder, embedding, head = decoder_of(model), embedding_of(model), head_of(model)
+    layers, norm = attribute_at(decoder, "layers"), attribute_at(decoder, "norm")
     if decoder is None or embedding is None or not isinstance(layers, nn.ModuleList) or norm is None:
         return None
-    known = {id(embedding), id(layers), id(norm)}
-    strange = [
-        name
-        for name, child in decoder.named_children()
-        if id(child) not in known and next(child.parameters(), None) is not None
-    ]
+    strange = []
+    for name, child in decoder.named_children():
+        has_parameters = next(child.parameters(), None) is not None
+        if has_parameters and child not in (embedding, layers, norm):
+            strange.append(name)
     if strange:
         raise ConfigError(
             f"{type(decoder).__name__} holds {', '.join(strange)}, and it is not known which stage needs it",
             key=KEY,
             way_out="Set it to 1, or give the model class a get_cut_points().",
         )
-    names = {id(module): name for name, module in model.named_modules()}
-    behind = [names[id(norm)], *([names[id(head)]] if head is not None else [])]
-    return CutPoints({names[id(layers)]: ("hidden_states",)}, behind=tuple(behind), embedding=names[id(embedding)])
-
-
-def _part(model: nn.Module, getter: str) -> Any:
-    get = getattr(model, getter, None)
-    try:
-        module = get() if get is not None else None
-    except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
-        return None
-    return module if isinstance(module, nn.Module) else None
+    behind = [name_of(model, norm)]
+    if head is not None:
+        behind.append(name_of(model, head))
+    layer_list = name_of(model, layers)
+    return CutPoints({layer_list: ("hidden_states",)}, behind=tuple(behind), embedding=name_of(model, embedding))

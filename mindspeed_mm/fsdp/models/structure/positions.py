@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _STRETCHED = ("linear", "dynamic", "yarn")
 
 
-def longest_of(config: Any) -> int | None:
+def longest_of(config: PreTrainedConfig) -> int | None:
     """Positions of the language model, question and answer together; None where its configuration does not say.
 
     Rotary positions that are stretched by a factor reach further than `max_position_embeddings`, which some
     configurations keep as it was trained: counted is what vLLM counts.
     """
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = attribute_at(text, "max_position_embeddings")
     if not longest:
         return None
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = attribute_at(text, "rope_parameters", {})
     if rope.get("rope_type") in _STRETCHED and rope.get("factor"):
         trained = rope.get("original_max_position_embeddings") or longest
         return max(int(longest), int(trained * rope["factor"]))

@@ -52,12 +52,14 @@ class PlaceholderModule(nn.Module):
             if is_plain and not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         if not isinstance(module, PlaceholderModule):
-            parameter = next(module.parameters(), None)
-            self.dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
+            self.dtype = torch.get_default_dtype()
+            for parameter in module.parameters():
+                self.dtype = parameter.dtype
+                break
 
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
         """What comes in."""
-        return hidden if hidden is not None else kwargs.get("hidden_states")
+        return kwargs.get("hidden_states") if hidden is None else hidden
 
 
 def whole_of(model: nn.Module) -> nn.Module:
@@ -75,7 +77,9 @@ def first_names(model: nn.Module) -> Mapping[str, str]:
 def holders_of(model: nn.Module) -> list[nn.Module]:
     """The modules that hold a model's memory: its stages, where it has some."""
     share = facts_of(model).share
-    return share.stages if share is not None and share.stages else [model]
+    if share is None or not share.stages:
+        return [model]
+    return share.stages
 
 
 def bind_stages(model: nn.Module) -> None:
@@ -87,7 +91,8 @@ def bind_stages(model: nn.Module) -> None:
             own = model.get_submodule(name)
             if own is not module and not isinstance(module, PlaceholderModule):
                 own._parameters.update(module._parameters)
-                own._buffers.update({key: buffer for key, buffer in module._buffers.items() if key in own._buffers})
+                for key in own._buffers.keys() & module._buffers.keys():
+                    own._buffers[key] = module._buffers[key]
 
 
 def own_names(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -98,9 +103,10 @@ def own_names(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def outline(model: nn.Module) -> nn.Module:
     """A copy without weights: parameters on meta, tied ones tied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
+    memo: dict[int, Any] = {}  # what the copy is to have in the place of an object
+    for parameter in model.parameters():
+        on_meta = parameter.detach().to("meta")
+        memo[id(parameter)] = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
     adapter = facts_of(model).adapter
     memo[id(adapter)] = adapter
     return copy.deepcopy(model, memo)

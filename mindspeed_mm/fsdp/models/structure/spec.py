@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import tie_groups
 from mindspeed_mm.fsdp.models.structure.towers import Tower, find_media_without_towers, find_towers
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, module_names, name_of
 
 __all__ = ["ModelSpec", "Tower", "find_blocks", "resolve_spec"]
 
@@ -41,10 +42,9 @@ def resolve_spec(model: nn.Module) -> ModelSpec:
     length of a step.
     """
     blocks, groups, towers = find_blocks(model), tie_groups(model), find_towers(model)
-    embedding = _name_of(model, "get_input_embeddings")
-    head = _name_of(model, "get_output_embeddings")
+    embedding, head = name_of(model, embedding_of(model)), name_of(model, head_of(model))
     shard_modules = _with_towers(blocks, towers)
-    if hasattr(model, multi_token.NAME):
+    if multi_token.heads_of(model) is not None:
         shard_modules.append(multi_token.NAME)
     wrapped = {"", *blocks}.union(*groups)
     shard_modules += [name for name in (embedding, head) if name not in wrapped]
@@ -62,16 +62,16 @@ def find_blocks(model: nn.Module) -> list[str]:
     """Names of the repeated blocks, in execution order; also of a model that is sharded already.
 
     A generator's adapter states them; otherwise they are the instances of the classes that `_no_split_modules` names.
-    Some classes name whole towers beside the blocks inside them: what holds blocks is none.
+    Some classes name whole towers beside the blocks inside them: a module that holds blocks is not one itself.
     """
     adapter = facts_of(model).adapter
     found: list[str] = []
     if adapter is not None:
-        names = [name for name, _ in whole_of(model).named_modules()]
+        names = module_names(whole_of(model))
         for pattern in adapter.blocks:  # one by one: the order of the patterns is that of execution
             found += resolve_patterns([pattern], names, key="blocks")
         return own_names(model, found)
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+    classes = set(attribute_at(model, "_no_split_modules", ()))
     for name, module in model.named_modules():
         # Sharding puts a class of its own in front: the blocks' class is among the bases then.
         own_classes = {cls.__name__ for cls in type(module).__mro__}
@@ -87,15 +87,3 @@ def _with_towers(blocks: list[str], towers: list[Tower]) -> list[str]:
         inner = [position for position, block in enumerate(modules) if block.startswith(f"{name}.")]
         modules.insert(max(inner, default=-1) + 1, name)
     return modules
-
-
-def _name_of(model: nn.Module, getter: str) -> str:
-    """The name of the module that a getter of the model returns; empty where there is none."""
-    get = getattr(model, getter, None)
-    if get is None:
-        return ""
-    try:
-        wanted = get()
-    except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
-        return ""
-    return next((name for name, module in model.named_modules() if module is wanted), "")

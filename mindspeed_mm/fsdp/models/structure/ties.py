@@ -19,11 +19,16 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
     """Groups of module names that share a parameter, to be sharded together."""
     groups: list[set[str]] = []
     for names in shared_parameters(model):
-        modules = {name.rpartition(".")[0] for name in names}
-        touching = [group for group in groups if group & modules]
-        groups = [group for group in groups if not group & modules] + [modules.union(*touching)]
-    order = {name: position for position, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return [sorted(group, key=order.__getitem__) for group in groups if len(group) > 1]
+        joined = {name.rpartition(".")[0] for name in names}
+        apart = []
+        for group in groups:
+            if group.isdisjoint(joined):
+                apart.append(group)
+            else:  # modules that share two parameters with different others belong together as well
+                joined |= group
+        groups = [*apart, joined]
+    order = list(dict(model.named_modules(remove_duplicate=False)))
+    return [sorted(group, key=order.index) for group in groups if len(group) > 1]
 
 
 def tie(model: nn.Module, groups: list[list[str]]) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, first_of, has_all
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tower:
     """The batch key that feeds it."""
     decoder: str
     """Name of the module that takes `inputs_embeds`."""
-    run: Callable[[nn.Module], Any]
+    run: Callable[[nn.Module], object]
     """Runs the tower of a model on the smallest legal input of zeros, returning what it hands to the decoder."""
     embedding: str = ""
     """Name of the token embedding, where the decoder makes its `inputs_embeds` itself."""
@@ -44,32 +45,37 @@ class Tower:
 def find_towers(model: nn.Module) -> list[Tower]:
     """The towers of a model, in the order in which it calls them. Its own `get_towers() -> list[Tower]` wins; else
     known shapes of transformers, whose omni models hear first."""
-    own = getattr(model, "get_towers", None)
+    own = attribute_at(model, "get_towers")
     if own is not None:
         return list(own())
     return [*_audio_towers(model), *_patch_towers(model), *_image_towers(model), *_code_towers(model)]
 
 
-def find_media_without_towers(model: nn.Module) -> list[str]:
-    """Batch keys of media that feed no tower known here, so that nothing can stand in for them on a rank that lacks
-    them. An encoder in front of a decoder that reads it in every layer is none: it has something in every row."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return []
-    known = {tower.key for tower in find_towers(model)}
-    taken = inspect.signature(model.forward).parameters
-    keys = [key for key in taken if _MEDIA_KEYS.fullmatch(key) and key not in known]
-    return [key for key in keys if not _lacks_encoder(model, "audio" if key.startswith("input_") else "image")]
-
-
-def _lacks_encoder(model: Any, kind: str) -> bool:
-    """Gemma 4 takes sounds in all sizes, and has ears in some."""
-    return hasattr(model, "get_encoder") and model.get_encoder(modality=kind) is None
-
-
 _MEDIA_KEYS = re.compile(r"pixel_values\w*|\w+_pixel_values|input_features|input_values")
 
 
-def handed_on(output: Any) -> list[torch.Tensor]:
+def find_media_without_towers(model: nn.Module) -> list[str]:
+    """Batch keys of media that feed no tower known here, so that nothing can stand in for them on a rank that lacks
+    them. An encoder in front of a decoder that reads it in every layer is not meant: every row has something for it."""
+    if attribute_at(model, "config.is_encoder_decoder", False):
+        return []
+    known = {tower.key for tower in find_towers(model)}
+    keys = []
+    for key in inspect.signature(model.forward).parameters:
+        kind = "audio" if key.startswith("input_") else "image"
+        if _MEDIA_KEYS.fullmatch(key) and key not in known and not _lacks_encoder(model, kind):
+            keys.append(key)
+    return keys
+
+
+def _lacks_encoder(model: nn.Module, kind: str) -> bool:
+    """Whether the model says that it has no encoder of this kind: every size of Gemma 4 takes sounds in its forward
+    pass, and only some sizes have an audio encoder."""
+    get_encoder = attribute_at(model, "get_encoder")
+    return get_encoder is not None and get_encoder(modality=kind) is None
+
+
+def handed_on(output: object) -> list[torch.Tensor]:
     """Of what a tower returns, the tensors that the decoder reads. Others must get no gradients, not even zeros: LLaVA
     takes the features in front of the tower's last layer, and trains that layer on no rank."""
     if isinstance(output, dict) and output.get("pooler_output") is not None:
@@ -77,16 +83,79 @@ def handed_on(output: Any) -> list[torch.Tensor]:
     return flat_tensors(output)
 
 
-def flat_tensors(output: Any) -> list[torch.Tensor]:
+def flat_tensors(output: object) -> list[torch.Tensor]:
     """The floating-point tensors of a model output, nested however, each once."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
         output = list(output.values())
+    found: dict[int, torch.Tensor] = {}
     if isinstance(output, (list, tuple)):
-        found = {id(tensor): tensor for item in output for tensor in flat_tensors(item)}
-        return list(found.values())
-    return []
+        for item in output:
+            found |= {id(tensor): tensor for tensor in flat_tensors(item)}
+    return list(found.values())
+
+
+# --- what a model of transformers says of its towers ------------------------------------------------------------------
+
+Sides = int | Sequence[int]
+"""A square's side, or the sides of a rectangle or a box."""
+
+
+class VisionSettings(Protocol):
+    """What the smallest image is made by, in `config.vision_config`; each family has some of it."""
+
+    image_size: Sides
+    patch_size: Sides
+    temporal_patch_size: Sides
+    spatial_merge_size: int
+    pooling_kernel_size: int
+    in_channels: int
+    hidden_size: int
+    model_type: str
+
+
+def _vision(whole: nn.Module) -> VisionSettings:
+    settings: VisionSettings = attribute_at(whole, "config.vision_config")
+    return settings
+
+
+def _image_side(vision: VisionSettings) -> Sides | None:
+    """The side of a tower's images. DeepSeek-OCR2's tower begins with SAM, whose section states it."""
+    side: Sides | None = attribute_at(attribute_at(vision, "sam_config", vision), "image_size")
+    return side
+
+
+def _height_and_width(whole: nn.Module) -> tuple[int, int]:
+    size = _image_side(_vision(whole))
+    assert size is not None
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _channels(whole: nn.Module) -> int:
+    channels: int = attribute_at(_vision(whole), "num_channels", 3)
+    return channels
+
+
+def _dtype_of(whole: nn.Module, tower: str) -> torch.dtype:
+    dtype: torch.dtype = attribute_at(whole.get_submodule(tower), "dtype")
+    return dtype
+
+
+def _first(size: Sides) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
+def _area(size: Sides) -> int:
+    return size * size if isinstance(size, int) else size[0] * size[-1]
+
+
+def _zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(*shape, device=current_device(), dtype=dtype)
+
+
+def _numbers(values: Sequence[object]) -> torch.Tensor:
+    return torch.tensor(values, device=current_device())
 
 
 @dataclass(frozen=True)
@@ -97,127 +166,135 @@ class _TowerLocation:
     """Name of the module that they are attributes of; empty: the model."""
     decoder: str
 
-    def of(self, model: nn.Module) -> Any:
+    def of(self, model: nn.Module) -> nn.Module:
         return model.get_submodule(self.holder)
 
     def name(self, part: str) -> str:
         return f"{self.holder}.{part}" if self.holder else part
 
 
-def _place_of(model: nn.Module, *parts: str) -> _TowerLocation | None:
+def _place_of(model: nn.Module, tower: str, getter: str) -> _TowerLocation | None:
     """Beside the decoder in the inner model; the omni models of transformers 5.17 have them beside the inner model."""
-    inner = getattr(model, "model", None)
-    if all(hasattr(inner, part) for part in ("language_model", *parts)):
+    inner = attribute_at(model, "model")
+    if has_all(inner, "language_model", tower, getter):
         return _TowerLocation("model", "model.language_model")
-    if isinstance(inner, nn.Module) and all(hasattr(model, part) for part in parts):
-        # transformers has had names on the model that stand for parts of the inner one.
-        return _TowerLocation("", "model") if parts[0] in dict(model.named_children()) else None
+    # The tower must be the model's own child: transformers has had names on the model that stand for parts of the
+    # inner one.
+    if isinstance(inner, nn.Module) and has_all(model, tower, getter) and tower in dict(model.named_children()):
+        return _TowerLocation("", "model")
     return None
+
+
+# --- flat patches -----------------------------------------------------------------------------------------------------
 
 
 def _patch_towers(model: nn.Module) -> list[Tower]:
     """Qwen-VL and GLM-4V style: flat patches of many images, with their grids. One merged patch is the least."""
     place = _place_of(model, "visual", "get_image_features")
-    config = getattr(getattr(model, "config", None), "vision_config", None)
     sizes = ("spatial_merge_size", "patch_size", "temporal_patch_size", "in_channels")
-    if place is None or not all(hasattr(config, size) for size in sizes):
+    if place is None or not has_all(_vision(model), *sizes):
         return []
 
-    def run(whole: nn.Module, feature: str) -> Any:
-        vision: Any = whole.config.vision_config
-        merge, holder = vision.spatial_merge_size, place.of(whole)
-        numbers = vision.in_channels * _product(vision.temporal_patch_size) * _area(vision.patch_size)
-        pixels = torch.zeros(merge * merge, numbers, device=current_device(), dtype=holder.visual.dtype)
-        grid = torch.tensor([[1, merge, merge]], device=current_device())
-        return getattr(holder, feature)(pixels, grid, return_dict=True)
+    def run(whole: nn.Module, getter: str) -> object:
+        vision, holder = _vision(whole), place.of(whole)
+        merge = vision.spatial_merge_size
+        numbers = vision.in_channels * _first(vision.temporal_patch_size) * _area(vision.patch_size)
+        pixels = _zeros(merge * merge, numbers, dtype=_dtype_of(holder, "visual"))
+        return attribute_at(holder, getter)(pixels, _numbers([[1, merge, merge]]), return_dict=True)
 
     towers = []
     for kind, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        feature = f"get_{kind}_features"
-        if hasattr(place.of(model), feature):
-            towers.append(Tower(kind, place.name("visual"), key, place.decoder, partial(run, feature=feature)))
+        getter = f"get_{kind}_features"
+        if has_all(place.of(model), getter):
+            towers.append(Tower(kind, place.name("visual"), key, place.decoder, partial(run, getter=getter)))
     return towers
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
 
 
 def _image_towers(model: nn.Module) -> list[Tower]:
     """Every other model with `get_image_features`: what that method takes beside the pixels says what an image is."""
-    inner = getattr(model, "model", None)
-    config = getattr(getattr(model, "config", None), "vision_config", None)
-    name, decoder = _first_of(inner, "vision_tower", "vision_model"), _first_of(inner, "language_model", "text_model")
-    if not name or not decoder or config is None or not hasattr(inner, "get_image_features"):
+    inner = attribute_at(model, "model")
+    encoder = first_of(inner, "vision_tower", "vision_model")
+    decoder = first_of(inner, "language_model", "text_model")
+    get_features = attribute_at(inner, "get_image_features")
+    if not encoder or not decoder or get_features is None or _vision(model) is None:
         return []
-    if hasattr(inner, "high_res_vision_model"):
-        return _two_eyes()
-    parameters = inspect.signature(inner.get_image_features).parameters.values()  # type: ignore[union-attr]
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    make = _least_input(needed, {p.name for p in parameters}, config)
+    if has_all(inner, "high_res_vision_model"):
+        return _towers_of_two_resolutions()
+    parameters = inspect.signature(get_features).parameters
+    make = _least_input(parameters.values(), _vision(model))
     if make is None:
         return []
+    module = f"model.{encoder}"
 
-    def run(whole: nn.Module) -> Any:
-        pixels, more = make(whole, getattr(whole.model, name).dtype)  # type: ignore[union-attr]
-        return whole.model.get_image_features(pixels, **more, return_dict=True)  # type: ignore[union-attr]
+    def run(whole: nn.Module) -> object:
+        pixels, more = make(whole, _dtype_of(whole, module))
+        return attribute_at(whole, "model.get_image_features")(pixels, **more, return_dict=True)
 
-    def run_frame(whole: nn.Module) -> Any:
-        pixels = _zeros(1, 1, _channels(whole), *_side(whole), dtype=getattr(whole.model, name).dtype)  # type: ignore[union-attr]
-        return whole.model.get_video_features(pixels, return_dict=True)  # type: ignore[union-attr]
+    def run_frame(whole: nn.Module) -> object:
+        shape = (1, 1, _channels(whole), *_height_and_width(whole))
+        pixels = _zeros(*shape, dtype=_dtype_of(whole, module))
+        return attribute_at(whole, "model.get_video_features")(pixels, return_dict=True)
 
-    runs = {("image", "pixel_values"): run}
-    if "pixel_values_local" in {p.name for p in parameters}:  # DeepSeek-OCR: tiles of pictures in a call of their own
-        runs["tiles", "pixel_values_local"] = run
-    if hasattr(inner, "get_video_features"):  # flat patches are the same of a picture and of a clip
-        runs["video", "pixel_values_videos"] = run if make in (_patches_with_grid, _patches_with_places) else run_frame
-    return [Tower(kind, f"model.{name}", key, f"model.{decoder}", call) for (kind, key), call in runs.items()]
+    towers = [Tower("image", module, "pixel_values", f"model.{decoder}", run)]
+    if "pixel_values_local" in parameters:  # DeepSeek-OCR: tiles of pictures in a call of their own
+        towers.append(Tower("tiles", module, "pixel_values_local", f"model.{decoder}", run))
+    if has_all(inner, "get_video_features"):
+        # Flat patches of a picture and of a clip are the same; other towers take frames.
+        has_flat_patches = make in (_patches_with_grid, _patches_with_places)
+        run_video = run if has_flat_patches else run_frame
+        towers.append(Tower("video", module, "pixel_values_videos", f"model.{decoder}", run_video))
+    return towers
 
 
-def _first_of(module: Any, *names: str) -> str:
-    return next((name for name in names if hasattr(module, name)), "")
+def _towers_of_two_resolutions() -> list[Tower]:
+    """DeepSeek-VL of 7 B: two towers see each picture, in two sizes, and the aligner joins what they hand on."""
+
+    def run_small(whole: Any) -> object:
+        pixels = _zeros(1, 3, *_height_and_width(whole), dtype=whole.model.vision_model.dtype)
+        return whole.model.get_low_res_image_features(pixels)
+
+    def run_large(whole: Any) -> object:
+        side = whole.config.high_res_vision_config.image_size
+        pixels = _zeros(1, 3, side, side, dtype=whole.model.high_res_vision_model.dtype)
+        large = whole.model.get_high_res_image_features(pixels).last_hidden_state
+        small = _zeros(*large.shape[:2], _vision(whole).hidden_size, dtype=large.dtype)
+        return whole.model.aligner(small, large)
+
+    decoder = "model.language_model"
+    return [
+        Tower("image", "model.vision_model", "pixel_values", decoder, run_small),
+        Tower("large image", "model.high_res_vision_model", "high_res_pixel_values", decoder, run_large),
+    ]
 
 
 def _code_towers(model: nn.Module) -> list[Tower]:
     """Chameleon: a picture becomes tokens, and these go through the embedding of words, once more."""
-    inner, config = getattr(model, "model", None), getattr(getattr(model, "config", None), "vq_config", None)
-    if not all(hasattr(inner, part) for part in ("vqmodel", "vocabulary_mapping", "embed_tokens")) or config is None:
+    is_chameleon = has_all(attribute_at(model, "model"), "vqmodel", "vocabulary_mapping", "embed_tokens")
+    if not is_chameleon or attribute_at(model, "config.vq_config") is None:
         return []
 
-    def run(whole: nn.Module) -> Any:
-        vq: Any = whole.config.vq_config
+    def run(whole: Any) -> object:
+        vq = whole.config.vq_config
         side = 2 ** len(vq.channel_multiplier)  # two tokens a side: what is normalised is more than one number
-        pixels = _zeros(1, vq.in_channels, side, side, dtype=whole.model.vqmodel.encoder.conv_in.weight.dtype)  # type: ignore[union-attr]
-        return whole.model.get_image_features(pixels, return_dict=True)  # type: ignore[union-attr]
+        pixels = _zeros(1, vq.in_channels, side, side, dtype=whole.model.vqmodel.encoder.conv_in.weight.dtype)
+        return whole.model.get_image_features(pixels, return_dict=True)
 
     return [Tower("image", "model.vqmodel.encoder", "pixel_values", "model", run, "model.embed_tokens")]
 
 
-def _two_eyes() -> list[Tower]:
-    """DeepSeek-VL of 7 B: two towers see each picture, in two sizes, and the aligner joins what they hand on."""
-
-    def run(whole: Any, pixels: str, tower: str) -> Any:
-        model, (height, width) = whole.model, _side(whole)
-        if pixels == "pixel_values":
-            return model.get_low_res_image_features(_zeros(1, 3, height, width, dtype=getattr(model, tower).dtype))
-        side = whole.config.high_res_vision_config.image_size
-        seen = model.get_high_res_image_features(_zeros(1, 3, side, side, dtype=getattr(model, tower).dtype))
-        joined = seen.last_hidden_state
-        beside = _zeros(*joined.shape[:2], whole.config.vision_config.hidden_size, dtype=joined.dtype)
-        return model.aligner(beside, joined)
-
-    kinds = (
-        ("image", "pixel_values", "vision_model"),
-        ("large image", "high_res_pixel_values", "high_res_vision_model"),
-    )
-    return [
-        Tower(kind, f"model.{tower}", key, "model.language_model", partial(run, pixels=key, tower=tower))
-        for kind, key, tower in kinds
-    ]
-
+# --- the smallest image of each kind ----------------------------------------------------------------------------------
 
 LeastInput = Callable[[nn.Module, torch.dtype], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(model, type) → pixels of the smallest legal image of zeros, and what else the tower is told of it."""
+"""(model, dtype) → pixels of the smallest legal image of zeros, and what else the tower is given with it."""
 
 
-def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput | None:
-    """How the smallest image of a kind of tower is made; None where it is of none that is known."""
+def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettings) -> LeastInput | None:
+    """How the smallest image is made for a tower whose method takes these; None where its kind is not known."""
+    taken = {each.name for each in parameters}
+    needed = {each.name for each in parameters if each.default is each.empty and each.kind is _POSITIONAL}
     if "image_grid_thw" in taken:
         return _patches_with_grid
     if "image_position_ids" in taken:
@@ -226,34 +303,31 @@ def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput |
         return None
     if "pixel_attention_mask" in taken:
         return _tiles_of_one_row
-    if hasattr(config, "patch_size") and config.model_type == "pixtral":  # LLaVA of 5.17 hands sizes on unnamed
+    if has_all(vision, "patch_size") and vision.model_type == "pixtral":  # LLaVA of 5.17 hands sizes on unnamed
         return _image_of_any_size
     if "image_sizes" in needed:
         return _tiles
-    return _image_of_one_size if hasattr(_with_side(config), "image_size") else None
+    return _image_of_one_size if _image_side(vision) is not None else None
 
 
-def _with_side(vision: Any) -> Any:
-    """The section of a tower's configuration that tells its picture's side: DeepSeek-OCR2's tower begins with SAM."""
-    return getattr(vision, "sam_config", vision)
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """LLaVA, InternVL, Gemma3, DeepSeek-VL, Janus."""
-    return _zeros(1, _channels(whole), *_side(whole), dtype=dtype), {}
+    return _zeros(1, _channels(whole), *_height_and_width(whole), dtype=dtype), {}
 
 
 def _image_of_any_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Mistral3, and LLaVA with Pixtral's tower: two merged squares of patches (Mistral3 cannot split one)."""
-    config: Any = whole.config
-    side = _product(config.vision_config.patch_size) * getattr(config, "spatial_merge_size", 1)
+    side = _first(_vision(whole).patch_size) * attribute_at(whole, "config.spatial_merge_size", 1)
     return _zeros(1, _channels(whole), side, 2 * side, dtype=dtype), {"image_sizes": _numbers([[side, 2 * side]])}
 
 
 def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """LLaVA-Next and LLaVA-OneVision: an image of one tile, with the tiles of the grid that fits it best."""
-    height, width = _side(whole)
-    grids: Any = whole.config.image_grid_pinpoints  # type: ignore[union-attr]
+    height, width = _height_and_width(whole)
+    grids: Sequence[tuple[int, int]] = attribute_at(whole, "config.image_grid_pinpoints")
     most = 1 + max((rows // height) * (columns // width) for rows, columns in grids)
     pixels = _zeros(1, most, _channels(whole), height, width, dtype=dtype)
     return pixels, {"image_sizes": _numbers([[height, width]])}
@@ -261,70 +335,46 @@ def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str
 
 def _tiles_of_one_row(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Idefics3 and SmolVLM: one tile. Of ones: a tile of zeros is taken for padding and left out."""
-    return _zeros(1, 1, _channels(whole), *_side(whole), dtype=dtype) + 1, {}
+    return _zeros(1, 1, _channels(whole), *_height_and_width(whole), dtype=dtype) + 1, {}
 
 
 def _patches_with_grid(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Kimi-K2.5 (patches as small images) and MiniMax-M3 (flat patches over two frames): one merged square."""
-    vision: Any = whole.config.vision_config  # type: ignore[union-attr]
-    merge = _product(getattr(vision, "merge_kernel_size", None) or vision.spatial_merge_size)
-    side, deep = _product(vision.patch_size), getattr(vision, "temporal_patch_size", None)
-    shape = (_channels(whole), side, side) if deep is None else (_channels(whole) * deep * side * side,)
-    grid = _numbers([[1, merge, merge]])
-    return _zeros(merge * merge, *shape, dtype=dtype), {"image_grid_thw": grid}
+    vision = _vision(whole)
+    merge = _first(attribute_at(vision, "merge_kernel_size") or vision.spatial_merge_size)
+    side, channels = _first(vision.patch_size), _channels(whole)
+    frames: int | None = attribute_at(vision, "temporal_patch_size")
+    shape = (channels, side, side) if frames is None else (channels * frames * side * side,)
+    return _zeros(merge * merge, *shape, dtype=dtype), {"image_grid_thw": _numbers([[1, merge, merge]])}
 
 
 def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Gemma4: flat patches with the place of each; one pooled square."""
-    vision: Any = whole.config.vision_config  # type: ignore[union-attr]
-    pool, side = vision.pooling_kernel_size, vision.patch_size
+    vision = _vision(whole)
+    pool = vision.pooling_kernel_size
     places = [[x, y] for y in range(pool) for x in range(pool)]
-    pixels = _zeros(1, pool * pool, _channels(whole) * side * side, dtype=dtype)
+    pixels = _zeros(1, pool * pool, _channels(whole) * _area(vision.patch_size), dtype=dtype)
     return pixels, {"image_position_ids": _numbers([places])}
 
 
-def _side(whole: nn.Module) -> tuple[int, int]:
-    size: Any = _with_side(whole.config.vision_config).image_size  # type: ignore[union-attr]
-    return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
-
-
-def _channels(whole: nn.Module) -> int:
-    return getattr(whole.config.vision_config, "num_channels", 3)  # type: ignore[union-attr]
-
-
-def _zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(*shape, device=current_device(), dtype=dtype)
-
-
-def _numbers(values: Sequence[Any]) -> torch.Tensor:
-    return torch.tensor(values, device=current_device())
+# --- sound ------------------------------------------------------------------------------------------------------------
 
 
 def _audio_towers(model: nn.Module) -> list[Tower]:
     """Qwen-Omni and Qwen-ASR style: spectra, called with a mask of their real frames. One window of frames is enough;
     a tower without windows takes all of its frames at once."""
     place = _place_of(model, "audio_tower", "get_audio_features")
-    config = getattr(getattr(model, "config", None), "audio_config", None)
-    if place is None or not hasattr(config, "num_mel_bins"):
+    if place is None or attribute_at(model, "config.audio_config.num_mel_bins") is None:
         return []
-    names = list(inspect.signature(place.of(model).get_audio_features).parameters)[:2]
-    if names not in (["input_features", "feature_attention_mask"], ["input_features", "input_features_mask"]):
+    taken = list(inspect.signature(attribute_at(place.of(model), "get_audio_features")).parameters)
+    if taken[:2] not in (["input_features", "feature_attention_mask"], ["input_features", "input_features_mask"]):
         return []
 
-    def run(whole: nn.Module) -> Any:
-        audio: Any = whole.config.audio_config
-        frames = 2 * getattr(audio, "n_window", getattr(audio, "max_source_positions", 0))
-        holder = place.of(whole)
-        features = torch.zeros(1, audio.num_mel_bins, frames, device=current_device(), dtype=holder.audio_tower.dtype)
+    def run(whole: nn.Module) -> object:
+        audio, holder = attribute_at(whole, "config.audio_config"), place.of(whole)
+        frames = 2 * attribute_at(audio, "n_window", attribute_at(audio, "max_source_positions", 0))
+        features = _zeros(1, audio.num_mel_bins, frames, dtype=_dtype_of(holder, "audio_tower"))
         mask = torch.ones(1, frames, device=current_device(), dtype=torch.long)
-        return holder.get_audio_features(features, mask, return_dict=True)
+        return attribute_at(holder, "get_audio_features")(features, mask, return_dict=True)
 
     return [Tower("audio", place.name("audio_tower"), "input_features", place.decoder, run)]
-
-
-def _product(size: int | Sequence[int]) -> int:
-    return size if isinstance(size, int) else size[0]
-
-
-def _area(size: int | Sequence[int]) -> int:
-    return size * size if isinstance(size, int) else size[0] * size[-1]

@@ -187,7 +187,7 @@ class CudaFlashKernel:
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """See `BlockKernel`; `bias` is None. Without dropout the kernel's random state is read by nobody."""
+        """See `BlockKernel`; `bias` is None. Without dropout the kernel's random state is not used."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q_BTHD.device)
         lengths = (q_BTHD.shape[1], k_BSKD.shape[1])
         lse = lse_BTH.transpose(1, 2).contiguous()

@@ -71,7 +71,9 @@ def gathered_attention(
         place += stop - start
     if not outputs:  # no query here: an empty product keeps this rank in the others' backward pass
         nothing = q_BHTD[..., :1] * v_BKLD[:, :1, :1]
-        outputs = [nothing if rule.sinks is None else nothing + rule.sinks.view(1, -1, 1, 1)]
+        if rule.sinks is not None:
+            nothing = nothing + rule.sinks.view(1, -1, 1, 1)
+        outputs.append(nothing)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -84,10 +86,14 @@ def reaches(
         if not rule.causal:
             yield (start, stop), (first, last)
             continue
-        step = stop - start if rule.window is None else max(rule.window, LONGEST_RUN)
+        if rule.window is None:
+            yield (start, stop), (first, stop)
+            continue
+        # Runs as long as the window or longer: each reaches back over one window, however long the document is.
+        step = max(rule.window, LONGEST_RUN)
         for run in range(start, stop, step):
             end = min(run + step, stop)
-            yield (run, end), (first if rule.window is None else max(first, run + 1 - rule.window), end)
+            yield (run, end), (max(first, run + 1 - rule.window), end)
 
 
 def seen_keys(queries: Interval, keys: Interval, rule: AttentionRule, device: torch.device) -> Tensor | None:
@@ -95,7 +101,9 @@ def seen_keys(queries: Interval, keys: Interval, rule: AttentionRule, device: to
     if not rule.causal:
         return None
     distance = torch.arange(*queries, device=device)[:, None] - torch.arange(*keys, device=device)[None]
-    return distance >= 0 if rule.window is None else (distance >= 0) & (distance < rule.window)
+    if rule.window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < rule.window)
 
 
 def attend(q_BHtD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, seen: Tensor | None, rule: AttentionRule) -> Tensor:

@@ -74,12 +74,14 @@ def rule_of(
     share: ContextShare,
     others: dict[str, Any],
 ) -> AttentionRule:
-    """What a layer computes; a window that no document is longer than is none.
+    """What a layer computes; a window that is no shorter than the longest document is left out.
 
     Raises:
         AttentionError: It asks for a mask of its own, dropout, or a window that goes both ways.
     """
-    causal = getattr(module, "is_causal", True) if others.get("is_causal") is None else others["is_causal"]
+    causal = others.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
     window, scale = others.get("sliding_window"), others.get("scaling")
     if window is not None and window >= share.layout.longest_document:
         window = None
@@ -95,5 +97,6 @@ def rule_of(
                 key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
                 way_out="Set both sizes to 1.",
             )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     return AttentionRule(causal, scale, window, others.get("s_aux"), others.get("softcap"))

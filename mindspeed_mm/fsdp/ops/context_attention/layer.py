@@ -72,7 +72,7 @@ def context_attention(
         groups: Who shares the sequence.
         queries: Where the queries lie.
         keys: Where the keys lie; the same object for self-attention. None: every rank holds all keys (the text of a
-            cross-attention), and nobody communicates.
+            cross-attention), and nothing is communicated.
         causal: A token sees itself and those before it in its document.
         scale: Factor on the scores; default 1 / √D.
         key_mask: (B, keys of all ranks) bool, the same on all ranks; False hides a key from everyone.
@@ -80,7 +80,8 @@ def context_attention(
     Raises:
         LayoutError: A tensor does not have the tokens that its layout gives this rank.
     """
-    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q_BTHD.shape[-1] ** -0.5
     if keys is None:
         return _attend_to_all(q_BTHD, k_BSKD, v_BSKD, scale, key_mask)
     check_lengths(q_BTHD, queries, groups)
@@ -89,10 +90,11 @@ def context_attention(
         return _attend_on_ring(q_BTHD, k_BSKD, v_BSKD, groups, queries, keys, causal, scale, key_mask)
     assert groups.ulysses is not None
     shares = share_heads(q_BTHD.shape[2], k_BSKD.shape[2], groups.ulysses_size)
-    query_lengths, key_lengths = (layout.piece_lengths(groups.ring_rank) for layout in (queries, keys))
+    query_lengths, key_lengths = queries.piece_lengths(groups.ring_rank), keys.piece_lengths(groups.ring_rank)
     q = scatter_heads(q_BTHD, query_lengths, shares.query, groups.ulysses)
     kv = scatter_heads(torch.cat([k_BSKD, v_BSKD], dim=-1), key_lengths, shares.key, groups.ulysses)
-    if (places := shares.key_of_query(groups.ulysses_rank)) is not None:
+    places = shares.key_of_query(groups.ulysses_rank)
+    if places is not None:
         kv = kv[:, :, places]
     k, v = kv.split([k_BSKD.shape[-1], v_BSKD.shape[-1]], dim=-1)
     out = _attend_on_ring(q, k, v, groups, queries, keys, causal, scale, key_mask)
@@ -130,14 +132,21 @@ def _attend_on_ring(
 
 
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:
-    rectangles = [[Rectangle(0, q.shape[1], 0, k.shape[1], False)] if q.shape[1] and k.shape[1] else []]
-    biases = None if key_mask is None else [_bias(key_mask, q.dtype)]
+    rectangles: list[Rectangle] = []
+    if q.shape[1] and k.shape[1]:
+        rectangles.append(Rectangle(0, q.shape[1], 0, k.shape[1], False))
+    biases = None
+    if key_mask is not None:
+        biases = [_bias(key_mask, q.dtype)]
     kernel = kernel_for(q, v, masked=key_mask is not None)
-    return ring_attention(q, k, v, RingCall(rectangles, [k.shape[1]], biases, kernel, scale))
+    return ring_attention(q, k, v, RingCall([rectangles], [k.shape[1]], biases, kernel, scale))
 
 
 def _tokens_of(layout: SequenceLayout, ring_rank: int) -> list[int]:
-    return [token for piece in layout.pieces[ring_rank] for interval in piece for token in range(*interval)]
+    tokens: list[int] = []
+    for ulysses_rank in range(len(layout.pieces[ring_rank])):
+        tokens += layout.positions(ring_rank, ulysses_rank)
+    return tokens
 
 
 def _bias(mask_BS: Tensor, dtype: torch.dtype) -> Tensor:

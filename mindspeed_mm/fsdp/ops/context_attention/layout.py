@@ -18,6 +18,8 @@ from mindspeed_mm.core.errors import MMError
 
 Interval = tuple[int, int]
 """Tokens from the first number up to, without, the second."""
+Piece = tuple[Interval, ...]
+"""Intervals in the order in which a rank holds them."""
 
 
 class LayoutError(MMError):
@@ -55,14 +57,14 @@ class SequenceLayout:
     """How one sequence lies over ring × ulysses ranks.
 
     Args:
-        pieces: By ring rank, by ulysses rank: intervals in the order in which the rank holds them.
+        pieces: By ring rank, by ulysses rank: what the rank holds.
         borders: Document borders, 0 first, the length last.
 
     Raises:
         LayoutError: A token lies nowhere or on two ranks, or the borders do not ascend from 0.
     """
 
-    pieces: tuple[tuple[tuple[Interval, ...], ...], ...]
+    pieces: tuple[tuple[Piece, ...], ...]
     borders: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class SequenceLayout:
         everywhere = chain.from_iterable(chain.from_iterable(self.pieces))
         intervals = sorted(interval for interval in everywhere if interval[0] < interval[1])
         reached = 0
-        for start, stop in (*intervals, (self.length, self.length)):
+        for start, stop in (*intervals, (self.length, self.length)):  # the last one asks whether the end is reached
             if start != reached:
                 raise LayoutError(f"intervals {intervals} do not cover the tokens 0…{self.length} once each")
             reached = stop
@@ -92,7 +94,7 @@ class SequenceLayout:
 
     def piece_lengths(self, ring_rank: int) -> list[int]:
         """Tokens on each ulysses rank of one ring rank."""
-        return [sum(stop - start for start, stop in piece) for piece in self.pieces[ring_rank]]
+        return [count_tokens(piece) for piece in self.pieces[ring_rank]]
 
     @property
     def leaves_ranks_empty(self) -> bool:
@@ -105,14 +107,18 @@ class SequenceLayout:
 
     def positions(self, ring_rank: int, ulysses_rank: int) -> list[int]:
         """Places in the sequence of the tokens that a rank holds, in its order."""
-        return [token for interval in self.pieces[ring_rank][ulysses_rank] for token in range(*interval)]
+        places: list[int] = []
+        for start, stop in self.pieces[ring_rank][ulysses_rank]:
+            places += range(start, stop)
+        return places
 
     def segments(self, ring_rank: int, ulysses_rank: int | None = None) -> list[Segment]:
         """The intervals of a ring rank, or of one of its ulysses ranks, cut at document borders, with their places
         among its tokens."""
         found, local, document = [], 0, 0
-        pieces = self.pieces[ring_rank]
-        held = chain.from_iterable(pieces) if ulysses_rank is None else pieces[ulysses_rank]
+        held: Iterable[Interval] = chain.from_iterable(self.pieces[ring_rank])
+        if ulysses_rank is not None:
+            held = self.pieces[ring_rank][ulysses_rank]
         for start, stop in merge_intervals(held):
             # An interval may lie in front of the one before it: the search begins anew.
             if start < self.borders[document]:
@@ -147,9 +153,12 @@ def build_layout(
     if documents[-1:] != (length,):
         raise LayoutError(f"document borders {documents} do not end at the {length} tokens of the row")
     check_borders(documents)
-    shares = _zigzag_shares(documents, ring) if balanced and ring > 1 else _equal_cuts([(0, length)], ring)
-    pieces = [_equal_cuts(share, ulysses) for share in shares]
-    return SequenceLayout(tuple(tuple(map(tuple, on_ring)) for on_ring in pieces), documents)
+    shares: Sequence[Sequence[Interval]]
+    if balanced and ring > 1:
+        shares = _zigzag_shares(documents, ring)
+    else:
+        shares = _equal_cuts([(0, length)], ring)
+    return SequenceLayout(tuple(tuple(_equal_cuts(share, ulysses)) for share in shares), documents)
 
 
 def concatenate_layouts(first: SequenceLayout, second: SequenceLayout) -> SequenceLayout:
@@ -177,7 +186,7 @@ def scale_layout(layout: SequenceLayout, unit: int, borders: Sequence[int]) -> S
         borders: Document borders among the tokens.
     """
 
-    def scaled(piece: Iterable[Interval]) -> tuple[Interval, ...]:
+    def scaled(piece: Piece) -> Piece:
         return tuple((start * unit, stop * unit) for start, stop in piece)
 
     pieces = tuple(tuple(map(scaled, on_ring)) for on_ring in layout.pieces)
@@ -197,7 +206,8 @@ def plan_rectangles(
     if queries.ring_size != keys.ring_size or len(queries.borders) != len(keys.borders):
         raise LayoutError("queries and keys lie over different rings, or hold different numbers of documents")
     own = queries.segments(ring_rank)
-    return tuple(tuple(meet(own, keys.segments(source), causal)) for source in range(keys.ring_size))
+    by_source = [meet(own, keys.segments(source), causal) for source in range(keys.ring_size)]
+    return tuple(map(tuple, by_source))
 
 
 def meet(queries: Sequence[Segment], keys: Sequence[Segment], causal: bool) -> list[Rectangle]:
@@ -235,6 +245,11 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def count_tokens(intervals: Iterable[Interval]) -> int:
+    """Tokens in all of the intervals together."""
+    return sum(stop - start for start, stop in intervals)
+
+
 def shifted(intervals: Iterable[Interval], by: int) -> list[Interval]:
     """Intervals moved to the right."""
     return [(start + by, stop + by) for start, stop in intervals]
@@ -252,6 +267,8 @@ def even_bounds(count: int, parts: int) -> list[Interval]:
 
 
 def _zigzag_shares(borders: Sequence[int], ring: int) -> list[list[Interval]]:
+    """By ring rank: of 2 · ring equal parts of each document, one from the front and its mirror image. A causal query
+    sees the keys up to its own place, so that both together cost as much as any other such pair."""
     shares: list[list[Interval]] = [[] for _ in range(ring)]
     for document, (start, stop) in enumerate(pairwise(borders)):
         parts = shifted(even_bounds(stop - start, 2 * ring), start)
@@ -261,35 +278,36 @@ def _zigzag_shares(borders: Sequence[int], ring: int) -> list[list[Interval]]:
     return [merge_intervals(share) for share in shares]
 
 
-def _equal_cuts(intervals: Sequence[Interval], parts: int) -> list[list[Interval]]:
+def _equal_cuts(intervals: Sequence[Interval], parts: int) -> list[Piece]:
     """Intervals cut into `parts` runs with equally many tokens, up to one."""
-    total = sum(stop - start for start, stop in intervals)
     cuts = []
-    for first, last in even_bounds(total, parts):  # counted among the tokens of the intervals, one behind the other
+    for first, last in even_bounds(
+        count_tokens(intervals), parts
+    ):  # counted among the tokens of the intervals, one behind the other
         run, local = [], 0
         for start, stop in intervals:
             low, high = max(first - local, 0), min(last - local, stop - start)
             if low < high:
                 run.append((start + low, start + high))
             local += stop - start
-        cuts.append(run)
+        cuts.append(tuple(run))
     return cuts
 
 
 def _joined(rectangles: list[Rectangle]) -> list[Rectangle]:
     """The same area in fewer rectangles: neighbours along the keys, then along the queries, become one."""
+    along_keys: list[Rectangle] = []
+    for found in sorted(rectangles):  # those of the same queries stand next to each other, by the start of their keys
+        last = along_keys[-1] if along_keys else None
+        if last is not None and last[:2] == found[:2] and last.k_stop == found.k_start:
+            along_keys[-1] = last._replace(k_stop=found.k_stop)
+        else:
+            along_keys.append(found)
     joined: list[Rectangle] = []
-    for r in sorted(rectangles):
+    for found in sorted(along_keys, key=lambda each: (each.k_start, each.k_stop, each.q_start)):
         last = joined[-1] if joined else None
-        if last and last[:2] == r[:2] and last.k_stop == r.k_start:
-            joined[-1] = last._replace(k_stop=r.k_stop)
+        if last is not None and last[2:4] == found[2:4] and last.q_stop == found.q_start:
+            joined[-1] = last._replace(q_stop=found.q_stop)
         else:
-            joined.append(r)
-    rectangles, joined = sorted(joined, key=lambda r: (r.k_start, r.k_stop, r.q_start)), []
-    for r in rectangles:
-        last = joined[-1] if joined else None
-        if last and last[2:4] == r[2:4] and last.q_stop == r.q_start:
-            joined[-1] = last._replace(q_stop=r.q_stop)
-        else:
-            joined.append(r)
+            joined.append(found)
     return joined

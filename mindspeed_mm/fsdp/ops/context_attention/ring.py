@@ -50,7 +50,9 @@ class RingCall:
 
     def bias(self, source: int, rectangle: Rectangle) -> Tensor | None:
         """Bias of the keys of a rectangle."""
-        return None if self.biases is None else self.biases[source][..., rectangle.k_start : rectangle.k_stop]
+        if self.biases is None:
+            return None
+        return self.biases[source][..., rectangle.k_start : rectangle.k_stop]
 
 
 def ring_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, call: RingCall) -> Tensor:
@@ -79,7 +81,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         call: RingCall = ctx.call
         grad = gradients[0].contiguous()

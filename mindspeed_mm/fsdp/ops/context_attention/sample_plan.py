@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+Entry = TypeVar("Entry")
 Along = tuple[str, int]
 """A stream of tokens, and the dimension of a tensor that runs along it."""
 Streams = tuple[str, ...]
@@ -44,8 +46,17 @@ class SamplePlan:
         names = tuple(parts)
         return replace(
             self,
-            attention={f"{part}.{name}": value for part in names for name, value in self.attention.items()},
-            blocks={f"{part}.{name}": value for part in names for name, value in self.blocks.items()},
-            rejoined={f"{part}.{name}": value for part in names for name, value in self.rejoined.items()},
-            gathered=tuple((f"{part}.{name}", value) for part in names for name, value in self.gathered),
+            attention=_in_each(names, self.attention),
+            blocks=_in_each(names, self.blocks),
+            rejoined=_in_each(names, self.rejoined),
+            gathered=tuple(_in_each(names, dict(self.gathered)).items()),
         )
+
+
+def _in_each(parts: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries of a plan by the names that modules have in each of several parts."""
+    found = {}
+    for part in parts:
+        for name, entry in entries.items():
+            found[f"{part}.{name}"] = entry
+    return found

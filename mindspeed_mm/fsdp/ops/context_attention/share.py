@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,12 +84,15 @@ class ContextShare:
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens on each rank, in the order of `groups.everyone`."""
-        return [length for rank in range(self.layout.ring_size) for length in self.layout.piece_lengths(rank)]
+        by_ring_rank = map(self.layout.piece_lengths, range(self.layout.ring_size))
+        return list(chain.from_iterable(by_ring_rank))
 
     def order(self) -> list[int]:
         """Where each token of the sequence stands when the ranks' tokens are put one behind the other."""
-        held = [place for rank, pieces in enumerate(self.layout.pieces) for u in range(len(pieces))
-                for place in self.layout.positions(rank, u)]  # fmt: skip
+        held: list[int] = []
+        for ring_rank, pieces in enumerate(self.layout.pieces):
+            for ulysses_rank in range(len(pieces)):
+                held += self.layout.positions(ring_rank, ulysses_rank)
         places = [0] * len(held)
         for index, token in enumerate(held):
             places[token] = index
@@ -111,7 +115,7 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(0, dim).index_select(dim, order)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         if not ctx.sum_gradients:
             return ctx.share.take(gradient, ctx.dim), None, None, None

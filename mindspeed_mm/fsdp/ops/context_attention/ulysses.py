@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_mm.fsdp.ops.all_to_all import exchange_parts
 from mindspeed_mm.fsdp.ops.context_attention.layout import even_bounds
 
 
@@ -61,48 +61,18 @@ def scatter_heads(
         heads: Heads that each rank gets; one may go to several.
         group: The ranks.
     """
-    B, T, _, D = x_BTHD.shape
+    B, _, _, D = x_BTHD.shape
     own = len(heads[group.rank()])
-    # Flat, in the order of ranks: what goes to one rank has another shape than what goes to the next.
-    outgoing = torch.cat([x_BTHD[:, :, list(share)].reshape(-1) for share in heads])
-    sent = [B * T * len(share) * D for share in heads]
-    incoming = [B * length * own * D for length in lengths]
-    received = _exchange(outgoing, sent, incoming, group).split(incoming)
-    parts = [part.view(B, length, own, D) for part, length in zip(received, lengths, strict=True)]
-    return torch.cat(parts, dim=1)
+    outgoing = [x_BTHD[:, :, list(share)] for share in heads]
+    incoming = [(B, length, own, D) for length in lengths]
+    return torch.cat(exchange_parts(outgoing, incoming, group), dim=1)
 
 
 def gather_heads(
     x_BLhD: Tensor, lengths: Sequence[int], heads: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> Tensor:
     """(B, L, h, D) → (B, T, H, D): undoes `scatter_heads` where each head is on one rank, in order."""
-    B, _, own, D = x_BLhD.shape
+    B, _, _, D = x_BLhD.shape
     T = lengths[group.rank()]
-    outgoing = torch.cat([part.reshape(-1) for part in x_BLhD.split(list(lengths), dim=1)])
-    sent = [B * length * own * D for length in lengths]
-    incoming = [B * T * len(share) * D for share in heads]
-    received = _exchange(outgoing, sent, incoming, group).split(incoming)
-    parts = [part.view(B, T, len(share), D) for part, share in zip(received, heads, strict=True)]
-    return torch.cat(parts, dim=2)
-
-
-def _exchange(outgoing: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    return _AllToAll.apply(outgoing, sent, received, group)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, outgoing: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _all_to_all(outgoing, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        sent, received = ctx.sizes
-        return _all_to_all(gradients[0], received, sent, ctx.group), None, None, None
-
-
-def _all_to_all(outgoing: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    incoming = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing.contiguous(), received, sent, group=group)
-    return incoming
+    incoming = [(B, T, len(share), D) for share in heads]
+    return torch.cat(exchange_parts(x_BLhD.split(list(lengths), dim=1), incoming, group), dim=2)

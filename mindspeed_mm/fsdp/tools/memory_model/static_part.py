@@ -16,7 +16,7 @@ from torch import nn
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
-from mindspeed_mm.fsdp.distributed.sharding.plan import innermost_first
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import innermost_first
 from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, SplitRule, Style
 

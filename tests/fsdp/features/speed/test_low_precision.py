@@ -103,7 +103,7 @@ def test_of_a_holder_the_layers_that_fit_are_taken(folder: Path) -> None:
     model.model.layers[0].mlp.gate_proj = nn.Linear(32, 63, bias=False)
     apply_low_precision(model, plan(apply_modules=["model.layers.0"]))
     assert len(linear_names(model)) == 6
-    assert "model.layers.0.mlp.gate_proj (no multiple of 16)" in str(facts_of(model).noted(LowPrecision))
+    assert "model.layers.0.mlp.gate_proj (not a multiple of 16)" in str(facts_of(model).noted(LowPrecision))
 
 
 @pytest.mark.parametrize(
