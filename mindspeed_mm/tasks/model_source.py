@@ -18,7 +18,6 @@ from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.export.source import noted_model, unnamed_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -141,6 +140,8 @@ def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) 
     which = f"-{weights}" if weights else ""
     target = run / EXPORTED / f"{checkpoint.name}-{sha256_file(mark)[:12]}{which}"
     if not target.is_dir():
+        from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
+
         export.run(checkpoint, target, weights=weights, merge=whole, transformer_only=not whole)
         _remove_others(target)
     return target

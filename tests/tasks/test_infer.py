@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_que
 from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.export import export as export_task
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TOKENS = 6
@@ -121,7 +122,7 @@ def test_answers_end_where_the_models_positions_do(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "text", max_position_embeddings=24)
     generator, media = load_generator(folder), load_generator(folder).encoder.media(tmp_path)
     question = generator.encode(ask("zero one").sample, media)
-    generator._end_ids = []
+    generator.end_ids = []
     answer = generator.answer_batch([question], 512)[0]
     assert (len(answer.token_ids), answer.finished) == (24 - len(question.input_ids), False)
     longer = generator.encode(ask("zero one two zero").sample, media)
@@ -226,7 +227,7 @@ def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch:
     def newest(path: Path, ranks: Any, verification: str) -> Found:
         return Found(max(path.glob("iter_*")) if path == tmp_path else path)
 
-    monkeypatch.setattr(model_source.export, "run", export)
+    monkeypatch.setattr(export_task, "run", export)
     monkeypatch.setattr(model_source, "open_checkpoint", newest)
     (tmp_path / "run.json").write_text(json.dumps({"model_name_or_path": str(tmp_path)}))
     (tmp_path / "config.json").write_text("{}")

@@ -11,7 +11,6 @@ from mindspeed_mm.checkpoint.dequantized import sections_of
 from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
@@ -21,7 +20,9 @@ from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
+from mindspeed_mm.tasks.model_source import ModelSource
 
 
 def load_generator(
@@ -54,6 +55,25 @@ def load_generator(
     for name, path in (adapters or {}).items():
         model = load_peft(model, path, name, "--adapter")
     return Generator(model.to(current_device()), encoder, tuple(adapters or ()))
+
+
+def load_on_ranks(
+    source: ModelSource,
+    view: RowsView,
+    plan: Path | None,
+    ranks: Ranks,
+    adapters: Mapping[str, Path] | None = None,
+) -> Generator:
+    """The whole model on each rank or, by the plan of a YAML, this rank's part of it.
+
+    Raises:
+        MMError: As `load_generator` and `load_over_ranks`.
+    """
+    if plan is None:
+        return load_generator(source.folder, source.lora, view, adapters)
+    from mindspeed_mm.tasks.answer.spread import load_over_ranks  # all of training's plans: half a second
+
+    return load_over_ranks(source, view, plan, ranks, adapters)
 
 
 def load_model(folder: Path) -> Any:
@@ -101,6 +121,8 @@ def _choose_attention_everywhere(config: Any) -> None:
 def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of a folder in Megatron's layout, or of quantised weights, and transformers' report of its loading."""
     from transformers import GenerationConfig  # seconds
+
+    from mindspeed_mm.checkpoint.stored_weights import open_stored  # all of Megatron's layouts
 
     with open_stored(folder, config.to_dict()) as stored:
         weights = {key: tensor.read() for key, tensor in stored.items()}

@@ -19,8 +19,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, ask, read_questions
 from mindspeed_mm.tasks.answer.answering import WAIT_S, AnswerFile, answer_all
-from mindspeed_mm.tasks.answer.generation import load_generator
-from mindspeed_mm.tasks.answer.spread import load_on_ranks
+from mindspeed_mm.tasks.answer.generation import load_generator, load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 

@@ -29,28 +29,21 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.model_source import ModelSource
 
 _OF_SEQUENCES: dict[str, Any] = {"ring_attention_size": 1, "ulysses_parallel_size": 1, "data_parallel_size": None}
 """An answer has no long sequence to split: ranks that share one in training hold shards of the weights here."""
 
 
-def load_on_ranks(
-    source: ModelSource,
-    view: RowsView,
-    plan: Path | None,
-    ranks: Ranks,
-    adapters: Mapping[str, Path] | None = None,
+def load_over_ranks(
+    source: ModelSource, view: RowsView, plan: Path, ranks: Ranks, adapters: Mapping[str, Path] | None
 ) -> Generator:
-    """The whole model on each rank or, by the plan of a YAML, this rank's part of it.
+    """This rank's part of a model, with its processor. Every rank of the job calls it.
 
     Raises:
         UsageError: There are adapters to be spread, or nothing to spread over.
-        MMError: As `load_generator` and `load_spread`.
+        MMError: As `load_spread`.
     """
-    if plan is None:
-        return load_generator(source.folder, source.lora, view, adapters)
     check_spread(ranks.world_size)
     if source.lora is not None or adapters:
         way_out = "Merge them first: mm merge."

@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
-from mindspeed_mm.tasks.answer.spread import load_on_ranks
+from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import Question as OfQuestion
 from mindspeed_mm.tasks.evaluate.comparing import by_question, compare_samples

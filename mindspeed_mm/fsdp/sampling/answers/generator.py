@@ -6,6 +6,7 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,14 @@ from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
 from mindspeed_mm.fsdp.sampling.answers.transcription import transcripts
 
-SORTED_BATCHES = 8
-"""Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
+
+class QuestionTooLongError(DataError):
+    """A question leaves the model no position for an answer."""
+
+
+SORTED_BATCHES = 4
+"""Questions are sorted by length in windows of so many batches: the media of two windows are in memory at a time, those
+of the one that is answered and of the one that is prepared meanwhile."""
 LIKELIEST = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
 ONE_BY_ONE = {**LIKELIEST, "num_beams": 1, "repetition_penalty": 1.0}
 """`generate` itself takes the likeliest token, whatever the model's generation configuration says: `RowChoices` sees to
@@ -63,20 +70,21 @@ class Generator:
         self._without_gradients = torch.no_grad if self.is_spread or trains else torch.inference_mode
         self.adapters = tuple(adapters)
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        self._end_ids = _end_ids(model, encoder)
+        self.end_ids = _end_ids(model, encoder)
+        """The tokens that end an answer."""
         self._longest = longest_of(model.config)
 
     def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
         """A question as the model takes it.
 
         Raises:
-            DataError: A medium cannot be read, the model takes none of its kind, or the model has no position left for
-                an answer.
+            DataError: A medium cannot be read, or the model takes none of its kind.
+            QuestionTooLongError: The model has no position left for an answer.
         """
         encoded = self.encoder.encode(question, media)
         tokens = len(encoded.input_ids)
         if self._longest is not None and tokens >= self._longest:
-            raise DataError(
+            raise QuestionTooLongError(
                 f"the question has {tokens:,} tokens, and the model takes {self._longest:,} with the answer",
                 where=str(question.place),
                 way_out="Ask something shorter, or show smaller pictures.",
@@ -92,7 +100,7 @@ class Generator:
         batch_size: int,
         hides_thoughts: bool = False,
     ) -> Iterator[list[tuple[Question, Answer]]]:
-        """Answers, batch by batch; within a window of eight batches the questions come sorted by length.
+        """Answers, batch by batch; within a window of four batches the questions come sorted by length.
 
         Args:
             questions: To answer.
@@ -104,9 +112,7 @@ class Generator:
         Raises:
             DataError: A medium cannot be read, or the model takes none of its kind.
         """
-        window = batch_size * SORTED_BATCHES
-        for start in range(0, len(questions), window):
-            encoded = [(question, self.encode(question.sample, media)) for question in questions[start:][:window]]
+        for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
             for batch in _batches(encoded, batch_size):
                 rows = [
                     LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter)
@@ -118,6 +124,23 @@ class Generator:
                         self.without_thoughts(*pair) for pair in zip((e for _, e in batch), answers, strict=True)
                     ]
                 yield list(zip((question for question, _ in batch), answers, strict=True))
+
+    def _encoded_ahead(
+        self, questions: Sequence[Question], media: MediaLoader, window: int
+    ) -> Iterator[list[tuple[Question, EncodedQuestion]]]:
+        """Questions as the model takes them, window by window; a thread prepares the next one meanwhile. One thread:
+        tokenizers are not made for several."""
+
+        def encode(start: int) -> list[tuple[Question, EncodedQuestion]]:
+            asked = questions[start : start + window]
+            return [(question, self.encode(question.sample, media)) for question in asked]
+
+        with ThreadPoolExecutor(1, "encoder") as thread:
+            coming = thread.submit(encode, 0)
+            for start in range(0, len(questions), window):
+                encoded = coming.result()
+                coming = thread.submit(encode, start + window)
+                yield encoded
 
     def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
         """The answers to encoded questions, in order."""
@@ -185,11 +208,11 @@ class Generator:
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
         (most,) = {row.most_tokens for row in rows}
-        ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+        ends = {"eos_token_id": self.end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         with self._without_gradients():
             found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
         for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            any(row.take(token, self._end_ids) for token in tokens)
+            any(row.take(token, self.end_ids) for token in tokens)
 
     def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         device, config = self.model.device, self.model.generation_config
@@ -198,14 +221,14 @@ class Generator:
 
         def is_over(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
             tokens = input_ids[:, -1].tolist()
-            over = [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)]
+            over = [row.take(token, self.end_ids) for row, token in zip(rows, tokens, strict=True)]
             return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
 
         with self._without_gradients():
             self.model.generate(
                 **inputs,
                 **ONE_BY_ONE,
-                eos_token_id=self._end_ids or None,
+                eos_token_id=self.end_ids or None,
                 pad_token_id=self.tokenizer.pad_token_id,
                 max_new_tokens=max(row.most_tokens for row in rows),
                 logits_processor=[RowChoices(choices, padding, device), *self._processors],

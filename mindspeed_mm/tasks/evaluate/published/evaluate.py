@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score
 from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
-from mindspeed_mm.tasks.answer.spread import load_on_ranks
+from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.folder import results_folder
