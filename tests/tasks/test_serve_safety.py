@@ -32,7 +32,7 @@ from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.serve import ServeRequest, check_access, listen
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_media import write_video
-from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 WAIT_S = 30
 TIGHT = Limits(
@@ -238,6 +238,15 @@ def test_200_bad_requests_are_answered_in_one_line_while_good_ones_go_on(address
     assert len(good) > 5 and failed == []
 
 
+def test_a_question_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    short = load_generator(make_tiny_qwen3(tmp_path / "text", max_position_embeddings=40))
+    with served(AnswerEngine(short)) as address:
+        status, answer = post(address, chat(messages=[{"role": "user", "content": "word " * 50}]))
+        assert (status, answer["error"]["code"]) == (413, "context_length_exceeded")
+        assert "the model takes 40 with the answer" in answer["error"]["message"]
+        assert post(address, chat())[0] == 200
+
+
 def test_a_key_is_asked_for(generator: Generator) -> None:
     with served(AnswerEngine(generator), access=Access(key="right-key")) as address:
         wrong = OpenAI(base_url=f"{address}/v1", api_key="wrong-key", max_retries=0)
@@ -359,6 +368,19 @@ def test_what_takes_too_long_is_refused(generator: Generator) -> None:
         client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
         with pytest.raises(openai.APIError, match="--max-seconds"):
             list(client.chat.completions.create(model=NAME, stream=True, **LONG))
+
+
+def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_mm.tasks.serve.chat._HEARTBEAT_S", 0.02)
+    slow = Slow(generator)
+    with served(AnswerEngine(slow)) as address, closing(connected(address, chat(stream=True))) as connection:  # type: ignore[arg-type]
+        heard = b""
+        while heard.count(b": waiting\n\n") < 2:
+            heard += connection.recv(4096)
+        slow.let.set()
+        while b"data: [DONE]" not in heard:
+            heard += connection.recv(4096)
+    assert b'"finish_reason": "length"' in heard
 
 
 def test_a_request_that_does_not_arrive_is_refused(address: str) -> None:

@@ -19,6 +19,7 @@ from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import QuestionTooLongError
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart
@@ -36,7 +37,9 @@ PIECES_EVERY_S = 0.05
 _SMALL_BYTES = 2**14
 """Smaller requests are read in less time than another thread needs to begin."""
 _HEARTBEAT_S = 15.0
-"""A stream says nothing for no longer than this, so that nobody in between takes it for dead."""
+"""A stream says something at least this often, so that nobody in between takes it for dead."""
+_HEARTBEAT = ""
+"""Stands among the pieces of an answer, which are never empty."""
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -89,6 +92,9 @@ class ChatRoutes:
             if sample.media:
                 checked = replace(sample, media=await to_thread.run_sync(self.gate.admit, sample.media))
             question = await asyncio.wrap_future(self.engine.encode(checked, self.gate.loader))
+        except QuestionTooLongError as error:
+            message = error.problems[0].what.rstrip(".") + "."
+            raise RefusedError(413, message, param="messages", code="context_length_exceeded") from error
         except MMError as error:
             raise RefusedError.of(error) from error
         except RecursionError as error:
@@ -154,10 +160,11 @@ class _Turn:
         future.add_done_callback(lambda _: None if loop.is_closed() else tell(None))
         # Each send costs as much as a token of a small model: what is told together is sent together.
         begin = _event({**head, "choices": [_delta(role="assistant", content="")]})
+        heart = asyncio.create_task(_beat(told))
         try:
             async with within_limit(self.routes.limits):
-                async for piece in _until_none(told):
-                    if piece is None:
+                while (piece := await told.get()) is not None:
+                    if piece == _HEARTBEAT:
                         yield ": waiting\n\n"
                     elif said := _deltas(parts.take(piece)):
                         self._note_first()
@@ -173,6 +180,7 @@ class _Turn:
         except Exception as error:  # noqa: BLE001 - the head of the answer is sent: an event says what went wrong
             yield _event(RefusedError(500, f"the model failed: {type(error).__name__}.", code="internal_error").body())
         finally:
+            heart.cancel()
             row.give_up()
             future.cancel()
 
@@ -210,18 +218,11 @@ class _Turn:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-async def _until_none(told: asyncio.Queue[str | None]) -> AsyncIterator[str | None]:
-    """What comes until None does; None where nothing came for a while."""
+async def _beat(told: asyncio.Queue[str | None]) -> None:
+    """Heartbeats. A timer for a stream is free; a limit on the wait for each piece costs as much as sending."""
     while True:
-        try:
-            async with asyncio.timeout(_HEARTBEAT_S):
-                piece = await told.get()
-        except TimeoutError:
-            yield None
-            continue
-        if piece is None:
-            return
-        yield piece
+        await asyncio.sleep(_HEARTBEAT_S)
+        told.put_nowait(_HEARTBEAT)
 
 
 def _deltas(said: list[tuple[Any, str]]) -> list[dict[str, Any]]:

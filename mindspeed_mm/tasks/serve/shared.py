@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,15 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.spread import load_on_ranks
+from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.model_source import ModelSource
 
 _BETWEEN_REQUESTS = timedelta(days=365)
 """Ranks wait for the next batch as long as nobody asks. One whose peers are gone hears of it at once."""
+LONE_FAILURE_S = 60.0
+"""What fails on one rank alone leaves the others within a collective that never ends. Ranks finish a batch within
+moments of one another: after so long, a rank knows that the others will not come."""
+_LONGEST_MESSAGE = 300
 _Sent = list[tuple[EncodedQuestion, Sampling]]
 
 
@@ -40,6 +43,7 @@ class SharedModel:
     def __init__(self, generator: Generator, ranks: Ranks) -> None:
         self.generator, self._ranks = generator, ranks
         self._calls = dist.new_group(backend="gloo", timeout=_BETWEEN_REQUESTS)
+        self._outcomes = Ranks(LONE_FAILURE_S)
         self.failure: MachineError | None = None
         """Set once ranks have lost one another: nothing can be answered any more."""
 
@@ -49,6 +53,8 @@ class SharedModel:
         Raises:
             MMError: Some rank failed.
         """
+        if self.failure is not None:
+            raise self.failure
         for row in rows:
             row.check_untold()  # the others begin with what they are sent, and cannot be called back
         try:
@@ -60,10 +66,18 @@ class SharedModel:
             raise
 
     def follow(self) -> None:
-        """Take part in every batch until the first rank ends. Called by the others."""
+        """Take part in every batch until the first rank ends. Called by the others.
+
+        Raises:
+            MachineError: Ranks have lost one another.
+        """
         while (batch := self._call(None)) is not None:
-            with suppress(MMError):  # the first rank tells whoever asked
+            try:
                 self._answer([LiveAnswer(question, sampling) for question, sampling in batch])
+            except MachineError:
+                raise
+            except MMError:
+                pass  # all ranks have failed alike: the first one tells whoever asked
 
     def end(self) -> None:
         """Let the other ranks end. Called by the first one."""
@@ -78,7 +92,29 @@ class SharedModel:
         return found
 
     def _answer(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
-        return self._ranks.together("answering", lambda: self.generator.answer_live(rows))
+        """The answers; the same error on all ranks where some failed.
+
+        Raises:
+            MachineError: This rank failed, and others compute on; or others are gone.
+        """
+        own_failures: list[Exception] = []
+
+        def answer() -> list[Answer]:
+            try:
+                return self.generator.answer_live(rows)
+            except Exception as error:
+                own_failures.append(error)
+                raise
+
+        try:
+            return self._outcomes.together("answering", answer)
+        except MachineError as error:
+            if not own_failures:
+                raise
+            (failure,) = own_failures
+            first_line = (str(failure).splitlines() or [""])[0][:_LONGEST_MESSAGE]
+            what = f"rank {self._ranks.rank} failed to answer: {type(failure).__name__}: {first_line}"
+            raise MachineError(what) from error
 
 
 def load_shared(source: ModelSource, view: RowsView, plan: Path, ranks: Ranks) -> SharedModel:
