@@ -64,7 +64,8 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         access: Who may ask.
     """
     adapters = engine.generator.adapters if isinstance(engine, AnswerEngine) else ()
-    metrics, names = Metrics(), Names(name, adapters)
+    answered = ("images", "videos") if isinstance(engine, DrawEngine) else ("chat", "transcriptions")
+    metrics, names = Metrics(), Names(name, adapters, answered)
     routes = [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 
     @asynccontextmanager

@@ -15,6 +15,8 @@ class Names:
 
     shown: str
     adapters: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
+    """What it answers: of `chat`, `transcriptions`, `images` and `videos`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check(self, asked: str) -> None:
@@ -41,5 +43,5 @@ class Names:
 
     def listed(self) -> list[dict[str, Any]]:
         """As `/v1/models` lists them."""
-        facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm"}
+        facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm", "routes": list(self.routes)}
         return [{"id": name, **facts} for name in (self.shown, *self.adapters)]
