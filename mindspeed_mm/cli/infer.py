@@ -24,6 +24,7 @@ Examples:
   mm infer models/Qwen3-VL-2B-Instruct --lora exported/lora --image three.png --prompt "Which digit is this?"
   mm infer runs/omni --video walk.mp4 --audio steps.wav --prompt "What is heard, and what is seen?"
   mm infer runs/asr --audio hello.wav
+  mm infer models/Qwen3-Omni-30B-A3B-Instruct --audio question.wav --speak answer.wav --speaker Chelsie
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora exported/lora --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
@@ -40,6 +41,8 @@ LANGUAGE_ONLY = (
     "hide_thoughts",
     "adapters",
     "plan",
+    "speak",
+    "speaker",
 )
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps",
@@ -128,6 +131,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 )
 @click.option("--beams", type=POSITIVE, help="Language models: number of beams that are searched.")
 @click.option("--hide-thoughts", is_flag=True, help="Language models: leave what is thought out of the answers.")
+@click.option("--speak", type=PATH, help="Qwen3-Omni: also speak the answer to --prompt, into this WAV file.")
+@click.option("--speaker", help="Qwen3-Omni: whose voice --speak uses; default: Ethan's.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: file with one prompt per line, or JSON lines.")
 @click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: number of denoising steps.")
 @click.option(
@@ -302,7 +307,9 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     }
 
     def say() -> None:
-        if options["data"] is None:
+        if options["speak"] is not None:
+            speak_answer(model, options, media, settings)
+        elif options["data"] is None:
             answer_prompt(model, options, media, settings)
         else:
             answer_rows(model, options, settings)
@@ -320,6 +327,26 @@ def answer_prompt(
     shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
     said = infer.answer_prompt(model, next(iter(options["prompts"]), ""), shown, **settings)
     click.echo(json.dumps(asdict(said), ensure_ascii=False) if options["as_json"] else said.text)
+
+
+def speak_answer(
+    model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
+) -> None:
+    """Answer the one prompt, print what is said, and write it as it is spoken."""
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+    from mindspeed_mm.tasks.answer import speech
+
+    shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
+    prompt = next(iter(options["prompts"]), "")
+    asked = {"sampling": settings["sampling"], "config": settings["config"]}
+    voice = options["speaker"] or speech.USUAL_VOICE
+    said = speech.run(model, prompt, shown, options["speak"], speaker=voice, **asked)
+    if options["as_json"]:
+        facts = {"file": said.file, "seconds": said.seconds, "speaker": said.speaker}
+        click.echo(json.dumps(asdict(said.answer) | facts, ensure_ascii=False, default=str))
+        return
+    click.echo(said.answer.text)
+    click.echo(f"{said.file}: {said.seconds:.1f} s", err=True)
 
 
 def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -367,6 +394,7 @@ def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> N
         raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
     if data is not None and options["out"] is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+    check_speech(options)
     if data is None and options["adapters"]:
         way_out = "Name the folder of the adapters that answer the prompt: --lora FOLDER."
         raise UsageError("only rows of --data choose among adapters", key="--adapter", way_out=way_out)
@@ -374,6 +402,21 @@ def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> N
         raise UsageError("a model is spread to answer rows", key="--plan", way_out="Put the question into --data.")
     if data is None and options["nproc"] > 1:
         raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
+
+
+def check_speech(options: dict[str, Any]) -> None:
+    """Raise `UsageError` where an answer is to be spoken that cannot be."""
+    if options["speak"] is None:
+        if options["speaker"] is not None:
+            raise UsageError("nothing is spoken", key="--speaker", way_out="Name the file for the voice: --speak FILE.")
+        return
+    if options["data"] is not None:
+        raise UsageError("only the answer to --prompt is spoken", key="--speak", way_out="Ask row by row.")
+    if options["lora"] is not None:
+        way_out = "Merge the adapters first: mm merge."
+        raise UsageError("a model with adapters beside it does not speak", key="--lora", way_out=way_out)
+    if options["hide_thoughts"]:
+        raise UsageError("all of a spoken answer is heard", key="--hide-thoughts", way_out="Leave one of them out.")
 
 
 def read_adapters(words: Sequence[str]) -> dict[str, Path]:

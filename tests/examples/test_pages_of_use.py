@@ -26,6 +26,7 @@ from tests.helpers.tiny_clip import make_tiny_clip
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_omni import make_tiny_omni
+from tests.helpers.tiny_omni_talker import write_omni
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.tasks.test_evaluate_clips import install_vbench, make_tiny_dino, save_alexnet
@@ -95,6 +96,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "steps.wav").write_bytes(sound_bytes(tone(0.4, 16000), 16000))
     make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
     make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
+    write_omni(tmp_path / "models" / "Qwen3-Omni-30B-A3B-Instruct")
     for name in ("terse", "kind"):
         make_adapters(tmp_path / "runs" / "mine", tmp_path / "exported" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -106,6 +108,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n/exit\n"))  # of mm chat
             (tmp_path / "answers.jsonl").unlink(missing_ok=True)  # or nothing would be left to answer
             check([word.replace(SERVER, address) for word in words])
+    assert (tmp_path / "heard.wav").stat().st_size > 44  # more than its header
     assert len(lines(tmp_path / "large.jsonl")) == len(lines(tmp_path / "named.jsonl")) == 3
 
 
