@@ -1,6 +1,6 @@
 """What an accelerator gives: bf16 training steps of a language model at 0.5 to 2 B parameters and of a Wan2.1-shaped
-video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, the digits job, and what
-compiling, fused kernels and 8-bit products add.
+video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, the digits job, answers of
+models of those sizes, and what compiling, fused kernels and 8-bit products add.
 
 Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
 `benchmarks/accelerator.sh` starts it where the project is not installed.
@@ -28,7 +28,7 @@ from benchmarks.figures import Figure, table
 from benchmarks.machine import ROOT, write_result
 
 LIMIT_S = 560.0
-PARTS = ("step", "generator", "parity", "mechanisms", "job", "speed", "offload", "kernels")
+PARTS = ("step", "generator", "parity", "mechanisms", "job", "answers", "speed", "offload", "kernels")
 """The ones that say most come first."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
@@ -193,6 +193,17 @@ class Session:
         words = ["evaluate", str(run), "--data", str(rows), "--max-new-tokens", "16", "--batch-size", "256", "--json"]
         return self._module("mindspeed_mm", *words, limit_s=120).last_json()["tasks"]
 
+    def answers(self) -> dict[str, Any]:
+        """Answers in batches by the sizes at both ends, each beside transformers' `generate` on the same inputs."""
+        sizes = self._attempts()
+        rows, tokens = ("4", "4") if self.tiny else ("32", "128")
+
+        def answered(attempt: Attempt) -> dict[str, Any]:
+            words = [attempt.to_json(), str(self._workload().folder), rows, tokens]
+            return self._module("benchmarks.accelerator_answers", *words, limit_s=120).last_json()
+
+        return {attempt.name: self._guarded(partial(answered, attempt)) for attempt in {sizes[0]: 0, sizes[-1]: 0}}
+
     def _workload(self) -> Workload:
         return prepare(self.work / "digits", steps=2)
 
@@ -249,6 +260,7 @@ def figures(result: dict[str, Any]) -> list[Figure]:
         "parity": parity_figures,
         "mechanisms": mechanism_figures,
         "job": job_figures,
+        "answers": answer_figures,
         "speed": speed_figures,
         "offload": speed_figures,
         "kernels": kernel_figures,
@@ -292,6 +304,20 @@ def job_figures(job: dict[str, Any]) -> list[Figure]:
         Figure("digits job, step", job.get("step_ms"), "ms"),
         Figure("digits job, naming", naming.get("accuracy") and 100 * naming["accuracy"], "%"),
     ]
+
+
+def answer_figures(answers: dict[str, Any]) -> list[Figure]:
+    """Of answers in batches, by size."""
+    shown = []
+    for name, found in answers.items():
+        if not isinstance(found, dict):
+            continue  # the seconds that the part took
+        ours, bare = found.get("tokens_per_s"), found.get("bare_tokens_per_s")
+        shown += [
+            Figure(f"answers, {name}", ours, "tokens/s"),
+            Figure(f"answers, {name}, over bare generate", ours / bare if ours and bare else None, "×"),
+        ]
+    return shown
 
 
 def clip_figures(generator: dict[str, Any]) -> list[Figure]:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Measures on whatever accelerator is here, in under 10 minutes: bf16 training steps of a language model at 0.5 to 2 B
 # parameters and of a Wan2.1-shaped video generator at 1.3 B, parity with the CPU, the mechanisms of parallel plans that
-# one device can run, the digits job, and the step compiled, with fused kernels and in fp8. Writes one JSON (benchmarks/results/accelerator.json, or --out FILE). Without
-# an accelerator it says so and ends with 0.
-# `--parts generator` measures the generator alone; the parts are step, generator, parity, mechanisms, job, speed,
-# offload (what lives on the host, pinned and not) and kernels (grouped products by type, packed attention).
+# one device can run, the digits job, answers of models of those sizes, and the step compiled, with fused kernels and in
+# fp8. Writes one JSON (benchmarks/results/accelerator.json, or --out FILE). Without an accelerator it says so and ends
+# with 0. `--parts generator` measures the generator alone; the parts are step, generator, parity, mechanisms, job,
+# answers (in batches, beside transformers' generate), speed, offload (what lives on the host, pinned and not) and kernels
+# (grouped products by type, packed attention).
 #
 # Needs torch 2.11 or newer, transformers 5.17 or newer, pydantic, ruamel.yaml, click, pillow and scikit-learn; the
 # generator's step needs diffusers 0.42 or newer as well. The project need not be installed. `--device cpu --tiny` runs

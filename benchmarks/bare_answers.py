@@ -1,9 +1,10 @@
 """`python -m benchmarks.bare_answers MODEL ROWS ROUNDS`: answers to questions about pictures by three contenders, who
-take turns in one process; prints the process seconds of each round, and what each has said.
+take turns in one process; prints the seconds of each round, by the clock and of the processor, and what each has said.
 
 They are `ours`, what `mm infer` does once its model is loaded; `bare`, transformers' processor and `generate` in
 batches; and `single`, the same one row at a time. Reading, decoding and writing are part of all three. `make MODEL
-FOLDER` writes the model with larger weights, whose answers depend on what it sees.
+FOLDER` writes the model with larger weights, whose answers depend on what it sees; `loop MODEL ROWS OUT` is `bare`
+alone.
 """
 
 from __future__ import annotations
@@ -97,22 +98,24 @@ def turns(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
 
 
-def timed(answered: Answering, rows: Path) -> tuple[float, list[str]]:
-    """Process seconds, which leave the load of others out, and the answers."""
+def timed(answered: Answering, rows: Path) -> tuple[dict[str, float], list[str]]:
+    """Seconds by the clock, those of the processor, which leave the load of others out, and the answers."""
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()  # nobody pays for what another has left
-        begun_s = time.process_time()
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         said = answered(rows, Path(folder) / "answers.jsonl")
-        return time.process_time() - begun_s, said
+        return {"wall_s": time.perf_counter() - begun_s, "cpu_s": time.process_time() - begun_cpu_s}, said
 
 
 def compare(model: Path, rows: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of each round, after one that warms up, and the answers."""
+    """Seconds of each round, after one that warms up, and the answers. One row at a time takes part in every third."""
     everyone = {"ours": ours(model), "bare": plain(model, BATCH), "single": plain(model, 1)}
     answers = {who: timed(answered, rows)[1] for who, answered in everyone.items()}
     seconds = []
     for number in range(rounds):
-        order = list(everyone)[number % 3 :] + list(everyone)[: number % 3]
+        order = ["ours", "bare"] if number % 2 else ["bare", "ours"]
+        if number % 3 == 0:
+            order.append("single")
         seconds.append({who: timed(everyone[who], rows)[0] for who in order})
     return {"rounds": seconds, "answers": answers}
 
@@ -121,6 +124,10 @@ def main(words: list[str]) -> None:
     """Print seconds and answers."""
     if words[0] == "make":
         make(Path(words[1]), Path(words[2]))
+        return
+    if words[0] == "loop":
+        model, rows, out = map(Path, words[1:])
+        plain(model, BATCH)(rows, out)
         return
     model, rows, rounds = words
     print(json.dumps(compare(Path(model), Path(rows), int(rounds))))

@@ -1,5 +1,6 @@
 """`python -m benchmarks.serving_load ADDRESS ROWS CLIENTS REQUESTS`: clients that ask a server at once, each one
 question after the other, and stream the answers. Prints times as JSON. It imports no torch: it is not what is measured.
+With a further word, the name of a model, requests name that and show no pictures.
 
 `python -m benchmarks.serving_load direct MODEL ROWS CLIENTS REQUESTS` asks the engine of such a server without HTTP;
 `widen MODEL FOLDER` writes a model with more weights.
@@ -28,12 +29,14 @@ def questions_of(rows: Path) -> list[dict[str, Any]]:
     return found
 
 
-async def ask(address: str, question: dict[str, Any], seed: int) -> dict[str, float]:
-    """One streamed answer."""
+async def ask(address: str, question: dict[str, Any], seed: int, model: str) -> dict[str, float]:
+    """One streamed answer; with a model's name, to the text alone."""
     parts = urlsplit(address)
     picture = {"type": "image_url", "image_url": {"url": question["image"]}}
-    messages = [{"role": "user", "content": [picture, {"type": "text", "text": question["text"]}]}]
-    asked = {"messages": messages, "max_tokens": TOKENS, "temperature": 1, "seed": seed, "stream": True}
+    text = question["text"].strip()
+    content: Any = text if model else [picture, {"type": "text", "text": text}]
+    asked = {"max_tokens": TOKENS, "temperature": 1, "seed": seed, "stream": True}
+    asked |= {"messages": [{"role": "user", "content": content}], **({"model": model} if model else {})}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     begun_s, first_s, tokens = time.perf_counter(), None, 0
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -42,10 +45,13 @@ async def ask(address: str, question: dict[str, Any], seed: int) -> dict[str, fl
     )
     writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     while line := await reader.readline():
-        if first_s is None and b'"content": "' in line and b'"content": ""' not in line:
+        if first_s is not None and b'"completion_tokens"' not in line:
+            continue
+        event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+        if first_s is None and any(choice["delta"].get("content") for choice in event.get("choices", ())):
             first_s = time.perf_counter() - begun_s
-        if b'"usage": {' in line:
-            tokens = json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"]
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
     writer.close()
     if not tokens:
         raise RuntimeError("an answer broke off")
@@ -53,13 +59,15 @@ async def ask(address: str, question: dict[str, Any], seed: int) -> dict[str, fl
     return {"first_s": whole_s if first_s is None else first_s, "whole_s": whole_s, "tokens": tokens}
 
 
-async def load(address: str, questions: list[dict[str, Any]], clients: int, requests: int) -> dict[str, Any]:
+async def load(
+    address: str, questions: list[dict[str, Any]], clients: int, requests: int, model: str
+) -> dict[str, Any]:
     """All requests, `clients` at a time."""
     turn, begun_s = asyncio.Semaphore(clients), time.perf_counter()
 
     async def one(number: int) -> dict[str, float]:
         async with turn:
-            return await ask(address, questions[number % len(questions)], number)
+            return await ask(address, questions[number % len(questions)], number, model)
 
     answers = await asyncio.gather(*(one(number) for number in range(requests)))
     return summary(answers, time.perf_counter() - begun_s)
@@ -111,9 +119,10 @@ def direct(model: Path, rows: Path, clients: int, requests: int) -> dict[str, An
 
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(one, range(clients)))
-        begun_s = time.perf_counter()
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         answers = list(pool.map(one, range(requests)))
-    return summary(answers, time.perf_counter() - begun_s)
+    seconds, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+    return {**summary(answers, seconds), "cpu_s": cpu_s}
 
 
 def widen(model: Path, folder: Path) -> None:
@@ -144,8 +153,9 @@ def main(words: list[str]) -> None:
         model, rows, clients, requests = words[1:]
         told = direct(Path(model), Path(rows), int(clients), int(requests))
     else:
-        address, rows, clients, requests = words
-        told = asyncio.run(load(address, questions_of(Path(rows)), int(clients), int(requests)))
+        address, rows, clients, requests, *name = words
+        model = name[0] if name else ""
+        told = asyncio.run(load(address, questions_of(Path(rows)), int(clients), int(requests), model))
     print(json.dumps(told))
 
 
