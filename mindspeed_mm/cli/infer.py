@@ -8,13 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from mindspeed_mm.cli.sharing import is_given, share
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 
 EXAMPLES = """
 \b
@@ -236,8 +239,12 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         asked = {name: options[name] for name in names}
         request = generate.GenerateRequest(media=media, settings=settings, vae_options=vae_options, **asked)
         outcome = generate.run(model, out, request, overwrite=options["overwrite"])
-        if outcome is not None:
-            click.echo(json.dumps(asdict(outcome), default=str) if options["as_json"] else outcome.sentence())
+        if outcome is None:
+            return
+        if options["as_json"]:
+            click.echo(json.dumps(asdict(outcome), default=str))
+        else:
+            click.echo(outcome.sentence())
 
     names = ("prompts", "prompts_file", "task", "media_dir", "lora", "config")
     vae_options = tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"])
@@ -252,8 +259,10 @@ def media_of(options: dict[str, Any]) -> dict[str, Path]:
     """
     from mindspeed_mm.fsdp.sampling.prompts import SEVERAL  # torch: the help does without
 
+    given: dict[str, tuple[Path, ...]]
     given = {"image": options["images"], "video": options["videos"], "reference": options["references"]}
-    given |= {name: (options[name],) if options[name] else () for name in ("last_image", "mask", "control")}
+    for name in ("last_image", "mask", "control"):
+        given[name] = (options[name],) if options[name] else ()
     files: dict[str, Path] = {}
     for name, paths in given.items():
         if not paths:
@@ -321,22 +330,23 @@ def answer_prompt(
     model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
 ) -> None:
     """Answer the one prompt, and print what is said."""
-    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.tasks.answer import infer
 
-    shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
+    shown = as_items(media)
     said = infer.answer_prompt(model, next(iter(options["prompts"]), ""), shown, **settings)
-    click.echo(json.dumps(asdict(said), ensure_ascii=False) if options["as_json"] else said.text)
+    if options["as_json"]:
+        click.echo(json.dumps(asdict(said), ensure_ascii=False))
+    else:
+        click.echo(said.text)
 
 
 def speak_answer(
     model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
 ) -> None:
     """Answer the one prompt, print what is said, and write it as it is spoken."""
-    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.tasks.answer import speech
 
-    shown = [MediaItem(kind, str(path.absolute())) for kind, path in media]
+    shown = as_items(media)
     prompt = next(iter(options["prompts"]), "")
     asked = {"sampling": settings["sampling"], "config": settings["config"]}
     voice = options["speaker"] or speech.USUAL_VOICE
@@ -382,10 +392,18 @@ def language_media(options: dict[str, Any]) -> list[tuple[Medium, Path]]:
     return [(kind, path) for kind in kinds for path in options[f"{kind}s"]]
 
 
+def as_items(media: list[tuple[Medium, Path]]) -> list[MediaItem]:
+    """The same, as questions hold them."""
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem  # torch: the help does without
+
+    return [MediaItem(kind, str(path.absolute())) for kind, path in media]
+
+
 def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> None:
     """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
     prompts, data = options["prompts"], options["data"]
-    for kind, _ in media if data is not None else ():
+    if data is not None and media:
+        kind, _ = media[0]
         way_out = f"Name each {kind} in the rows of --data."
         raise UsageError(f"--{kind} can only be used with --prompt", key=f"--{kind}", way_out=way_out)
     if bool(prompts or media) == (data is not None):
@@ -437,10 +455,13 @@ def read_adapters(words: Sequence[str]) -> dict[str, Path]:
 
 def check_choice(options: dict[str, Any]) -> None:
     """Raise `UsageError` where options of sampling contradict one another."""
-    is_greedy = options["temperature"] == 0 or (options["beams"] or 1) > 1
-    because = "--temperature 0" if options["temperature"] == 0 else "--beams"
-    names = ("top_p", "top_k") if options["temperature"] == 0 else ("temperature", "top_p", "top_k")
-    for name in names if is_greedy else ():
+    if options["temperature"] == 0:
+        because, without_effect = "--temperature 0", ["top_p", "top_k"]
+    elif (options["beams"] or 1) > 1:
+        because, without_effect = "--beams", ["temperature", "top_p", "top_k"]
+    else:
+        return
+    for name in without_effect:
         if options[name] is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"does nothing with {because}", key=option, way_out="Leave one of them out.")

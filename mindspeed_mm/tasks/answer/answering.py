@@ -131,10 +131,14 @@ def answer_on_ranks(
     """Row → answer, on every rank: ranks share the questions, or answer each together where they share the model."""
     share = questions if generator.is_spread else questions[ranks.rank :: ranks.world_size]
     batches = answer_all(generator, share, media, sampling=sampling, batch_size=batch_size, is_shown=ranks.is_first)
-    answers = {question.row: answer for batch in batches for question, answer in batch}
+    answers: dict[int, Answer] = {}
+    for batch in batches:
+        answers |= {question.row: answer for question, answer in batch}
     if generator.is_spread:
         return answers
-    return {row: answer for part in ranks.gather(answers) for row, answer in part.items()}
+    for part in ranks.gather(answers):
+        answers |= part
+    return answers
 
 
 class AnswerProgress:

@@ -109,8 +109,7 @@ class Conversation:
         """
         turn, waiting = user_turn(text, self.waiting, "chat")
         media = [*self.media, *waiting]
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, *self.turns, turn]
+        messages = [*self._begun(), turn]
         answer = self.model.answer(messages, media, self.sampling, tell)
         self.turns += [turn, {"role": "assistant", "content": answer.text}]
         self.media, self.waiting = media, []
@@ -122,12 +121,17 @@ class Conversation:
 
     def row(self) -> dict[str, Any]:
         """The conversation as a row that training takes."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [{**turn, "content": _with_marks(turn["content"])} for turn in [*system, *self.turns]]
-        columns = {
-            column: [item.source for item in self.media if item.kind == kind] for kind, column in _COLUMNS.items()
-        }
+        messages = [{**turn, "content": _with_marks(turn["content"])} for turn in self._begun()]
+        columns: dict[str, list[Any]] = {column: [] for column in _COLUMNS.values()}
+        for item in self.media:
+            columns[_COLUMNS[item.kind]].append(item.source)
         return {"messages": messages, **columns}
+
+    def _begun(self) -> list[dict[str, Any]]:
+        """What was said so far, with the system prompt."""
+        if not self.system:
+            return self.turns
+        return [{"role": "system", "content": self.system}, *self.turns]
 
     def save(self, path: Path) -> None:
         """Add the conversation to a file of such rows.
@@ -164,4 +168,7 @@ def begin(
 def _with_marks(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+    text = ""
+    for part in content:
+        text += part["text"] if part["type"] == "text" else f"<{part['type']}>"
+    return text

@@ -59,14 +59,9 @@ def answer_prompt(
     source = with_adapters(resolve_model(model), lora)
     generator = load_generator(source.folder, source.lora, rows_view(source, config))
     loader = generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
-    batches = generator.answer(
-        [ask(prompt, media)],
-        loader,
-        sampling=_chosen(sampling, max_new_tokens),
-        batch_size=1,
-        hides_thoughts=hides_thoughts,
-    )
-    return next(answer for batch in batches for _, answer in batch)
+    settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
+    ((_, answer),) = next(generator.answer([ask(prompt, media)], loader, batch_size=1, **settings))
+    return answer
 
 
 def run(
@@ -118,11 +113,14 @@ def run(
     _check_adapters(questions, adapters or {}, data)
     settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
     mark = _mark(settings, max_new_tokens, source, adapters or {})
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}{mark}"
+    shown_otherwise = view.mark if config else ""
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{shown_otherwise}{mark}"
     with joined_ranks(WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
-        share = missing if plan is not None else missing[ranks.rank :: ranks.world_size]
+        share = missing
+        if plan is None:  # else ranks share the model, and answer all rows together
+            share = missing[ranks.rank :: ranks.world_size]
         if share:
             generator = load_on_ranks(source, view, plan, ranks, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
@@ -166,8 +164,11 @@ def _mark(settings: dict[str, Any], max_new_tokens: int, source: ModelSource, ad
     """What tells answers with other settings apart; nothing where they are the usual ones."""
     usual = {"sampling": _chosen(None, max_new_tokens), "hides_thoughts": False}
     asks = "" if settings == usual else repr(tuple(settings.values()))
-    asks += "".join(f"{name}={replace(source, lora=path).fingerprint()}" for name, path in adapters.items())
-    return f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}" if asks else ""
+    for name, path in adapters.items():
+        asks += f"{name}={replace(source, lora=path).fingerprint()}"
+    if not asks:
+        return ""
+    return f"-{hashlib.sha256(asks.encode()).hexdigest()[:8]}"
 
 
 def _check_adapters(questions: Sequence[Question], adapters: Mapping[str, Path], data: Path) -> None:

@@ -71,25 +71,29 @@ class RemoteModel:
         tell: Callable[[str], None],
     ) -> Answer:
         """As `LoadedModel.answer`; thoughts that the server tells apart stand in `<think>…</think>`."""
+        body: dict[str, Any] = {"model": self.name, "messages": _with_media(messages, media), "stream": True}
+        if self.says_length:
+            body["max_tokens"] = sampling.max_new_tokens
         settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
-        body = {
-            "model": self.name,
-            "messages": _with_media(messages, media),
-            "stream": True,
-            **({"max_tokens": sampling.max_new_tokens} if self.says_length else {}),
-            **{name: value for name, value in settings.items() if value is not None},
-        }
+        for name, value in settings.items():
+            if value is not None:
+                body[name] = value
         said, ending, thinks = "", "", False
         with closing(self._asked("POST", "/chat/completions", json.dumps(body).encode())) as answer:
             for choice in self._choices(answer):
-                thought, words = (choice["delta"].get(name) or "" for name in ("reasoning_content", "content"))
-                piece = (BEGIN_THOUGHT if thought and not thinks else "") + thought
-                thinks = thinks or bool(thought)
+                delta = choice["delta"]
+                thought, words = delta.get("reasoning_content") or "", delta.get("content") or ""
+                piece = ""
+                if thought and not thinks:
+                    piece, thinks = BEGIN_THOUGHT, True
+                piece += thought
                 if words and thinks:
                     piece, thinks = f"{piece}{END_THOUGHT}\n", False
-                if piece + words:
-                    tell(piece + words)
-                said, ending = said + piece + words, choice.get("finish_reason") or ending
+                piece += words
+                if piece:
+                    tell(piece)
+                said += piece
+                ending = choice.get("finish_reason") or ending
         return Answer((), said, finished=ending not in ("", "length"))
 
     def _choices(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -152,9 +156,13 @@ def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) 
     found = []
     for message in messages:
         content = message["content"]
-        if not isinstance(content, str):
-            content = [part if part["type"] == "text" else _as_part(next(sources)) for part in content]
-        found.append({**message, "content": content})
+        if isinstance(content, str):
+            found.append(message)
+            continue
+        parts = []
+        for part in content:
+            parts.append(part if part["type"] == "text" else _as_part(next(sources)))
+        found.append({**message, "content": parts})
     return found
 
 

@@ -236,21 +236,18 @@ def _delta(**delta: Any) -> dict[str, Any]:
 
 def _calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As OpenAI has them: with an id, arguments as JSON text."""
-    return [
-        {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
+    found = []
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        found.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    return found
 
 
 def _reason(row: LiveAnswer, calls: list[dict[str, Any]]) -> str:
-    return "tool_calls" if calls else "stop" if row.ending == "stop" else "length"
+    if calls:
+        return "tool_calls"
+    return "stop" if row.ending == "stop" else "length"
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -183,12 +183,11 @@ def _conversation(fields: ChatFields) -> Sample:
         message = "the last message is the assistant's, and nothing is asked."
         raise RefusedError(400, message, param="messages", code="invalid_value")
     # Marks of media are those of rows; what a person writes is text, whatever it looks like.
-    messages = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message, dict) and isinstance(message.get("content"), str)
-        else message
-        for message in fields.messages
-    ]
+    messages = []
+    for said in fields.messages:
+        if isinstance(said, dict) and isinstance(said.get("content"), str):
+            said = {**said, "content": [{"type": "text", "text": said["content"]}]}
+        messages.append(said)
     tools = None if fields.tool_choice == "none" else fields.tools
     try:
         sample, _ = question_of({"messages": messages, "tools": tools or None}, RowFormat(), _PLACE, needs_answer=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from anyio import to_thread
@@ -39,6 +39,10 @@ class DrawFields(RequestFields):
     guidance_scale: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
     fps: Annotated[float, Field(gt=0, le=240, strict=False)] | None = None
+
+
+_SETTINGS = {"num_inference_steps", "guidance_scale", "num_frames", "fps"}
+"""Fields that samplers call the same."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,7 @@ class DrawRoutes:
 
     def _jobs(self, fields: DrawFields, is_clip: bool) -> list[DrawJob]:
         self._check_amounts(fields)
-        asked: dict[str, Any] = {
-            name: value
-            for name in ("num_inference_steps", "guidance_scale", "num_frames", "fps")
-            if (value := getattr(fields, name)) is not None
-        }
+        asked = fields.model_dump(include=_SETTINGS, exclude_none=True)
         if fields.size not in (None, "auto"):
             asked["width"], asked["height"] = map(int, str(fields.size).split("x"))
         sampling = self.engine.defaults.model_copy(update={"num_samples": fields.n or 1, **asked})
@@ -110,10 +110,11 @@ class DrawRoutes:
         self.limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
 
     def _encoded(self, samples: list[MadeSample], jobs: list[DrawJob]) -> list[dict[str, str]]:
-        files = [
-            image_bytes(each.frames[0])
-            if len(each.frames) == 1
-            else video_bytes(each.frames, job.sampling.fps, sound=each.sound)
-            for each, job in zip(samples, jobs, strict=True)
-        ]
-        return [{"b64_json": base64.b64encode(file).decode()} for file in files]
+        found = []
+        for each, job in zip(samples, jobs, strict=True):
+            if len(each.frames) == 1:
+                file = image_bytes(each.frames[0])
+            else:
+                file = video_bytes(each.frames, job.sampling.fps, sound=each.sound)
+            found.append({"b64_json": base64.b64encode(file).decode()})
+        return found

@@ -89,7 +89,9 @@ class Guard:
             self.running -= 1
 
     def _check_host(self, host: bytes) -> None:
-        name = host.decode("latin-1").rsplit(":", 1)[0] if not host.endswith(b"]") else host.decode("latin-1")
+        name = host.decode("latin-1")
+        if not name.endswith("]"):  # an IPv6 address without a port
+            name = name.rsplit(":", 1)[0]
         if self._hosts is not None and name.strip("[]").lower() not in self._hosts:
             raise RefusedError(403, "this server is not known by that name.", param="--host", code="unknown_host")
 
