@@ -152,7 +152,8 @@ def bad_requests(media: Path) -> dict[str, tuple[bytes, int, str]]:
     good = png(32, 48)
     cases: dict[str, tuple[bytes, int, str]] = {
         "empty": (b"", 400, "not JSON"),
-        "bomb": (shown(picture(uri(bomb(30_000, 30_000)))), 400, "too large"),
+        "bomb": (shown(picture(uri(bomb(30_000, 30_000)))), 413, "--max-pixels 10,000"),
+        "large picture": (shown(picture(uri(bomb(9_000, 9_000)))), 413, "--max-pixels 10,000"),
         "small bomb": (shown(picture(uri(bomb(200, 200)))), 413, "--max-pixels 10,000"),
         "many pixels": (shown(picture(uri(png(101, 100)))), 413, "--max-pixels"),
         "truncated": (shown(picture(uri(good[: len(good) - 30]))), 400, ""),

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioHeader
-from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, TooManyPixelsError
 from mindspeed_mm.fsdp.data.data_utils.decoding.remote_media import fetch
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
@@ -116,6 +116,8 @@ class MediaGate:
             self._limits.check("max_media_mib", len(source) / _MIB, f"a medium has {len(source):,} bytes")
         try:
             header = self.loader.probe(kind, source)
+        except TooManyPixelsError as error:
+            raise self._limits.reached("max_pixels", "the picture has more pixels than are decoded", 413) from error
         except DataError as error:
             raise RefusedError(400, error.problems[0].what.rstrip(".") + ".", code="invalid_media") from error
         if isinstance(header, AudioHeader):

@@ -38,6 +38,10 @@ _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
 )
 
 
+class TooManyPixelsError(DataError):
+    """A picture promises more pixels than are ever decoded."""
+
+
 def decode_image(data: bytes, name: str = "image") -> Image.Image:
     """Decode fully (a cut file is found), turn upright by EXIF, and convert to RGB with alpha on white.
 
@@ -119,13 +123,13 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
-        raise DataError(f"'{name}' is too large: {error}") from error
+        raise TooManyPixelsError(f"'{name}' is too large: {error}") from error
     except _DECODE_ERRORS as error:
         file.seek(0)
         raise DataError(f"'{name}' {why_unreadable(file.read(64), error)}") from error
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise DataError(
+        raise TooManyPixelsError(
             f"'{name}' is {width} × {height} = {width * height / 1e6:.0f} megapixels, more than {MAX_PIXELS / 1e6:.0f}",
             way_out="Scale it down.",
         )
