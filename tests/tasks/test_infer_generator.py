@@ -326,7 +326,7 @@ def test_guidance_that_cannot_be_is_refused(tmp_path: Path) -> None:
         (["--prompt", "a", "--out", "o", "--size", "0x16"], "'0x16' is not a size"),
         (["--prompt", "a", "--out", "o", "--guidance-scale", "nan"], "--guidance-scale.*nan is not a number"),
         (["--prompts", "p", "--out", "o", "--image", "a.png"], "--image can only be used with --prompt"),
-        (["--prompt", "a", "--image", "a", "--image", "b", "--out", "o"], "one image"),
+        (["--prompt", "a", "--video", "a", "--video", "b", "--out", "o"], "one video"),
         (["--prompt", "a", "--out", "o", "--steps", "0"], "--steps.*0 is not in the range"),
     ],
 )  # fmt: skip
