@@ -148,6 +148,7 @@ def test_a_step_is_that_of_the_plain_model(folder: Path) -> None:
         assert gap <= (1e-6 if decayed else 1.1e-4) < moved, name
 
 
+@pytest.mark.slow
 def test_ranks_and_resumes_change_nothing(folder: Path, tmp_path: Path) -> None:
     norms, weights = steps(str(folder), str(tmp_path / "one"), 2)
     for own, found in run_ranks(2, steps, str(folder), "", 2, [(0, 3), (2, 1)]):

@@ -34,7 +34,7 @@ class _Words(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """As servers answer: what takes new weights is there, and wants another method."""
-        there = {"/v1/models": 200, "/get_model_info": 200}
+        there = {"/v1/models": 200, "/health": 200}
         wants_post = hasattr(self, self.path.strip("/").replace("/", "_"))
         self.send_response(there.get(self.path, 405 if wants_post else 404))
         self.send_header("Content-Length", "0")
@@ -151,9 +151,9 @@ def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> No
     server.shutdown()
     server.server_close()
     said = mm("check", away)
-    assert said.code != 0 and "the server that draws answers failed: /get_model_info" in said.out
+    assert said.code != 0 and "the server that draws answers failed: /health" in said.out
     assert "Start it, or correct the address" in said.out
-    with pytest.raises(MachineError, match="the server that draws answers failed: /get_model_info"):
+    with pytest.raises(MachineError, match="the server that draws answers failed: /health"):
         Trainer(str(away)).train()
 
 

@@ -249,6 +249,7 @@ def test_mm_check_reads_prompts_and_rewards_as_training_does(tmp_path: Path) -> 
         assert told in str(problem.what)
 
 
+@pytest.mark.slow
 def test_what_is_rewarded_is_learnt(tmp_path: Path) -> None:
     """Tokens of even number are rewarded: half of them are even at first."""
 

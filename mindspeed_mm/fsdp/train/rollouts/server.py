@@ -116,7 +116,7 @@ class RolloutServer(ABC):
 class SglangServer(RolloutServer):
     """SGLang's own interface."""
 
-    asked_for, takes_weights = "/get_model_info", "/update_weights_from_disk"
+    asked_for, takes_weights = "/health", "/update_weights_from_disk"
 
     def load_weights(self, folder: Path) -> None:
         """See `RolloutServer`."""
