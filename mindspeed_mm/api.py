@@ -66,7 +66,7 @@ def _worded(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 def train(
     config: Config = None,
     *,
-    model: Any = None,
+    model: object = None,
     data: Sections = None,
     parallel: Sections = None,
     training: Sections = None,
@@ -74,16 +74,16 @@ def train(
     tools: Sections = None,
     inference: Sections = None,
     overrides: Sequence[str] = (),
-    rows: Any = None,
-    val_rows: Any = None,
-    processor: Any = None,
+    rows: object = None,
+    val_rows: object = None,
+    processor: object = None,
     callbacks: Sequence[Hook | Callable[[StepResult], object]] = (),
     steps: int | None = None,
     resume: bool | Literal["auto", "never"] = True,
     weights_only: bool = False,
     allow_fresh: bool = False,
     accept_data_change: bool = False,
-    **unknown: Any,
+    **unknown: object,
 ) -> Run:
     """Train in this process, as `mm train` does; under torchrun, as one rank of the job.
 
@@ -129,7 +129,7 @@ def train(
 def check(
     config: Config = None,
     *,
-    model: Any = None,
+    model: object = None,
     data: Sections = None,
     parallel: Sections = None,
     training: Sections = None,
@@ -137,10 +137,10 @@ def check(
     tools: Sections = None,
     inference: Sections = None,
     overrides: Sequence[str] = (),
-    rows: Any = None,
-    val_rows: Any = None,
+    rows: object = None,
+    val_rows: object = None,
     nproc: int | None = None,
-    **unknown: Any,
+    **unknown: object,
 ) -> CheckResult:
     """What is wrong with a configuration, from its text to its first batch, as `mm check` finds it.
 
@@ -173,10 +173,10 @@ def infer(
     model: Run | PathLike,
     prompt: str | Sequence[str] | None = None,
     *,
-    images: Sequence[Any] = (),
+    images: Sequence[object] = (),
     videos: Sequence[PathLike] | PathLike = (),
     audios: Sequence[PathLike] | PathLike = (),
-    rows: Any = None,
+    rows: object = None,
     out: PathLike | None = None,
     max_new_tokens: int = 512,
     batch_size: int | None = None,
@@ -239,18 +239,18 @@ def infer(
 
 @overload
 def evaluate(
-    model: Run | PathLike, rows: Any = None, *, loss: Literal[False] = False, **options: Any
+    model: Run | PathLike, rows: object = None, *, loss: Literal[False] = False, **options: Any
 ) -> Evaluation: ...
 
 
 @overload
-def evaluate(model: Run | PathLike, rows: Any = None, *, loss: Literal[True], **options: Any) -> LossEvaluation: ...
+def evaluate(model: Run | PathLike, rows: object = None, *, loss: Literal[True], **options: Any) -> LossEvaluation: ...
 
 
 @_worded
 def evaluate(
     model: Run | PathLike,
-    rows: Any = None,
+    rows: object = None,
     *,
     loss: bool = False,
     out: PathLike | None = None,
@@ -261,7 +261,7 @@ def evaluate(
     ignore_punctuation: bool = False,
     lora: PathLike | None = None,
     config: PathLike | None = None,
-    **unknown: Any,
+    **unknown: object,
 ) -> Evaluation | LossEvaluation:
     """Score a model on rows whose answers are known, as `mm evaluate` does.
 
@@ -349,7 +349,7 @@ def export(
     overwrite: bool = False,
     single_file: bool = False,
     lora_format: Literal["diffusers", "comfyui", "kohya"] = "diffusers",
-    **unknown: Any,
+    **unknown: object,
 ) -> Exported:
     """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
 

@@ -93,7 +93,7 @@ def pretrain(
         model_type: Megatron's enum; a model is what it is here.
         forward_step_func: `(data_iterator, model)`: returns the model's output, and a function that makes the loss of
             it: `loss`, `(loss, report)` or `(loss, tokens, report)`.
-        process_non_loss_data_func: None: outputs that are no loss are not collected.
+        process_non_loss_data_func: None: outputs other than the loss are not collected.
         extra_args_provider: Adds flags of your own.
         args_defaults: Values of flags that are not given; `init_func`, a function, is called first.
 
@@ -104,7 +104,7 @@ def pretrain(
     end_scripts_by_their_errors()
     if process_non_loss_data_func is not None:
         raise ConfigError(
-            "outputs that are no loss are not collected here",
+            "outputs other than the loss are not collected here",
             key="process_non_loss_data_func",
             way_out="Leave it out, and report numbers in the dict that loss_func returns.",
         )

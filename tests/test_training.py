@@ -128,7 +128,7 @@ def test_steps_taken_by_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="outputs that are no loss"):
+    with pytest.raises(ConfigError, match="outputs other than the loss"):
         pretrain(monkeypatch, tmp_path, process_non_loss_data_func=print)
     with pytest.raises(ConfigError, match="is not a function to call"):
         training.train_valid_test_datasets_provider()

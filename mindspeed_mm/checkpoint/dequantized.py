@@ -32,7 +32,7 @@ class Quantization(NamedTuple):
     block: tuple[int, int] = (128, 128)
     """Rows and columns that share a scale: fp8."""
     bits: int = 4
-    """Of a code: compressed-tensors."""
+    """Bits of one code: compressed-tensors."""
 
 
 def read_quantization(section: object, where: str, key: str) -> Quantization:

@@ -88,6 +88,6 @@ def _unknown(path: Path) -> CheckpointError:
         way_out = "Turn it into a Hugging Face folder with its own zero_to_fp32.py first."
     else:
         content = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-        what = f"is not a checkpoint and no model folder: it holds {content}"
+        what = f"is neither a checkpoint nor a model folder: it holds {content}"
         way_out = "Give a run folder, an iter_* folder in it, or a Hugging Face folder."
     return CheckpointError(what, where=str(path), way_out=way_out)

@@ -134,7 +134,7 @@ def _entry(key: str, value: Any, file: Path) -> TensorEntry:
     if not plausible:
         raise _damaged(file, f"the header's entry of '{key}' has a negative or non-integer size")
     if not isinstance(dtype, str):
-        raise _damaged(file, f"the header's entry of '{key}' has the type {dtype!r}, which is no name")
+        raise _damaged(file, f"the header's entry of '{key}' has the type {dtype!r}, which is not a name")
     if dtype not in DTYPES:
         raise ModelFolderError(
             f"'{key}' is stored as {dtype}, which cannot be trained",

@@ -57,8 +57,10 @@ def _as_json(result: task.CheckResult) -> str:
 
 def _as_text(result: task.CheckResult) -> str:
     problems = result.problems
-    lines = [count_problems(result.path, problems) if problems else f"{result.path}: ok"]
-    lines += [f"  {line}" for line in align(problems)] if problems else []
+    lines = [f"{result.path}: ok"]
+    if problems:
+        lines = [count_problems(result.path, problems)]
+        lines += [f"  {line}" for line in align(problems)]
     lines += [f"  warning: {warning}" for warning in result.warnings]
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")

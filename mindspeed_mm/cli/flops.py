@@ -128,23 +128,18 @@ def as_text(found: FlopsReport) -> str:
 
 
 def _table(found: FlopsReport) -> list[str]:
-    header = ("module", "kind", "forward", "backward", "again", "share")
     total = {"module": "total", "kind": "", **found.causal, "share": 1.0}
-    rows = [
-        (
-            str(row["module"]),
-            str(row["kind"]),
-            *(_short(row[name]) if row[name] else "-" for name in ("forward", "backward", "recompute")),
-            f"{row['share']:.1%}",
-        )
-        for row in [*found.rows, total]
-    ]
-    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
-    return ["  ".join(_cell(cell, place, widths[place]) for place, cell in enumerate(row)) for row in [header, *rows]]
-
-
-def _cell(text: str, place: int, width: int) -> str:
-    return text.ljust(width) if place < 2 else text.rjust(width)
+    table = [("module", "kind", "forward", "backward", "again", "share")]
+    for row in [*found.rows, total]:
+        forward, backward, again = (_short(row[name]) for name in ("forward", "backward", "recompute"))
+        table.append((str(row["module"]), str(row["kind"]), forward, backward, again, f"{row['share']:.1%}"))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for module, kind, *numbers in table:
+        cells = [module.ljust(widths[0]), kind.ljust(widths[1])]
+        cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
+        lines.append("  ".join(cells))
+    return lines
 
 
 def _model(flops: dict[str, float]) -> float:
@@ -152,7 +147,9 @@ def _model(flops: dict[str, float]) -> float:
 
 
 def _short(flops: float) -> str:
-    """1.2e12 → `1.20 TFLOP`."""
+    """1.2e12 → `1.20 TFLOP`; `-` where there are none."""
+    if not flops:
+        return "-"
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if flops >= scale:
             return f"{flops / scale:.2f} {unit}FLOP"

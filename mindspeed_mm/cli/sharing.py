@@ -32,7 +32,8 @@ def words_of(context: click.Context) -> list[str]:
             words.append(option.opts[0])
         else:
             # Written as one word: a prompt may begin with a dash.
-            words += [f"{option.opts[0]}={item}" for item in (value if option.multiple else [value])]
+            items = value if option.multiple else [value]
+            words += [f"{option.opts[0]}={item}" for item in items]
     return words
 
 

@@ -70,7 +70,11 @@ def command(
         "accept_data_change": accept_data_change,
     }
     if starts_ranks(nproc):
-        words = ["--resume", resume, *(["--steps", str(steps)] if steps else []), *(["--json"] if as_json else [])]
+        words = ["--resume", resume]
+        if steps:
+            words += ["--steps", str(steps)]
+        if as_json:
+            words.append("--json")
         words += [f"--{name.replace('_', '-')}" for name, on in switches.items() if on]
         return train.run_ranks(nproc, config, overrides, words)
     try:

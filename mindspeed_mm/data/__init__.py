@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.train.provider.live import LIVE, live_trainer
 __all__ = ["MicroBatchLoader", "build_mm_dataloader", "build_mm_dataset"]
 
 
-def build_mm_dataset(dataset_param: Any = None) -> MMDataset | tuple[MMDataset, MMDataset]:
+def build_mm_dataset(dataset_param: object = None) -> MMDataset | tuple[MMDataset, MMDataset]:
     """The data set that data.json names; with one for validation behind it, where it names rows for that.
 
     Args:
@@ -34,7 +34,7 @@ def build_mm_dataset(dataset_param: Any = None) -> MMDataset | tuple[MMDataset, 
     return train if held_out is None else (train, held_out)
 
 
-def build_mm_dataloader(dataset: Any, dataloader_param: Any = None, **_: Any) -> MicroBatchLoader:
+def build_mm_dataloader(dataset: Any, dataloader_param: object = None, **_: object) -> MicroBatchLoader:
     """The loader of this rank's micro-batches of a data set, in the order in which `mm train` reads it.
 
     Args:
@@ -64,7 +64,7 @@ class MicroBatchLoader:
         """Micro-batches of an epoch on this rank."""
         steps = self._first.steps_per_epoch
         if steps is None:
-            raise TypeError("rows are streamed: nobody knows how many there are")
+            raise TypeError("rows are streamed: their number is not known")
         return steps * self._first.deal.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[Batch]:
@@ -87,7 +87,7 @@ class MicroBatchLoader:
         )
 
 
-def _refuse_changed(name: str, given: Any) -> None:
+def _refuse_changed(name: str, given: object) -> None:
     """Raise for a section that a function has changed: what is built is the configuration, which was checked."""
     read = LIVE.data_json.get(name)
     as_dict = given.to_dict() if hasattr(given, "to_dict") else given

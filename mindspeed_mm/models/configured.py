@@ -40,7 +40,7 @@ class ConfiguredModel(ModelFront):
             translated to: sizes that differ from the folder's are refused there.
     """
 
-    def __init__(self, config: Any = None, **_kwargs: Any) -> None:
+    def __init__(self, config: Any = None, **_kwargs: object) -> None:
         super().__init__(build_configured(config))
         self.config = config
 

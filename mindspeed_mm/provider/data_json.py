@@ -4,9 +4,9 @@ features of a generator."""
 from __future__ import annotations
 
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
-from mindspeed_mm.fsdp.params.yaml.tree import Node, find, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, text_at
 from mindspeed_mm.fsdp.params.yaml.wan_files import MEDIA_KEYS
-from mindspeed_mm.provider.json_tree import place_at
+from mindspeed_mm.provider.json_tree import entries_at, place_at
 from mindspeed_mm.provider.reading import Reading
 
 _DATASET = "data.dataset_param"
@@ -39,9 +39,8 @@ def _put_generation(reading: Reading, root: Node) -> None:
     """What files of generators say of the loader; grouping by size is what ours does anyway."""
     place = place_at(root, "dataset_param.dataset_type")
     reading.draft.put(f"{_DATASET}.dataset_type", "generation", place)
-    loader = find(root, "dataloader_param")
     left_out = []
-    for name, entry in (loader.node.value if loader and isinstance(loader.node.value, dict) else {}).items():
+    for name, entry in entries_at(root, "dataloader_param").items():
         if name in DataloaderParam.model_fields and name != "collate_param":
             reading.draft.put_node(f"data.dataloader_param.{name}", entry.node)
         elif name not in ("collate_param", "initial_global_step_for_sampler"):
@@ -80,11 +79,3 @@ def processor_folder(reading: Reading) -> str | None:
     """The folder that data.json reads conversations with."""
     folder = reading.draft.value(PROCESSOR)
     return folder if isinstance(folder, str) else None
-
-
-def tokenizer_folders(root: Node) -> list[str]:
-    """The folders of the tokenizers that a file of generators names, which lie in the model's folder."""
-    named = value_at_key(root, "dataset_param.tokenizer_config")
-    entries = named if isinstance(named, list) else [named]
-    folders = [entry.get("from_pretrained") for entry in entries if isinstance(entry, dict)]
-    return [folder for folder in folders if isinstance(folder, str)]

@@ -38,7 +38,7 @@ class Draft:
         self.notes: list[str] = []
         """What a person should know, each once."""
 
-    def put(self, key: str, value: Any, place: SourcePosition) -> None:
+    def put(self, key: str, value: object, place: SourcePosition) -> None:
         """Set a key. Where it has another value already, both are named as a contradiction."""
         held = find(self.root, key)
         if held is None or held.node.value is None:
@@ -54,7 +54,7 @@ class Draft:
         """Set a key to what a file says, whose values know their places."""
         self.replace(key, node, node.place)
 
-    def replace(self, key: str, value: Any, place: SourcePosition) -> None:
+    def replace(self, key: str, value: object, place: SourcePosition) -> None:
         """Set a key, whatever it had."""
         node = value if isinstance(value, Node) else as_node(as_plain(value), place)
         parents = key.split(".")[:-1]
@@ -64,7 +64,7 @@ class Draft:
                 parent.node.value = {}
         merge(self.root, nest(key, MappingEntry(place, node)))
 
-    def fill(self, key: str, value: Any, words: str) -> None:
+    def fill(self, key: str, value: object, words: str) -> None:
         """Set a key that nobody has given."""
         if self.value(key) is None:
             self.replace(key, value, derived(words))

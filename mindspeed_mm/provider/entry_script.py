@@ -54,13 +54,26 @@ def _handed(tree: ast.Module) -> Iterator[str]:
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
-        if (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) != "pretrain":
+        if _called(call.func) != "pretrain":
             continue
         by_name = {word.arg: word.value for word in call.keywords}
         for name, place in _FUNCTIONS.items():
-            given = by_name.get(name) or (call.args[place] if place < len(call.args) else None)
-            if given is not None:
-                yield from (node.id for node in ast.walk(given) if isinstance(node, ast.Name))
+            given = by_name.get(name)
+            if given is None and place < len(call.args):
+                given = call.args[place]
+            if given is None:
+                continue
+            for node in ast.walk(given):
+                if isinstance(node, ast.Name):
+                    yield node.id
+
+
+def _called(function: ast.expr) -> str:
+    """The name of what is called: `name(…)` or `module.name(…)`."""
+    match function:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _imported(tree: ast.Module) -> set[str]:

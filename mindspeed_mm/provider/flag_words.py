@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -42,9 +43,13 @@ def flag_of_key() -> dict[str, str]:
     for flag in FLAGS:
         for key in filter(None, (flag.key, flag.sets)):
             found.setdefault(key, f"--{flag.name}")
-    lasts = [key.rpartition(".")[2] for key in found]
-    short = {key.rpartition(".")[2]: name for key, name in found.items() if not key.startswith("data.")}
-    return {**{last: name for last, name in short.items() if "_" in last and lasts.count(last) == 1}, **found}
+    last_parts = Counter(key.rpartition(".")[2] for key in found)
+    short = {}
+    for key, name in found.items():
+        last = key.rpartition(".")[2]
+        if "_" in last and last_parts[last] == 1 and not key.startswith("data."):
+            short[last] = name
+    return short | found
 
 
 def _setting(key: str, value: str) -> str:

@@ -102,7 +102,7 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
     given = {}
     for name, entry in root.value.items():
         if name not in known:
-            reading.draft.problem(f"'{name}' is no key of this file", entry.key, did_you_mean(name, known).strip())
+            reading.draft.problem(f"'{name}' is not a key of this file", entry.key, did_you_mean(name, known).strip())
         elif entry.node.value is not None:
             given[name] = entry.node
     return given
@@ -133,7 +133,7 @@ def _put_patterns(reading: Reading, key: str, node: Node) -> None:
     items = node.value if isinstance(node.value, list) else [node]
     for item in items:
         if not isinstance(item.value, str):
-            reading.draft.problem(f"{show(plain(item))} is no pattern", item.place, "Write a list of names.")
+            reading.draft.problem(f"{show(plain(item))} is not a pattern", item.place, "Write a list of names.")
             return
         if reading.is_generator and item.value in ("ae", "text_encoder", "image_encoder", "diffusion"):
             continue  # the folder's other parts stand outside of the model that is trained

@@ -82,8 +82,10 @@ def _pretrained(root: Node) -> Iterator[Node]:
     """Every `from_pretrained` of a component."""
     for name in ("ae", "text_encoder", "image_encoder", "tokenizer"):
         entry = find(root, name)
-        nodes = entry.node.value if entry is not None and isinstance(entry.node.value, list) else []
-        for node in nodes or ([entry.node] if entry is not None else []):
+        if entry is None:
+            continue
+        several = isinstance(entry.node.value, list) and entry.node.value
+        for node in several or [entry.node]:
             given = find(node, "from_pretrained")
             if given is not None and isinstance(given.node.value, str) and given.node.value:
                 yield given.node

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, as_node, clone, place_of, plain
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, find, place_of, plain
 
 
 def read_json_tree(path: Path) -> Node:
@@ -45,3 +45,14 @@ def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
 def place_at(root: Node, key: str) -> SourcePosition:
     """Where the value at a dotted key stands, or what is around it where there is none."""
     return place_of(root, key.split("."))
+
+
+def entries_of(node: Node) -> dict[str, MappingEntry]:
+    """The entries of an object; none of anything else."""
+    return node.value if isinstance(node.value, dict) else {}
+
+
+def entries_at(root: Node, name: str) -> dict[str, MappingEntry]:
+    """The entries of the object of a name; none where there is no such object."""
+    entry = find(root, name)
+    return entries_of(entry.node) if entry is not None else {}

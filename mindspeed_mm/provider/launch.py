@@ -63,11 +63,6 @@ class Launch(NamedTuple):
         return not self.entry.startswith(_DO_NOT_TRAIN)
 
 
-def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The flags of a launch; see `read_launch`."""
-    return read_launch(words, environment).flags
-
-
 def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     """The entry and the flags of a launch.
 
@@ -84,9 +79,10 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         launch = read_launch(_command_of(Path(words[0]), environment), environment)
         _check_known(launch.flags, words[0])
         return launch._replace(flags=[*launch.flags, *words[1:]])
-    entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
-    if entry is None:
+    scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+    if not scripts:
         return Launch("", list(words))
+    entry = scripts[0]
     name = Path(words[entry]).name
     if name == "posttrain_flux_dancegrpo.py":
         raise UsageError(
@@ -99,7 +95,8 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     for at, word in enumerate(launcher):
         flag, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and flag in _NUMBER_OF_RANKS:
-            kept += [word] if sign else list(launcher[at : at + 2])
+            words_of_flag = 1 if sign else 2
+            kept += launcher[at : at + words_of_flag]
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
     kept += _STANDS_FOR.get(name, ())
     return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
@@ -107,15 +104,15 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
 
 def _check_known(words: Sequence[str], script: str) -> None:
     """Raise where a flag's value is one that only a shell can tell."""
-    unknown = next((mark[1] for word in words if (mark := _UNKNOWN.search(word))), None)
-    if unknown is not None:
-        raise UsageError(
-            f"{unknown} is worked out while the script runs",
-            where=script,
-            way_out=f"Set it before the command: {unknown}=… mm config --from-flags {script}."
-            if unknown.isidentifier()
-            else "Write its value into the script.",
-        )
+    for word in words:
+        mark = _UNKNOWN.search(word)
+        if mark is None:
+            continue
+        unknown = mark[1]
+        way_out = "Write its value into the script."
+        if unknown.isidentifier():
+            way_out = f"Set it before the command: {unknown}=… mm config --from-flags {script}."
+        raise UsageError(f"{unknown} is worked out while the script runs", where=script, way_out=way_out)
 
 
 def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
@@ -123,7 +120,8 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
     values: dict[str, str] = {}
     depth = 0
     for statement in _statements(read_config_text(path)):
-        depth += 1 if _OPENS.match(statement) else 0
+        if _OPENS.match(statement):
+            depth += 1
         launch = _LAUNCH.fullmatch(statement)
         if launch and depth == 0:
             return _launch_words(launch[1], values, environment, path)
@@ -131,10 +129,14 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
         if assignment:
             name, in_quotes, literal, bare = assignment.groups()
             text = in_quotes if in_quotes is not None else bare
-            value = literal if literal is not None else _expanded(text, values, environment)
-            is_open = depth > 0 or _asks_a_shell(text or "")  # whether a block runs, only a shell knows
-            values[name] = environment.get(name, f"\0{name}\0") if is_open else value
-        depth -= 1 if _CLOSES.fullmatch(statement) and depth else 0
+            if depth > 0 or _asks_a_shell(text or ""):  # whether a block runs, only a shell knows
+                values[name] = environment.get(name, f"\0{name}\0")
+            elif literal is not None:
+                values[name] = literal
+            else:
+                values[name] = _expanded(text, values, environment)
+        if depth and _CLOSES.fullmatch(statement):
+            depth -= 1
     raise UsageError(
         "holds no line that starts an entry with torchrun or python",
         where=str(path),
@@ -149,7 +151,7 @@ def _statements(text: str) -> list[str]:
     for line in text.split("\n"):
         kept, quote = _without_comment(line, quote)
         goes_on = kept.endswith("\\")
-        current += f" {kept[:-1]}" if goes_on else f" {kept}"
+        current += " " + kept.removesuffix("\\")
         if not quote and not goes_on:
             statements.append(current.strip())
             current = ""
@@ -160,7 +162,8 @@ def _without_comment(line: str, quote: str) -> tuple[str, str]:
     """The line up to its comment, and the quote that is open at its end; `quote` is open at its start."""
     for at, character in enumerate(line):
         if quote:
-            quote = "" if character == quote and line[at - 1 : at] != "\\" else quote
+            if character == quote and line[at - 1 : at] != "\\":
+                quote = ""
         elif character in "\"'`":
             quote = character
         elif character == "#" and (at == 0 or line[at - 1].isspace()):
@@ -190,7 +193,9 @@ def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, st
         name, default = found[1] or found[3], found[2]
         if name.endswith("ARGS") and name not in values:  # a group that a copied script names and does not have
             default = ""
-        return values.get(name) or environment.get(name) or (default if default is not None else f"\0{name}\0")
+        if default is None:
+            default = f"\0{name}\0"
+        return values.get(name) or environment.get(name) or default
 
     def total(match: re.Match[str]) -> str:
         inner = _VARIABLE.sub(value, match[1])

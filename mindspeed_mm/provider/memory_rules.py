@@ -86,7 +86,8 @@ def _put_first_layers(reading: Reading, count: int, place: SourcePosition) -> No
     spans, start = [], 0
     for layers in stages:
         last = start + min(count, layers) - 1
-        spans += [str(start) if last == start else f"{start}-{last}"] if layers else []
+        if layers:
+            spans.append(str(start) if last == start else f"{start}-{last}")
         start += layers
     pattern = f"{reading.names.layers}.{{{','.join(spans)}}}"
     reading.draft.put(f"{_PLAN}.apply_modules", [pattern], place)

@@ -11,10 +11,10 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.cards import model_cards
-from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, find, plain, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.data_json import PROCESSOR, processor_folder
 from mindspeed_mm.provider.generator_json import put_generator
-from mindspeed_mm.provider.json_tree import place_at
+from mindspeed_mm.provider.json_tree import entries_at, place_at
 from mindspeed_mm.provider.memory_rules import put_recomputation
 from mindspeed_mm.provider.model_sizes import compare_language_model, compare_tower, layers_of
 from mindspeed_mm.provider.module_names import names_of
@@ -107,7 +107,7 @@ def _config_of(folder: str | None) -> Mapping[str, Any]:
 
 
 def _put_patch(reading: Reading, root: Node) -> None:
-    for name, entry in _entries(root, "patch").items():
+    for name, entry in entries_at(root, "patch").items():
         is_on = plain(entry.node) not in (False, None)
         if name == "muon_optimizer" and is_on:
             reading.draft.put("training.optimizer", "muon", entry.node.place)
@@ -119,7 +119,7 @@ def _put_patch(reading: Reading, root: Node) -> None:
 
 def _put_loss(reading: Reading, root: Node) -> None:
     """`loss_cfg` of a model of transformers."""
-    for name, entry in _entries(root, "loss_cfg").items():
+    for name, entry in entries_at(root, "loss_cfg").items():
         value, place = plain(entry.node), entry.node.place
         if name == "compute_mode":
             if value == "chunk":
@@ -331,10 +331,3 @@ def _put_recomputation(reading: Reading, root: Node) -> None:
             reading.draft.problem(f"{count} is not a whole number", place_at(root, f"{part}.recompute_num_layers"))
         elif part == _DECODER:
             put_recomputation(reading, str(plain(entry.node)), method, count, entry.node.place)
-
-
-def _entries(root: Node, section: str) -> dict[str, MappingEntry]:
-    entry = find(root, section)
-    if entry is None or not isinstance(entry.node.value, dict):
-        return {}
-    return entry.node.value

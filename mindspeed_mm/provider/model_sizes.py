@@ -79,12 +79,14 @@ def compare(
         part: The part's name, for messages.
         where: The folder's file, for messages.
     """
-    for name, others in table.items() if entry is not None else ():
-        given = find(entry.node, name) if entry is not None else None
-        known = next((config[other] for other in others if config.get(other) is not None), None)
-        if given is None or known is None or plain(given.node) is None or plain(given.node) == known:
+    if entry is None:
+        return
+    for name, others in table.items():
+        given = find(entry.node, name)
+        known = [config[other] for other in others if config.get(other) is not None]
+        if given is None or not known or plain(given.node) in (None, known[0]):
             continue
-        tells = f"{part}.{name}  {plain(given.node)}, {where} says {known}"
+        tells = f"{part}.{name}  {plain(given.node)}, {where} says {known[0]}"
         of_tower = "" if part == "text_decoder" else " of the tower"
         if {name, f"{name}{of_tower}"} & _ONLY_NOTED:
             reading.draft.note(f"{given.node.place}  {tells}; the folder's value counts.")

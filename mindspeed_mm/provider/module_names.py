@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -31,7 +31,9 @@ class ModuleNames:
         return f"{self.decoder}.{name}" if self.decoder else name
 
 
-def _qwen(decoder: str, vision: str, extra: tuple[str, ...] = (), mergers: tuple[str, ...] = ("merger",)) -> Any:
+def _qwen(
+    decoder: str, vision: str, extra: tuple[str, ...] = (), mergers: tuple[str, ...] = ("merger",)
+) -> ModuleNames:
     return ModuleNames(
         decoder,
         f"{decoder}.layers",
@@ -43,7 +45,7 @@ def _qwen(decoder: str, vision: str, extra: tuple[str, ...] = (), mergers: tuple
 
 
 def _with_audio(names: ModuleNames) -> ModuleNames:
-    return ModuleNames(**{**names.__dict__, "audio": "model.audio_tower"})
+    return replace(names, audio="model.audio_tower")
 
 
 _LLM, _VIS = "model.language_model", "model.visual"
@@ -140,14 +142,21 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
             return [name for name in found if name] or [written]
     class_name = written.rpartition(".")[2]
     if "." in written and class_name[:1].isupper():
-        part = next((part for pattern, part in _CLASSES if pattern.search(class_name)), "")
-        found = _modules(part, names)
-        return [f"{name}.{{*}}" for name in found] if part.endswith("layers") and found else found or [written]
+        return _of_class(class_name, names) or [written]
     roots = (names.decoder, names.vision, names.audio, *names.projector)
     without = [root.removeprefix("model.") for root in roots if root.startswith("model.")]
     if any(written == root or written.startswith(f"{root}.") for root in without):
         return [f"model.{written}"]
     return [written]
+
+
+def _of_class(class_name: str, names: ModuleNames) -> list[str]:
+    """The modules of a class, by its name; each of a list of layers."""
+    for pattern, part in _CLASSES:
+        if pattern.search(class_name):
+            modules = _modules(part, names)
+            return [f"{name}.{{*}}" for name in modules] if part.endswith("layers") else modules
+    return []
 
 
 def _modules(part: str, names: ModuleNames) -> list[str]:
@@ -156,5 +165,7 @@ def _modules(part: str, names: ModuleNames) -> list[str]:
         return [names.decoder]
     if part in ("norm", "embed_tokens", "rotary_emb"):
         return [names.of_decoder(part)]
-    found = getattr(names, part, "") if part else ""
-    return list(found) if isinstance(found, tuple) else [found] if found else []
+    found = vars(names)[part]
+    if isinstance(found, tuple):
+        return list(found)
+    return [found] if found else []

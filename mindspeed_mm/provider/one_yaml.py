@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, clone, plain
 from mindspeed_mm.provider.flags import by_spelling, nearest_flag
+from mindspeed_mm.provider.json_tree import entries_of
 
 _FLAGS = ("gpt_args", "lora_args")
 _FILES = ("data", "model")
@@ -26,7 +27,7 @@ class OneYaml:
 
     path: Path | None = None
     words: list[str] = field(default_factory=list)
-    """Its flags, as a command line has them."""
+    """The file's flags, as a command line has them."""
     places: dict[str, SourcePosition] = field(default_factory=dict)
     """Name of a flag → its line."""
     sections: dict[str, Node] = field(default_factory=dict)
@@ -66,7 +67,7 @@ def read_one_yaml(path: Path) -> OneYaml:
 
 def _flags(node: Node) -> Iterator[tuple[str, Node]]:
     """(name, value) of each flag, those of nested sections too."""
-    for name, entry in (node.value if isinstance(node.value, dict) else {}).items():
+    for name, entry in entries_of(node).items():
         if isinstance(entry.node.value, dict):
             yield from _flags(entry.node)
         else:
@@ -86,6 +87,7 @@ def _add(found: OneYaml, name: str, node: Node, problems: list[Problem]) -> None
     elif flag.kind != "switch" and value is True:
         problems.append(Problem("needs a value, not true", str(node.place), name))
     else:
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        found.words += [f"--{flag.name}", *map(str, values)]
+        found.words.append(f"--{flag.name}")
+        if flag.kind != "switch":
+            found.words += map(str, value if isinstance(value, list) else [value])
         found.places[flag.dest] = node.place

@@ -63,8 +63,9 @@ def parse(
         UsageError: Every word that cannot be read.
         ConfigError: The one YAML cannot be read.
     """
-    file = read_one_yaml(Path(words[0])) if words and words[0].endswith((".yaml", ".yml")) else OneYaml()
-    flags = list(words[1:]) if file.path else list(words)
+    file, flags = OneYaml(), list(words)
+    if words and words[0].endswith((".yaml", ".yml")):
+        file, flags = read_one_yaml(Path(words[0])), flags[1:]
     parser = build_parser()
     ours = dict(parser._option_string_actions)
     if extra_args_provider is not None:
@@ -79,9 +80,10 @@ def parse(
     problems += _convert(known, given)
     if problems:
         raise UsageError(f"{_count(problems)} in the flags", problems=problems)
+    values = vars(known)
     for flag in FLAGS:
-        if getattr(known, flag.dest, None) is None:
-            setattr(known, flag.dest, flag.default)
+        if values.get(flag.dest) is None:
+            values[flag.dest] = flag.default
     given.world_size = _world_size(known, given, environment)
     known.world_size = given.world_size or 1
     known.rank = _number(environment, "RANK", 0)
@@ -94,20 +96,23 @@ def build_parser() -> argparse.ArgumentParser:
     """A parser of every flag of the table; a user's flag of the same name takes its place."""
     parser = _Parser(description="Megatron-style flags.", allow_abbrev=False, conflict_handler="resolve")
     for flag in FLAGS:
-        action: dict[str, Any] = {"action": "store_true"} if flag.kind == "switch" else {}
-        if flag.kind == "list":
-            action = {"nargs": "+"}
+        action: dict[str, Any] = {"switch": {"action": "store_true"}, "list": {"nargs": "+"}}.get(flag.kind, {})
         parser.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=_help(flag), **action)
     return parser
 
 
 def given_of(namespace: Namespace) -> GivenFlags:
     """Where the values of a namespace come from; one that was made by hand counts as given in Python."""
-    given = getattr(namespace, _ORIGIN, None)
+    values = vars(namespace)
+    given = values.get(_ORIGIN)
     if isinstance(given, GivenFlags):
         return given
-    names = [name for name in vars(namespace) if name in by_dest() and getattr(namespace, name) is not None]
-    return GivenFlags({name: SourcePosition(f"args.{name}") for name in names}, world_size=None)
+    known = by_dest()
+    places = {}
+    for name, value in values.items():
+        if name in known and value is not None:
+            places[name] = SourcePosition(f"args.{name}")
+    return GivenFlags(places, world_size=None)
 
 
 def fill_absent(namespace: Namespace, defaults: Mapping[str, Any]) -> None:
@@ -130,13 +135,16 @@ def _help(flag: LaunchFlag) -> str:
 
 
 def _given(words: Sequence[str]) -> dict[str, SourcePosition]:
-    spellings = [word.split("=", 1)[0] for word in words if word.startswith("--")]
-    known = by_spelling()
-    return {known[name].dest: SourcePosition(f"--{known[name].name}") for name in spellings if name in known}
+    places = {}
+    for word in words:
+        flag = by_spelling().get(word.partition("=")[0])
+        if flag is not None and word.startswith("--"):
+            places[flag.dest] = SourcePosition(f"--{flag.name}")
+    return places
 
 
 def _spellings(parser: argparse.ArgumentParser) -> list[str]:
-    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    return [name for name in parser._option_string_actions if name.startswith("--")]
 
 
 def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) -> list[Problem]:
@@ -150,13 +158,8 @@ def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) ->
     for word in left:
         if word.startswith("--"):
             name = word.split("=", 1)[0]
-            problems.append(
-                Problem(
-                    "unknown flag",
-                    name,
-                    way_out=f"Did you mean '{meant}'?" if (meant := nearest_flag(name, known)) else "",
-                )
-            )
+            meant = nearest_flag(name, known)
+            problems.append(Problem("unknown flag", name, way_out=f"Did you mean '{meant}'?" if meant else ""))
         elif word in owned:
             owned.remove(word)
         else:
@@ -167,15 +170,16 @@ def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) ->
 def _convert(namespace: Namespace, given: GivenFlags) -> list[Problem]:
     """Turn the texts of numbers into numbers, in place."""
     problems = []
-    for name in given.places:
-        flag, value = by_dest()[name], getattr(namespace, name, None)
+    values = vars(namespace)
+    for name, place in given.places.items():
+        flag, value = by_dest()[name], values.get(name)
         if flag.kind not in _NUMBERS or not isinstance(value, str):
             continue
         kind, words = _NUMBERS[flag.kind]
         try:
-            setattr(namespace, name, kind(value))
+            values[name] = kind(value)
         except ValueError:
-            problems.append(Problem(f"'{value}' is not {words}", str(given.places[name])))
+            problems.append(Problem(f"'{value}' is not {words}", str(place)))
     return problems
 
 

@@ -32,7 +32,7 @@ def ranks(reading: Reading) -> None:
     if world < together:
         reading.draft.problem(f"{world} ranks are fewer than {sizes}", way_out="Start more ranks, or lower a size.")
     elif world % together:
-        reading.draft.problem(f"{world} ranks are no multiple of {sizes}", way_out="Change one of them.")
+        reading.draft.problem(f"{world} ranks are not a multiple of {sizes}", way_out="Change one of them.")
 
 
 def context_sizes(reading: Reading) -> None:
@@ -75,7 +75,7 @@ def accumulation(reading: Reading) -> None:
     if wanted < 1 or wanted % at_once:
         below, above = wanted // at_once * at_once, (wanted // at_once + 1) * at_once
         nearest = ", ".join(str(size) for size in (below, above) if size > 0)
-        what = f"{wanted} is no multiple of {micro} x {reading.data_ranks} data ranks"
+        what = f"{wanted} is not a multiple of {micro} x {reading.data_ranks} data ranks"
         draft.problem(what, place, f"Nearest: {nearest}.")
         return
     draft.put(key, wanted // at_once, derived(f"{place} {wanted} / ({micro} x {reading.data_ranks} data ranks)"))

@@ -99,20 +99,23 @@ def _wan(model: Section, where: str) -> dict[str, dict[str, Any]]:
     predictor = _section(model, "predictor")
     _check(predictor, _WAN_NEEDS, "predictor", where)
     takes_images = predictor.get("model_type", model.get("task")) == "i2v"
-    sizes = {
-        names[0]: predictor[key]
-        for key, names in WAN_SIZES.items()
-        if key in predictor and key != "hidden_size" and (takes_images or key not in _WAN_OF_IMAGES)
-    }
     width = predictor["hidden_size"]
-    transformer = sizes | {"attention_head_dim": width // predictor["num_heads"]}
-    transformer |= {name: predictor[name] for name in ("patch_size", "cross_attn_norm", "eps") if name in predictor}
-    transformer |= {"added_kv_proj_dim": width} if takes_images else {}
+    transformer: dict[str, Any] = {"attention_head_dim": width // predictor["num_heads"]}
+    for key, names in WAN_SIZES.items():
+        is_used = takes_images or key not in _WAN_OF_IMAGES
+        if key in predictor and key != "hidden_size" and is_used:
+            transformer[names[0]] = predictor[key]
+    for key in ("patch_size", "cross_attn_norm", "eps"):
+        if key in predictor:
+            transformer[key] = predictor[key]
+    if takes_images:
+        transformer["added_kv_proj_dim"] = width
     scheduler = "UniPCMultistepScheduler"
     noise = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
     noise |= {"flow_shift": _section(model, "diffusion").get("shift", 1.0)}
     index = {"_class_name": "WanPipeline", **_WAN_PARTS, "scheduler": ["diffusers", scheduler]}
-    index |= _WAN_PARTS_OF_IMAGES if takes_images else {}
+    if takes_images:
+        index |= _WAN_PARTS_OF_IMAGES
     return {
         "model_index.json": index,
         "transformer/config.json": {"_class_name": "WanTransformer3DModel", **transformer},

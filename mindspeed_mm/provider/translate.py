@@ -142,18 +142,17 @@ def _put_flags(reading: Reading) -> None:
 
 def _put_files(reading: Reading) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Read the files; data first, which may name the model's folder."""
-    found = []
+    found: dict[str, dict[str, Any]] = {"data": {}, "tools": {}, "model": {}}
     for name, dest, put in (
         ("data", "mm_data", put_data),
         ("tools", "mm_tool", put_tools),
         ("model", "mm_model", put_model),
     ):
         root = _root(reading, name, dest)
-        found.append(plain(root) if root is not None else {})
         if root is not None:
+            found[name] = plain(root)
             _attempt(reading, put, root)
-    data, tools, model = found
-    return model, data, tools
+    return found["model"], found["data"], found["tools"]
 
 
 def _root(reading: Reading, name: str, dest: str) -> Node | None:
@@ -219,7 +218,8 @@ def _idle_notes(reading: Reading) -> list[str]:
         flag = by_dest().get(dest)
         if flag is not None and flag.idle:
             by_reason.setdefault(flag.idle, []).append(f"--{flag.name}")
-    return [
-        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {reason}."
-        for reason, names in by_reason.items()
-    ]
+    notes = []
+    for reason, names in by_reason.items():
+        have = "has" if len(names) == 1 else "have"
+        notes.append(f"{', '.join(names)} {have} no effect: {reason}.")
+    return notes

@@ -102,11 +102,12 @@ def run(
     batch = imagined_batch(model, sample, samples)
     lengths = count.lengths(with_labels(batch, count.lengths(batch), sample, samples))
     total = count.of(lengths)
-    rows = [
-        {"module": module, "kind": kind, **part.causal._asdict(), "share": part.causal.model / total.causal.model}
-        for (module, kind), part in count.by_module(lengths).items()
-        if part.full.model
-    ]
+    rows = []
+    for (module, kind), part in count.by_module(lengths).items():
+        if part.full.model:
+            share = part.causal.model / total.causal.model
+            rows.append({"module": module, "kind": kind, **part.causal._asdict(), "share": share})
+    said = {name: sum(pieces) for name, pieces in lengths.items() if name not in _UNSAID}
     tokens = int(sum(lengths.get("latents", lengths.get("text", ()))))
     return FlopsReport(
         model=type(model).__name__,
@@ -114,7 +115,7 @@ def run(
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         samples=samples,
         tokens=tokens,
-        lengths={name: sum(pieces) for name, pieces in lengths.items() if sum(pieces) and name not in _UNSAID},
+        lengths={name: length for name, length in said.items() if length},
         rows=rows,
         causal=total.causal._asdict(),
         full=total.full._asdict(),

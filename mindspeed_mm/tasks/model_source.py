@@ -38,10 +38,15 @@ class ModelSource:
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that change when the files do (names, sizes, times of change)."""
-        folders = [folder for folder in (self.folder, self.transformer, self.lora) if folder is not None]
-        patterns = [f"{depth}{name}" for name in FOLDER_FILES for depth in ("", "*/")]
-        files = [path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern))]
-        files += [self.lora] if self.lora is not None and self.lora.is_file() else []
+        files: list[Path] = []
+        for folder in (self.folder, self.transformer, self.lora):
+            if folder is None:
+                continue
+            for name in FOLDER_FILES:
+                files += sorted(folder.glob(name))
+                files += sorted(folder.glob(f"*/{name}"))
+        if self.lora is not None and self.lora.is_file():
+            files.append(self.lora)
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
@@ -131,7 +136,8 @@ def _noted_adapter(run: Path | None) -> Path | None:
 def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:
     """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
     checkpoint = open_checkpoint(source, Ranks(), "size").path
-    marks = [path for name in (layout.MANIFEST, layout.METADATA) if (path := checkpoint / name).exists()]
+    marks = [checkpoint / layout.MANIFEST, checkpoint / layout.METADATA]
+    marks = [path for path in marks if path.exists()]
     if not marks:
         raise CheckpointError(
             f"has no {layout.METADATA}", where=str(checkpoint), way_out="Name a model folder, or a run that has saved."

@@ -24,7 +24,7 @@ def as_text(references: list[KeyReference]) -> str:
 
 def as_dict(key: str = "") -> Any:
     """For machines: the JSON schema of everything, or the references of a key."""
-    return [asdict(entry) for entry in reference(key)] if key else json_schema()
+    return list(map(asdict, reference(key))) if key else json_schema()
 
 
 def _paragraph(entry: KeyReference) -> str:

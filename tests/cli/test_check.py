@@ -119,9 +119,9 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "features": [("inference.seed", 2)],
         "paths": [("training.save", 2)],
         "module patterns": [
+            ("features.recompute_plan.apply_modules", 2),
             ("parallel.fsdp_plan.apply_modules", 2),
             ("parallel.fsdp_plan.ignored_modules", 2),
-            ("features.recompute_plan.apply_modules", 2),
         ],
         "first samples": [("rows.json:3", 4)],
     }

@@ -65,7 +65,7 @@ RESUMES = (
     Refusal(
         "a checkpoint that is pictures",
         ("training.load={folder}/images",),
-        "is not a checkpoint and no model folder",
+        "is neither a checkpoint nor a model folder",
         "",
         DATA,
     ),

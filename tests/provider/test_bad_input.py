@@ -55,7 +55,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
 
 def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
     assert problems(f"{NEEDED} --global-batch-size 100") == [
-        "--global-batch-size  100 is no multiple of 1 x 8 data ranks. Nearest: 96, 104."
+        "--global-batch-size  100 is not a multiple of 1 x 8 data ranks. Nearest: 96, 104."
     ]
     assert problems(f"{NEEDED} --global-batch-size 3")[0].endswith("Nearest: 8.")
 
@@ -100,7 +100,7 @@ def test_too_few_ranks() -> None:
     assert problems(f"{NEEDED} {sizes}") == [
         "8 ranks are fewer than TP 2 x PP 8 x CP 1 = 16. Start more ranks, or lower a size."
     ]
-    assert problems(f"{NEEDED} {sizes}", 24)[0].startswith("24 ranks are no multiple of TP 2 x PP 8 x CP 1 = 16")
+    assert problems(f"{NEEDED} {sizes}", 24)[0].startswith("24 ranks are not a multiple of TP 2 x PP 8 x CP 1 = 16")
 
 
 def test_a_path_with_spaces() -> None:
@@ -192,7 +192,7 @@ def test_keys_of_fsdp2_config() -> None:
     Path("fsdp2.yaml").write_text("sharding_sise: auto\n")
     words = f"{NEEDED} --use-torch-fsdp2 --fsdp2-config-path fsdp2.yaml"
     (line,) = problems(words)
-    assert line == "fsdp2.yaml:1:1  'sharding_sise' is no key of this file. Did you mean 'sharding_size'?"
+    assert line == "fsdp2.yaml:1:1  'sharding_sise' is not a key of this file. Did you mean 'sharding_size'?"
     Path("fsdp2.yaml").write_text("sharding_size: half\nparam_dtype: bf61\n")
     first, second = problems(words)
     assert first == "fsdp2.yaml:1:16  sharding_size is 'half'. Write auto, or a whole number from 1."

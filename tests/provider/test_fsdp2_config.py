@@ -106,6 +106,6 @@ def test_the_file_of_layerzero() -> None:
     assert (plan.param_dtype, plan.ignored_modules) == ("bf16", ("a",))
     Path("z.yaml").write_text("zero3_sise: 4\n")
     with pytest.raises(
-        ConfigError, match=r"z.yaml:1:1  'zero3_sise' is no key of this file. Did you mean 'zero3_size'\\?"
+        ConfigError, match=r"z.yaml:1:1  'zero3_sise' is not a key of this file. Did you mean 'zero3_size'\\?"
     ):
         from_flags([*NEEDED, *words], {"WORLD_SIZE": "8"})

@@ -12,7 +12,7 @@ import pytest
 from mindspeed_mm import posttrain_qwen2vl_dpo, posttrain_sora_dpo
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
-from mindspeed_mm.provider.launch import flags_of_launch
+from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.parse import parse
 from mindspeed_mm.provider.translate import from_flags, translate
 from tests.helpers.runs import lines, train
@@ -64,11 +64,11 @@ def test_a_script_s_entry_says_what_it_trains_on(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     Path("run.sh").write_text(f"torchrun posttrain_qwen2vl_dpo.py {' '.join(FLAGS.split())}\n")
-    arguments = from_flags(flags_of_launch(["run.sh"], {}), {}).arguments
+    arguments = from_flags(read_launch(["run.sh"], {}).flags, {}).arguments
     assert arguments.posttrain.method == "dpo" and arguments.posttrain.dpo.pref_ftx == 0.5
     assert arguments.data.dataset_param.basic_parameters.stage == "rm"
     assert reference_kind(arguments) == "frozen" and arguments.posttrain.reference.model_name_or_path is None
-    lora = flags_of_launch(["run.sh", "--lora-target-modules", "q_proj"], {})
+    lora = read_launch(["run.sh", "--lora-target-modules", "q_proj"], {}).flags
     assert reference_kind(from_flags(lora, {}).arguments) == "adapters_off"
 
 

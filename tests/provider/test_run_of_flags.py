@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.provider.launch import flags_of_launch
+from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.translate import from_flags
 from tests.helpers.runs import differing, mm, tensors
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -97,7 +97,7 @@ def test_both_doors_train_to_the_bit_alike(folder: Path) -> None:
     words = ["run.sh", "--use-torch-fsdp2", "--fsdp2-config-path", "fsdp2.yaml", "--save"]
     said = mm("train", written(*words[1:], "by_yaml"))
     assert said.code == 0, said.err
-    config = from_flags(flags_of_launch([*words, "by_flags"], {}), {})
+    config = from_flags(read_launch([*words, "by_flags"], {}).flags, {})
     Trainer(config).train()
     by_yaml, by_flags = tensors(Path("by_yaml")), tensors(Path("by_flags"))
     assert len(by_yaml) > 20

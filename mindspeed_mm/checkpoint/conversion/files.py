@@ -27,14 +27,14 @@ _MOST_DIMS, _MOST_BYTES = 64, 2**62
 _SUM = re.compile("[0-9a-f]{64}")
 
 
-def read_sum(text: Any) -> str:
+def read_sum(text: object) -> str:
     """A SHA-256 from a manifest.
 
     Raises:
         ValueError: It is none.
     """
     if not isinstance(text, str) or not _SUM.fullmatch(text):
-        raise ValueError(f"has the SHA-256 {text!r:.40}, which is none")
+        raise ValueError(f"has the SHA-256 {text!r:.40}, which is not one")
     return text
 
 
@@ -45,7 +45,7 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
-    """Of its bytes, row after row."""
+    """SHA-256 of its bytes, row after row."""
 
     @property
     def size_bytes(self) -> int:
@@ -53,26 +53,26 @@ class TensorRecord:
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     @classmethod
-    def read(cls, record: Any) -> TensorRecord:
+    def read(cls, record: object) -> TensorRecord:
         """From a manifest, which anybody may have written.
 
         Raises:
             ValueError: What is wrong with it.
         """
         if not isinstance(record, dict) or record.keys() != {"dtype", "shape", "sha256"}:
-            raise ValueError("has not dtype, shape and sha256")
+            raise ValueError("does not have dtype, shape and sha256")
         dtype, shape = record["dtype"], record["shape"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"has the dtype {dtype!r:.40}, which torch does not know")
         if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MOST_BYTES for n in shape):
-            raise ValueError(f"has the shape {shape!r:.40}, which is no list of whole numbers")
+            raise ValueError(f"has the shape {shape!r:.40}, which is not a list of whole numbers")
         if len(shape) > _MOST_DIMS or math.prod(shape) * _DTYPES[dtype].itemsize > _MOST_BYTES:
             raise ValueError(f"has the shape {shape!r:.40}, which is more than there can be")
         return cls(dtype, tuple(shape), read_sum(record["sha256"]))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorRecord:
-        """Of a tensor in memory."""
+        """The record of a tensor in memory."""
         digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
 
@@ -132,7 +132,9 @@ class SafetensorsFile(OutputFile):
 
     def _header(self, keys: list[str]) -> bytes:
         names = {dtype: name for name, dtype in DTYPES.items()}
-        header: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        header: dict[str, object] = {}
+        if self.metadata:
+            header["__metadata__"] = dict(self.metadata)
         position = 0
         for key in keys:
             tensor = self.tensors[key]
@@ -140,7 +142,7 @@ class SafetensorsFile(OutputFile):
             header[key] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
             position = end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # so that the tensors behind it are aligned
         return len(text).to_bytes(8, "little") + text
 
     @contextmanager
@@ -155,12 +157,15 @@ class PtFile(OutputFile):
 
     sections: Mapping[str, Mapping[str, LazyTensor]]
     """Section → key → tensor, written as `{"model": {key: tensor}}`; the section "" is the file's own top level."""
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, object] = field(default_factory=dict)
     """Plain values beside the sections, as `{"checkpoint_version": 3.0}`."""
 
     @property
     def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
-        return {_joined(name, key): tensor for name, part in self.sections.items() for key, tensor in part.items()}
+        found: dict[str, LazyTensor] = {}
+        for name, part in self.sections.items():
+            found |= {_joined(name, key): tensor for key, tensor in part.items()}
+        return found
 
     def write(self, path: Path, note: Note) -> None:  # noqa: D102
         content: dict[str, Any] = dict(self.extras)
@@ -178,14 +183,15 @@ class PtFile(OutputFile):
     @contextmanager
     def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
         content = load_weights(path)
-        parts = {name: content if name == "" else content.get(name) for name in self.sections}
-        yield {
-            _joined(name, key): HeldTensor(tensor)
-            for name, part in parts.items()
-            if isinstance(part, dict)
-            for key, tensor in part.items()
-            if isinstance(tensor, torch.Tensor)
-        }
+        found: dict[str, LazyTensor] = {}
+        for name in self.sections:
+            part = content if name == "" else content.get(name)
+            if not isinstance(part, dict):
+                continue
+            for key, tensor in part.items():
+                if isinstance(tensor, torch.Tensor):
+                    found[_joined(name, key)] = HeldTensor(tensor)
+        yield found
 
 
 def _joined(section: str, key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,9 @@ class _Writes(TorchFunctionMode):
         item.copy_to(self._target, whole(item.shape))
         return self._boxes
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func in _WRITING and args[0].untyped_storage()._cdata == self._storage:
             self._boxes[_place(args[0], self._target)] += 1
         return func(*args, **(kwargs or {}))

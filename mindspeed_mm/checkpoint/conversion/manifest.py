@@ -47,7 +47,7 @@ class WrittenFile:
 
     @classmethod
     def of(cls, path: Path) -> WrittenFile:
-        """Of a file on the disk."""
+        """The record of a file on the disk."""
         size = path.stat().st_size
         return cls(size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= _SMALL_BYTES else None)
 
@@ -155,7 +155,7 @@ def _read_written(content: Mapping[str, object], records: Records, root: Path) -
             raise _no_manifest(root, "lists no tensors", name)
     for name in records:
         if name not in written and f"{name}/{METADATA}" not in written:
-            raise _no_manifest(root, "has tensors, but is no file that was written", name)
+            raise _no_manifest(root, "has tensors, but is not a file that was written", name)
     return written
 
 

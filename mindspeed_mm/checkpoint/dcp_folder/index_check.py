@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -21,7 +20,7 @@ from mindspeed_mm.core.errors import CheckpointError
 Interval = tuple[int, int]
 
 
-def checked_index(found: Any, path: Path) -> Metadata:
+def checked_index(found: object, path: Path) -> Metadata:
     """An index whose data lies in the checkpoint's own folder and is the whole of every tensor.
 
     Args:
@@ -44,7 +43,8 @@ def checked_index(found: Any, path: Path) -> Metadata:
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(key, entry, found.storage_data, path)
         elif not isinstance(entry, BytesStorageMetadata):
-            raise CheckpointError(f"is entered as a {type(entry).__name__}, no tensor", where=str(path), key=str(key))
+            what = f"is entered as a {type(entry).__name__}, not as a tensor"
+            raise CheckpointError(what, where=str(path), key=str(key))
     return found
 
 
@@ -56,13 +56,14 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: Collection[Met
         what = f"has a chunk that lies outside its size, {list(entry.size)}"
     else:
         # A rank that has no part of a tensor saves an empty chunk.
-        boxes = [_box(chunk) for chunk in entry.chunks if 0 not in chunk.sizes]
-        held = sum(math.prod(end - start for start, end in box) for box in boxes)
-        if have_overlap(boxes):
+        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        wanted = math.prod(entry.size)
+        held = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if have_overlap([_box(chunk) for chunk in chunks]):
             what = "has chunks that overlap"
-        elif held != math.prod(entry.size):
-            what = f"is {list(entry.size)}, {math.prod(entry.size):,} numbers, and its chunks hold {held:,} of them"
-        elif any(MetadataIndex(key, chunk.offsets) not in places for chunk in entry.chunks if 0 not in chunk.sizes):
+        elif held != wanted:
+            what = f"is {list(entry.size)}, {wanted:,} numbers, and its chunks hold {held:,} of them"
+        elif any(MetadataIndex(key, chunk.offsets) not in places for chunk in chunks):
             what = "has a chunk that is in no file"
     if what is not None:
         way_out = "Restore the checkpoint from a copy, or name an older one."
@@ -78,6 +79,7 @@ def have_overlap(boxes: Sequence[Sequence[Interval]]) -> bool:
     along = max(dims, key=lambda dim: len({box[dim] for box in boxes}), default=None)
     if along is None:
         return True  # two chunks of one number
+    # A sweep along it: only boxes that have not ended yet can overlap the next one.
     beside: list[Sequence[Interval]] = []
     for box in sorted(boxes, key=lambda box: box[along]):
         beside = [other for other in beside if other[along][1] > box[along][0]]
@@ -95,7 +97,7 @@ def _box(chunk: ChunkStorageMetadata) -> list[Interval]:
     return [(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
-def _is_size(size: Any) -> bool:
+def _is_size(size: object) -> bool:
     return isinstance(size, tuple) and all(type(length) is int and length >= 0 for length in size)
 
 

@@ -7,6 +7,7 @@ data. Whatever else a file asks for is refused by name before it is looked up.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,25 @@ _CHECKPOINT_CLASSES = {
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 }
-_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-_ALLOWED = (
-    {("torch.distributed.checkpoint.metadata", name) for name in _CHECKPOINT_CLASSES}
-    | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
-    | {("torch", name) for name in _DTYPES}
-    | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
-    | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_ALLOWED: Mapping[str, Collection[str]] = {
+    "torch.distributed.checkpoint.metadata": _CHECKPOINT_CLASSES,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     # Megatron-Core keeps in its index how it was planned.
-    | {
-        ("torch.distributed.checkpoint.planner", name)
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    }
-)
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch": {*_DTYPES, "Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+"""Module → what of it an index may name."""
 
 BROKEN: tuple[type[Exception], ...] = (
     *(pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError),
@@ -65,7 +72,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _OWN_OF_MEGATRON:
             return _OWN_OF_MEGATRON[name]
-        if (module, name) not in _ALLOWED:
+        if name not in _ALLOWED.get(module, ()):
             raise _Refused(f"{module}.{name}")
         return super().find_class(module, name)
 

@@ -48,7 +48,7 @@ class DcpReader:
         return _ChunkedTensor(key, self.entries[key], self)
 
     def model_tensors(self) -> dict[str, Stored]:
-        """Those of the model by name."""
+        """The model's tensors by name."""
         keys = [key for key in self.entries if key.startswith(self.prefix)]
         if self.prefix:
             keys = [key for key in keys if not key.startswith(_OTHER_PREFIXES)]

@@ -42,14 +42,13 @@ class TensorCut:
         if self.padded:
             tensor = pad(tensor, self.dim, multiple * ranks)
         length = tensor.shape[self.dim]
-        if length % self.parts:
-            raise ValueError(f"{length} rows are no {self.parts} equal parts")
-        starts = self._starts(length // self.parts, ranks)
-        start, end = starts[rank], starts[rank + 1]
-        of_each_part = [
-            Sliced(tensor, self.dim, part * (length // self.parts) + start, end - start) for part in range(self.parts)
-        ]
-        return of_each_part[0] if self.parts == 1 else Concatenated(of_each_part, self.dim)
+        each, rest = divmod(length, self.parts)
+        if rest:
+            raise ValueError(f"{length} rows cannot be divided into {self.parts} equal parts")
+        starts = self._starts(each, ranks)
+        start, run = starts[rank], starts[rank + 1] - starts[rank]
+        runs = [Sliced(tensor, self.dim, part * each + start, run) for part in range(self.parts)]
+        return runs[0] if self.parts == 1 else Concatenated(runs, self.dim)
 
     def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:
         """The tensor again.
@@ -66,7 +65,8 @@ class TensorCut:
             for piece in pieces:
                 length, rest = divmod(piece.shape[self.dim], self.parts)
                 if rest:
-                    raise ValueError(f"{piece.shape[self.dim]} rows are no {self.parts} equal parts")
+                    rows = piece.shape[self.dim]
+                    raise ValueError(f"{rows} rows cannot be divided into {self.parts} equal parts")
                 in_order.append(piece if self.parts == 1 else Sliced(piece, self.dim, part * length, length))
         tensor = in_order[0] if len(in_order) == 1 else Concatenated(in_order, self.dim)
         if not self.padded or true_length is None or tensor.shape[self.dim] == true_length:
@@ -79,10 +79,12 @@ class TensorCut:
         """Where each rank's run begins in a part of this length, and at last where it ends."""
         units = self.units or length
         if length % units:
-            raise ValueError(f"{length} rows are no {units} equal units")
+            raise ValueError(f"{length} rows cannot be divided into {units} equal units")
         each, more = divmod(units, ranks)
         if more and not self.uneven:
-            raise ValueError(f"{ranks} ranks do not divide {units} {'heads or groups' if self.units else 'rows'}")
+            what = "heads or groups" if self.units else "rows"
+            raise ValueError(f"{ranks} ranks do not divide {units} {what}")
+        # The first `more` ranks hold a unit more than the others.
         return [(each * rank + min(rank, more)) * (length // units) for rank in range(ranks + 1)]
 
 

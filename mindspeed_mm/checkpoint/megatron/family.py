@@ -182,7 +182,7 @@ def _wrong_numbers(config: Config, at: str = "") -> Iterator[Problem]:
         for key in keys:
             value = config.get(key)
             if value is not None and (type(value) is not int or value < least):
-                yield Problem(f"{value!r} is no whole number of at least {least}", "config.json", f"{at}{key}")
+                yield Problem(f"{value!r} is not a whole number of at least {least}", "config.json", f"{at}{key}")
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
         yield Problem(f"{groups} does not divide {heads} heads", "config.json", f"{at}num_key_value_heads")
@@ -191,10 +191,12 @@ def _wrong_numbers(config: Config, at: str = "") -> Iterator[Problem]:
         if isinstance(section, Mapping):
             yield from _wrong_numbers(section, f"{at}{key}.")
         elif section is not None or (key in config and key == "vision_config"):
-            yield Problem(f"{section!r} is no section", "config.json", f"{at}{key}")
+            yield Problem(f"{section!r} is not a section", "config.json", f"{at}{key}")
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(
-        "".join(r"[^.]+" if part.startswith("{") else re.escape(part) for part in re.split(r"(\{\w+\})", text))
-    )
+    """A placeholder in it stands for one part of a name between dots."""
+    regex = ""
+    for part in re.split(r"(\{\w+\})", text):
+        regex += r"[^.]+" if part.startswith("{") else re.escape(part)
+    return re.compile(regex)

@@ -46,7 +46,7 @@ class DividedWeights:
     model: MegatronModel
     layout: MegatronLayout
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What else the files hold → why it is no part of the model."""
+    """What else the files hold → why it is not part of the model."""
 
     @property
     def canonical(self) -> bool:
@@ -191,7 +191,7 @@ def read_weights(
         return read_divided(step, family, config, wanted, canonical=canonical)
     if wanted is not None:
         raise UsageError(
-            "a division was said, and the checkpoint holds whole tensors",
+            "a division was given, and the checkpoint holds whole tensors",
             where=str(step),
             key="parallel_config",
             way_out="Leave it out.",
@@ -230,7 +230,7 @@ def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout
         for section, stored in content.tensors.items():
             at = f"{layout.folder_name(rank)}/{section}"
             if section not in shards[rank]:
-                found[at] = "is no part of the model"
+                found[at] = "is not part of the model"
                 continue
             for name in stored:
                 if name.endswith("._extra_state"):
@@ -392,7 +392,7 @@ def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Pa
     if different:
         key = different[0]
         raise UsageError(
-            f"{said[key]} was said, and the checkpoint has {held[key]}",
+            f"{said[key]} was given, and the checkpoint has {held[key]}",
             where=str(step),
             key=key,
             way_out="Leave it out: the checkpoint knows how it is divided.",

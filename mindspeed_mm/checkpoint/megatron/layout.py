@@ -25,7 +25,7 @@ Stages = tuple[tuple[int, ...], ...]
 
 
 class MegatronRank(NamedTuple):
-    """Whose file it is."""
+    """The ranks that one file is for."""
 
     tp: int
     pp: int
@@ -61,7 +61,7 @@ class MegatronLayout:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of stages of the pipeline."""
         return len(next(iter(self.layers.values()))[0])
 
     @property
@@ -71,7 +71,7 @@ class MegatronLayout:
 
     @property
     def ranks(self) -> list[MegatronRank]:
-        """Of all files, in order of their names."""
+        """The ranks of all files, in the order of their names."""
         return list(self.iterate_ranks())
 
     def iterate_ranks(self) -> Iterator[MegatronRank]:
@@ -239,7 +239,7 @@ def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> froze
     names = values.get(_EVERYWHERE, [])
     known = [tower for tower in layers if tower != "text"]
     if not isinstance(names, list) or not all(name in known for name in names):
-        raise UsageError(f"{names!r} are no towers of {known}", key=_EVERYWHERE)
+        raise UsageError(f"{names!r} are not towers of {known}", key=_EVERYWHERE)
     return frozenset(names)
 
 

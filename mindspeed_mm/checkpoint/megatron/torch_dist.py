@@ -26,7 +26,7 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 
 _BACKEND = "torch_dist"
-_NO_PART = "is no part of the model"
+_NO_PART = "is not part of the model"
 _OPTIMIZERS = re.compile(r"(optimizer|chained_\d+)\..*")
 _CHUNK = re.compile(r"model\d*")
 _STACKED_EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?P<after>linear_fc.*)")
@@ -47,7 +47,7 @@ class WholeWeights:
     canonical: bool
     """Projections are stored apart."""
     left_out: Mapping[str, str]
-    """What else is there → why it is no part of the model."""
+    """What else is there → why it is not part of the model."""
 
     def whole(self, stored: Mapping[str, LazyTensor] | None = None) -> dict[str, LazyTensor]:
         """The whole tensors, under the names that they have where each layer is stored by itself.

@@ -6,12 +6,9 @@ script `convert_cogvideox_to_diffusers.py`, MindSpeed-MM's `CogVideoConverter`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from mindspeed_mm.checkpoint.key_ops import ReorderParts, Split
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, fused, modules
 
 _OUTSIDE = {
     "time_embed.0": "time_embedding.linear_1",
@@ -65,14 +62,14 @@ def _modulation(source: str) -> KeyRule:
     return KeyRule(f"{source}.{{part}}", targets, (ReorderParts(0, order), Split(0, parts=2)))
 
 
-def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Tensors, given: Json) -> Json:
     patches = tensors["patch_embed.proj.weight"].shape
     dim, head_dim = patches[0], tensors["transformer_blocks.0.attn1.norm_q.weight"].shape[0]
     is_1_5 = len(patches) == 2  # a linear layer over patches that also span frames
     patch, patch_t = 2, 2
     per_patch = patch * patch * (patch_t if is_1_5 else 1)
     is_rotary = dim != 30 * 64
-    config: dict[str, Any] = {
+    config: Json = {
         "num_attention_heads": dim // head_dim,
         "attention_head_dim": head_dim,
         "in_channels": patches[1] // per_patch if is_1_5 else patches[1],

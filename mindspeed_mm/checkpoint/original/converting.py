@@ -23,7 +23,7 @@ from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.megatron.sharding import times_written
 from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config, told_version
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, count, from_diffusers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, count, from_diffusers
 from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
 from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_generator
@@ -165,7 +165,7 @@ def _mm_files(
 def _original_files(
     hub: Mapping[str, LazyTensor],
     family: GeneratorLayouts,
-    config: Mapping[str, Any],
+    config: Json,
     wanted: GeneratorTarget,
     texts: dict[str, str],
 ) -> Files:
@@ -201,7 +201,7 @@ def _open_adapter(adapter: Adapter) -> Iterator[_OpenedAdapter]:
             raise UsageError(f"holds {len(files)} safetensors files", where=str(path), way_out="Name the LoRA's file.")
         path = files[0]
     if path.suffix != ".safetensors":
-        raise UsageError("is no safetensors file", where=str(path), way_out="Get the LoRA as safetensors.")
+        raise UsageError("is not a safetensors file", where=str(path), way_out="Get the LoRA as safetensors.")
     entries = read_header(path)
     with safe_open(path, framework="pt") as file:
         stored: dict[str, LazyTensor] = {
@@ -236,5 +236,5 @@ def _mm_adapter(path: Path) -> dict[str, LazyTensor]:
     }
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _json(value: Json) -> str:
     return json.dumps(value, indent=2) + "\n"

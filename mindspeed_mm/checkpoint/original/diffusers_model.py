@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -27,13 +27,13 @@ _IN_BLOCK = re.compile(r"(?P<stack>.*?blocks)\.(?P<number>\d+)\.(?P<name>.+)")
 class _GivenConfig:
     """A config.json of diffusers, and where it was read."""
 
-    content: dict[str, Any]
+    content: Json
     where: str
 
 
 def fitting_config(
     hub: Tensors, weights: GeneratorWeights, hf_dir: Path | None = None, task: str | None = None
-) -> dict[str, Any]:
+) -> Json:
     """The transformer's config.json: that of `hf_dir`, of a source that has diffusers', or what shapes tell. The
     weights are compared with the model that it describes: keys and shapes.
 
@@ -77,14 +77,15 @@ def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[
     Returns:
         Keys that are missing, surplus or of another shape.
     """
-    problems = [Problem("is missing", key=key) for key in shapes if key not in tensors]
-    problems += [Problem("is none of the model's", key=key) for key in tensors if key not in shapes]
-    problems += [
-        Problem(f"has shape {list(tensors[key].shape)}, the model wants {list(shape)}", key=key)
-        for key, shape in shapes.items()
-        if key in tensors and tensors[key].shape != shape
-    ]
-    return problems
+    missing, reshaped = [], []
+    for key, shape in shapes.items():
+        if key not in tensors:
+            missing.append(Problem("is missing", key=key))
+        elif tensors[key].shape != shape:
+            what = f"has shape {list(tensors[key].shape)}, the model wants {list(shape)}"
+            reshaped.append(Problem(what, key=key))
+    surplus = [Problem("is not one of the model's", key=key) for key in tensors if key not in shapes]
+    return missing + surplus + reshaped
 
 
 def check_blocks(tensors: Tensors) -> list[Problem]:
@@ -112,14 +113,14 @@ def check_blocks(tensors: Tensors) -> list[Problem]:
 
 
 def _block_problems(at: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> list[Problem]:
-    problems = [Problem("is missing, and other blocks have it", key=at + name) for name in wanted if name not in found]
-    problems += [Problem("is in this block alone", key=at + name) for name in found if name not in wanted]
-    problems += [
-        Problem(f"has shape {found[name]}, in other blocks {shape}", key=at + name)
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    return problems
+    missing, reshaped = [], []
+    for name, shape in wanted.items():
+        if name not in found:
+            missing.append(Problem("is missing, and other blocks have it", key=at + name))
+        elif found[name] != shape:
+            reshaped.append(Problem(f"has shape {found[name]}, in other blocks {shape}", key=at + name))
+    surplus = [Problem("is in this block alone", key=at + name) for name in found if name not in wanted]
+    return missing + surplus + reshaped
 
 
 def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfig | None:
@@ -129,7 +130,7 @@ def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfi
         given = _GivenConfig(model_config(folder, _NAME_FOLDER), str(folder / "config.json"))
         if "_class_name" not in given.content:
             raise ModelFolderError(
-                "is missing: it is no configuration of diffusers",
+                "is missing: it is not a configuration of diffusers",
                 where=given.where,
                 key="_class_name",
                 way_out=_NAME_FOLDER,
@@ -148,11 +149,13 @@ def _differences(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, ta
             told = family.config(asked, {"num_heads": config.get("num_attention_heads", 1), "task": task})
     except ModelFolderError:
         return []  # what is missing is told by the comparison with the model
-    return [
-        Problem(f"is {config[key]}, and the weights have {value}", given.where, key)
-        for key, value in told.items()
-        if type(value) is int and type(config.get(key)) is int and config[key] != value and "head" not in key
-    ]
+    differences = []
+    for key, value in told.items():
+        said = config.get(key)
+        # Weights tell the product of heads and their width alone.
+        if type(value) is int and type(said) is int and said != value and "head" not in key:
+            differences.append(Problem(f"is {said}, and the weights have {value}", given.where, key))
+    return differences
 
 
 def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differences: list[Problem]) -> None:
@@ -179,7 +182,8 @@ def _model_shapes(family: GeneratorLayouts, given: _GivenConfig) -> dict[str, tu
     except ImportError:
         return None
     model_class: Any = getattr(diffusers, class_name, None)
-    if diffusers.ModelMixin not in getattr(model_class, "__mro__", ()):
+    is_model = isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)
+    if not is_model:
         return None
     try:
         with torch.device("meta"):
@@ -221,5 +225,5 @@ def _keys_needed(family: GeneratorLayouts, hub: Tensors) -> Iterator[Tensors]:
         raise ModelFolderError(f"is missing, and every {family.name} has it", key=str(error.args[0])) from error
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:
         shape = list(hub[asked.last].shape) if asked.last in hub else None
-        what = f"has shape {shape}, which is none of {family.name}'s: {error}"
+        what = f"has shape {shape}, which is not one of {family.name}'s: {error}"
         raise ModelFolderError(what, key=asked.last, way_out="Copy the weights again, or name other ones.") from error

@@ -7,11 +7,10 @@ Names: https://github.com/black-forest-labs/flux and flux2 (`model.py`), diffuse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mindspeed_mm.checkpoint.key_ops import ReorderParts
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, fused, modules
 
 _DOUBLE, _NEW_DOUBLE = "double_blocks.{n}.", "transformer_blocks.{n}."
 _SINGLE, _NEW_SINGLE = "single_blocks.{n}.", "single_transformer_blocks.{n}."
@@ -74,7 +73,7 @@ _MODULATIONS_OF_2 = ("double_stream_modulation_img", "double_stream_modulation_t
 _INPUTS = {"img_in": "x_embedder", "txt_in": "context_embedder"}
 
 
-def _common_config(tensors: Tensors) -> dict[str, Any]:
+def _common_config(tensors: Tensors) -> Json:
     dim, in_channels = tensors["x_embedder.weight"].shape
     out_channels = tensors["proj_out.weight"].shape[0]
     head_dim = tensors["transformer_blocks.0.attn.norm_q.weight"].shape[0]
@@ -89,14 +88,14 @@ def _common_config(tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Tensors, given: Json) -> Json:
     return _common_config(tensors) | {
         "pooled_projection_dim": tensors["time_text_embed.text_embedder.linear_1.weight"].shape[1],
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in tensors,
     }
 
 
-def _config_of_2(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_2(tensors: Tensors, given: Json) -> Json:
     gate_and_up, dim = tensors["transformer_blocks.0.ff.linear_in.weight"].shape
     timestep = tensors["time_guidance_embed.timestep_embedder.linear_1.weight"]
     return _common_config(tensors) | {

@@ -16,6 +16,8 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 
 Tensors = Mapping[str, LazyTensor]
+Json = dict[str, Any]
+"""What a config.json holds."""
 
 WRAPPERS = ("model.diffusion_model.", "module.")
 """What stands before every name in some files, and tells nothing."""
@@ -26,9 +28,9 @@ class Naming(StrEnum):
 
     DIFFUSERS = "diffusers"
     ORIGINAL = "original"
-    """Those of the authors' repository."""
+    """The names of the authors' repository."""
     MM = "mm"
-    """Those of MindSpeed-MM's own models."""
+    """The names of MindSpeed-MM's own models."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class GeneratorLayouts:
     name: str
     """As people write it: `HunyuanVideo 1.5`."""
     class_name: str
-    """Of its transformer in diffusers."""
+    """The class of its transformer in diffusers."""
     marks: Mapping[Naming, tuple[str, ...]]
     """Keys that all stand in a layout of this family, and all in no other that is asked later."""
     original: tuple[KeyRule, ...]
     """The authors' name → diffusers' name. Every rule has a way back."""
-    config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] = field(repr=False)
+    config: Callable[[Tensors, Json], Json] = field(repr=False)
     """(tensors by diffusers' names, the source's config.json, with `task` where a person said it) → diffusers'
     config.json, without the class's name."""
     version: Callable[[Tensors], str] = field(repr=False)
@@ -52,7 +54,7 @@ class GeneratorLayouts:
     """MindSpeed-MM's name → diffusers' name; empty where MindSpeed-MM trains diffusers' own model."""
     original_prefix: str = ""
     """What the authors' files put before every name."""
-    original_config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] | None = field(default=None, repr=False)
+    original_config: Callable[[Tensors, Json], Json] | None = field(default=None, repr=False)
     """(tensors by diffusers' names, diffusers' config.json) → the authors' config.json; None: they have none."""
     original_file: str | None = None
     """The authors' file that holds the transformer; None: diffusers' file names, in shards where it is large."""

@@ -6,12 +6,9 @@ Names: https://github.com/Tencent-Hunyuan/HunyuanVideo (`hyvideo/modules/models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from mindspeed_mm.checkpoint.key_ops import ReorderParts
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, fused, modules
 
 _SWAPPED = (ReorderParts(0, (1, 0)),)
 """The authors' last modulation gives shift and scale, diffusers' scale and shift."""
@@ -99,7 +96,7 @@ def _mm_name(name: str) -> str:
     return next((new + name.removeprefix(old) for old, new in _MM.items() if name.startswith(old)), name)
 
 
-def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Tensors, given: Json) -> Json:
     patches = tensors["x_embedder.proj.weight"].shape
     dim, head_dim = patches[0], tensors["transformer_blocks.0.attn.norm_q.weight"].shape[0]
     has_guidance = "time_text_embed.guidance_embedder.linear_1.weight" in tensors
@@ -184,7 +181,7 @@ _QKV_OF_1_5 = {
 }
 
 
-def _config_of_1_5(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_1_5(tensors: Tensors, given: Json) -> Json:
     patches = tensors["x_embedder.proj.weight"].shape
     dim, head_dim = patches[0], tensors["transformer_blocks.0.attn.norm_q.weight"].shape[0]
     return {

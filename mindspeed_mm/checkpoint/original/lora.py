@@ -128,8 +128,8 @@ def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], fa
             best = (len(unknown), naming, unknown)
     assert best is not None
     raise ModelFolderError(
-        f"the adapter is for layers that this {family.name} has not",
-        problems=[Problem("is no layer of the base", key=module) for module in best[2][:10]],
+        f"the adapter is for layers that this {family.name} does not have",
+        problems=[Problem("is not a layer of the base", key=module) for module in best[2][:10]],
     )
 
 
@@ -177,7 +177,7 @@ def _config(metadata: Mapping[str, str], path: Path) -> float | None:
     except ValueError as error:
         raise ModelFolderError(f"what it says about itself is not valid JSON: {error}", where=str(path)) from error
     if not isinstance(values, dict):
-        raise ModelFolderError("what it says about itself is no table of values", where=str(path))
+        raise ModelFolderError("what it says about itself is not a table of values", where=str(path))
     if values.get("use_dora") or values.get("transformer.use_dora"):
         raise UsageError("is an adapter of DoRA, which is not merged here", where=str(path))
     if values.get("alpha_pattern") or values.get("transformer.alpha_pattern") or values.get("use_rslora"):
@@ -190,5 +190,5 @@ def _config(metadata: Mapping[str, str], path: Path) -> float | None:
 
 def _number(stored: LazyTensor, key: str, path: Path) -> float:
     if math.prod(stored.shape) != 1:
-        raise ModelFolderError(f"is no single number, its shape is {list(stored.shape)}", where=str(path), key=key)
+        raise ModelFolderError(f"is not a single number, its shape is {list(stored.shape)}", where=str(path), key=key)
     return float(stored.read())

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.original.flux import FLUX
 from mindspeed_mm.checkpoint.original.generator import Naming
@@ -100,15 +100,18 @@ def _of_one_layer(
     """
     parts = [adapters.get(source.removesuffix(".weight")) for source in step.sources]
     there = [part for part in parts if part is not None]
-    rank, scale, dtype = max(part.a.shape[0] for part in there), there[0].scale, there[0].a.dtype
-    whole_rank, inputs = rank * len(parts), there[0].a.shape[1]
-    diagonal = {
-        source: _up(part, slice(number * rank, (number + 1) * rank), (shape[0], whole_rank), scale, dtype)
-        for number, (source, part, shape) in enumerate(zip(step.sources, parts, shapes, strict=True))
-    }
-    downs = [_down(part, (rank, inputs), dtype) for part in parts]
+    first = there[0]
+    rank, scale, dtype = max(part.a.shape[0] for part in there), first.scale, first.a.dtype
+    whole_rank, inputs = rank * len(parts), first.a.shape[1]
+    downs: list[LazyTensor] = []
+    diagonal: dict[str, LazyTensor] = {}
+    for number, (source, part, shape) in enumerate(zip(step.sources, parts, shapes, strict=True)):
+        downs.append(_down(part, (rank, inputs), dtype))
+        columns = slice(number * rank, (number + 1) * rank)
+        diagonal[source] = _up(part, columns, (shape[0], whole_rank), scale, dtype)
     down = downs[0] if len(downs) == 1 else Computed(downs, torch.cat, (whole_rank, inputs), dtype)
-    (key, up) = next(iter(names.steps(diagonal)[0].targets.items()))
+    # The rule that joins the weights of the parts joins their B's: rows below one another.
+    ((key, up),) = made_by(names.steps(diagonal)).items()
     layer = key.removesuffix(".weight")
     layer = f"diffusion_model.{layer}" if lora_format == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
     alpha = Computed([], lambda _: torch.tensor(scale * whole_rank), (), torch.float32)
@@ -136,7 +139,9 @@ def _up(
         rows = torch.zeros(shape, dtype=dtype)
         for b in read:
             assert part is not None
-            rows[:, columns.start : columns.start + b.shape[1]] = b if part.scale == scale else b * (part.scale / scale)
+            if part.scale != scale:
+                b = b * (part.scale / scale)
+            rows[:, columns.start : columns.start + b.shape[1]] = b
         return rows
 
     return Computed([part.b] if part else [], padded, shape, dtype)

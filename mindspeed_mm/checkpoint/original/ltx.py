@@ -7,10 +7,9 @@ Names: https://github.com/Lightricks/LTX-Video, https://github.com/Lightricks/LT
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, modules
 
 _HEADS = 32
 """Of every released size; the width of a head is what differs."""
@@ -49,7 +48,7 @@ def _modulations(names: Mapping[str, str]) -> list[KeyRule]:
     return [KeyRule(f"{old}.{{rest*}}", f"{new}.{{rest*}}") for old, new in names.items()]
 
 
-def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Tensors, given: Json) -> Json:
     dim, in_channels = tensors["proj_in.weight"].shape
     return {
         "in_channels": in_channels,
@@ -62,7 +61,7 @@ def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_of_2(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_2(tensors: Tensors, given: Json) -> Json:
     audio_dim, audio_channels = tensors["audio_proj_in.weight"].shape
     block = "transformer_blocks.0."
     config = {

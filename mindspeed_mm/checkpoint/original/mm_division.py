@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
-from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Sliced
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, consecutive
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel, PipelineTower
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, even_stages, parse_stages
@@ -40,15 +41,14 @@ class RatioCut(TensorCut):
         return Concatenated([cut.piece(part, rank, ranks) for part in self._parts(tensor)], self.dim)
 
     def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:  # noqa: D102
-        of_parts = zip(*(self._parts(piece) for piece in pieces), strict=True)
-        return Concatenated([piece for part in of_parts for piece in part], self.dim)
+        of_parts = zip(*map(self._parts, pieces), strict=True)
+        return Concatenated(list(chain.from_iterable(of_parts)), self.dim)
 
     def _parts(self, tensor: LazyTensor) -> list[LazyTensor]:
         unit, rest = divmod(tensor.shape[self.dim], sum(self.ratio))
         if rest:
             raise ValueError(f"{tensor.shape[self.dim]} rows are not in a ratio of {self.ratio}")
-        starts = [unit * sum(self.ratio[:i]) for i in range(len(self.ratio))]
-        return [Sliced(tensor, self.dim, start, unit * n) for start, n in zip(starts, self.ratio, strict=True)]
+        return consecutive(tensor, self.dim, [unit * share for share in self.ratio])
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MMDivision:
 
 
 def _linear(cut: TensorCut, *names: str) -> dict[str, TensorCut]:
-    """Of column-parallel layers: weight and bias."""
+    """The cuts of column-parallel layers: weight and bias."""
     return {f"{name}.{part}": cut for name in names for part in ("weight", "bias")}
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -16,7 +15,7 @@ from mindspeed_mm.checkpoint.megatron.folder import DividedWeights, find_step, r
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, to_diffusers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, to_diffusers
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.safetensors_header import read_header
@@ -39,7 +38,7 @@ class GeneratorWeights:
     naming: Naming
     stored: Mapping[str, LazyTensor]
     """By the names in the files; of MindSpeed-MM's folders, every rank's pieces."""
-    config: Mapping[str, Any]
+    config: Json
     """The config.json beside them, {} where there is none: diffusers' own, but the authors' beside their names."""
     divided: DividedWeights | None = None
     """MindSpeed-MM's folder."""
@@ -47,10 +46,16 @@ class GeneratorWeights:
     @property
     def left_out(self) -> dict[str, str]:
         """Keys that are no part of the transformer → why."""
+        if self.divided is not None:
+            return dict(self.divided.left_out)
         if self.naming is not Naming.ORIGINAL:
-            return dict(self.divided.left_out) if self.divided is not None else {}
-        reasons = {key: self.family.why_left_out(key) for key in self.stored}
-        return {key: why for key, why in reasons.items() if why is not None}
+            return {}
+        reasons = {}
+        for key in self.stored:
+            why = self.family.why_left_out(key)
+            if why is not None:
+                reasons[key] = why
+        return reasons
 
     def under_diffusers_names(self, tensors: Mapping[str, LazyTensor] | None = None) -> dict[str, LazyTensor]:
         """The transformer's tensors.
@@ -83,10 +88,9 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
         yield _recognised(path, _pt_tensors(path))
     elif path.is_file():
         with safe_open(path, framework="pt") as file:
-            entries = read_header(path)
-            yield _recognised(
-                path, {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()}
-            )
+            entries = read_header(path).items()
+            stored = {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries}
+            yield _recognised(path, stored)
     elif _has_ranks(path):
         yield _mm_weights(path)
     elif (pickled := _pickled_weights(path)) is not None:
@@ -99,18 +103,16 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
                 where=str(path),
                 way_out=f"Name {folder}, and then {path / 'transformer_2'}.",
             )
-        with open_weights(folder) as stored:
-            yield _recognised(folder, dict(stored), _config_of(folder))
+        with open_weights(folder) as tensors:
+            yield _recognised(folder, tensors, _config_of(folder))
 
 
-def _recognised(
-    path: Path, stored: Mapping[str, LazyTensor], config: Mapping[str, Any] | None = None
-) -> GeneratorWeights:
+def _recognised(path: Path, stored: Mapping[str, LazyTensor], config: Json | None = None) -> GeneratorWeights:
     family, naming = generator_of(stored, str(path))
     return GeneratorWeights(path, family, naming, stored, config or {})
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> Json:
     file = folder / CONFIG_FILE
     return read_json_object(file, ModelFolderError) if file.is_file() else {}
 
@@ -137,15 +139,19 @@ def _pt_tensors(path: Path) -> dict[str, LazyTensor]:
     for section in _SECTIONS:
         if section in content.tensors:
             return dict(content.tensors[section])
-    return {
-        f"{key}.{name}" if name else key: tensor for key, of in content.tensors.items() for name, tensor in of.items()
-    }
+    found: dict[str, LazyTensor] = {}
+    for key, tensors in content.tensors.items():
+        for name, tensor in tensors.items():
+            found[f"{key}.{name}" if name else key] = tensor
+    return found
 
 
 def _mm_weights(path: Path) -> GeneratorWeights:
     step = find_step(path)
     contents = read_pt_files([folder / WEIGHTS_FILE for folder in sorted(step.glob("mp_rank_*/"))])
-    names = {name for content in contents for of in content.tensors.values() for name in of}
+    names: set[str] = set()
+    for content in contents:
+        names.update(*content.tensors.values())
     family, naming = generator_of(names, str(step))
     if naming is not Naming.MM:
         raise CheckpointError(

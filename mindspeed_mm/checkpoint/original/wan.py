@@ -7,10 +7,9 @@ MindSpeed-MM's `wan_dit.py` and `vace_model.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, modules
 from mindspeed_mm.core.errors import ModelFolderError
 
 _HEAD_DIM = 128
@@ -91,11 +90,11 @@ _MM_BASE = (_renamed(_OUTSIDE, _MM_OUTSIDE), _renamed(_IN_BLOCK, _MM_IN_BLOCK))
 _VACE_PATCHES = {"vace_patch_embedding": "vace_patch_embedding"}
 
 
-def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _config(tensors: Tensors, given: Json) -> Json:
     out_rows, dim = tensors["proj_out.weight"].shape
     patches = tensors["patch_embedding.weight"].shape
     heads = int(given["num_heads"] if "num_heads" in given else _released_heads(dim))
-    config: dict[str, Any] = {
+    config: Json = {
         "patch_size": list(patches[2:]),
         "num_attention_heads": heads,
         "attention_head_dim": dim // heads,
@@ -121,13 +120,13 @@ def _released_heads(dim: int) -> int:
     """Shapes do not tell the heads; every released size has them alike."""
     if dim % _HEAD_DIM:
         raise ModelFolderError(
-            f"the weights are {dim} wide, which is no released size, and do not tell how many heads they have",
+            f"the weights are {dim} wide, which is not a released size, and do not tell how many heads they have",
             way_out="Name a diffusers folder of the same model, whose config.json tells it: cfg.hf_dir or --model.",
         )
     return dim // _HEAD_DIM
 
 
-def _vace_config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
+def _vace_config(tensors: Tensors, given: Json) -> Json:
     config, branches = _config(tensors, given), count(tensors, "vace_blocks.")
     evenly = [i * (config["num_layers"] // branches) for i in range(branches)]  # as both released sizes have them
     return config | {
@@ -136,7 +135,7 @@ def _vace_config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _original_config(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
+def _original_config(tensors: Tensors, config: Json) -> Json:
     dim = config["num_attention_heads"] * config["attention_head_dim"]
     is_vace = "vace_layers" in config
     model_type = "vace" if is_vace else _task(tensors).lower()

@@ -92,7 +92,7 @@ def hf_to_megatron(
     with open_weights(hf_dir, MAPPED_BYTES) as stored, _opened(text_dir) as of_text:
         ledger = SourceLedger(stored, hf_dir)
         ledgers, sources = [ledger], [hf_dir]
-        left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
+        left_out = {key: "is not part of this layout" for key in stored if key.startswith(model.not_carried)}
         tensors: dict[str, LazyTensor] = dict(ledger.tensors)
         incomparable = ""
         if text_dir is not None:
@@ -441,7 +441,7 @@ def _is_canonical(folder: Path, said: bool) -> bool:
         return said
     if said and not kept.canonical:
         raise UsageError(
-            "true was said, and the checkpoint's projections are fused",
+            "true was given, and the checkpoint's projections are fused",
             where=str(folder),
             key="cfg.common_model_config.enable_canonical_hf_struct",
         )

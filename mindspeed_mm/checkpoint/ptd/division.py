@@ -28,32 +28,30 @@ def layout_of(
         UsageError: Layers are named of a tower that the model does not have, or a tower has more tensor ranks than the
             language model.
     """
-    named = {
-        tower: tuple(map(tuple, stages))
-        for tower, stages in zip(
-            FLAG_OF_TOWER, (said.llm_pp_layers, said.vit_pp_layers, said.audio_pp_layers), strict=True
-        )
-        if stages is not None
-    }
-    for tower, stages in named.items():
+    named: dict[str, Stages] = {}
+    given = {"text": said.llm_pp_layers, "vision": said.vit_pp_layers, "audio": said.audio_pp_layers}
+    for tower, stages in given.items():
+        if stages is None:
+            continue
         if not stages or not all(stages):
             raise UsageError(
                 f"{json.dumps(stages)} names no stage",
                 key=FLAG_OF_TOWER[tower],
                 way_out="Write [14,14], or one list for each virtual chunk: [[7,7],[7,7]].",
             )
-    if "text" in named:
-        text = named["text"]
-        layers = {**even_layers(depths, len(text[0]), len(text)), **named}
-    else:
-        layers = {**even_layers(depths, 1), **named}
-    sizes = {"vision": said.vit_tp_size, "audio": said.audio_tp_size}
-    sizes = {tower: size for tower, size in sizes.items() if size not in (0, said.tp_size) and tower in depths}
-    if wider := [tower for tower, size in sizes.items() if size > said.tp_size]:
-        raise UsageError(
-            f"{sizes[wider[0]]} ranks for the {wider[0]} tower are more than tp_size {said.tp_size}",
-            key="vit_tp_size" if wider[0] == "vision" else "audio_tp_size",
-        )
+        named[tower] = tuple(map(tuple, stages))
+    text = named.get("text", ((0,),))
+    layers = even_layers(depths, len(text[0]), len(text)) | named
+    sizes = {}
+    for tower, size, flag in (
+        ("vision", said.vit_tp_size, "vit_tp_size"),
+        ("audio", said.audio_tp_size, "audio_tp_size"),
+    ):
+        if size > said.tp_size and tower in depths:
+            what = f"{size} ranks for the {tower} tower are more than tp_size {said.tp_size}"
+            raise UsageError(what, key=flag)
+        if size not in (0, said.tp_size) and tower in depths:
+            sizes[tower] = size
     several = len(next(iter(layers.values()))[0]) > 1
     everywhere = [tower for tower in depths if tower != "text" and said.encoders_on_every_stage and several]
     return MegatronLayout(
@@ -86,13 +84,13 @@ def check_facts(said: CommonModelConfig, model: MegatronModel, config: Mapping[s
         "vit_num_layers": model.depths.get("vision"),
         "audio_num_layers": model.depths.get("audio"),
     }
-    problems = [
-        Problem(f"{value} was said, and config.json has {known[name]}", str(where), f"cfg.common_model_config.{name}")
-        for name, value in said.model_dump(include=set(known)).items()
-        if value is not None and known[name] is not None and value != known[name]
-    ]
+    problems = []
+    for name, value in said.model_dump(include=set(known)).items():
+        if None not in (value, known[name]) and value != known[name]:
+            what = f"{value} was given, and config.json has {known[name]}"
+            problems.append(Problem(what, str(where), f"cfg.common_model_config.{name}"))
     if problems:
-        raise UsageError("what was said of the model contradicts its config.json", problems=problems)
+        raise UsageError("what was given contradicts the model's config.json", problems=problems)
 
 
 def _found(config: Mapping[str, Any], key: str) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
@@ -16,7 +17,8 @@ _BASE = "model"
 def text_keys(keys: Collection[str], model: MegatronModel) -> list[str]:
     """Those of a larger model's keys on the hub that are its language model's."""
     rules = [rule for rule in model.rules if all(name.startswith(TEXT.prefix) for name in rule.targets)]
-    return [key for key in keys if any(regex.fullmatch(key) for rule in rules for regex in rule.regexes)]
+    regexes = list(chain.from_iterable(rule.regexes for rule in rules))
+    return [key for key in keys if any(regex.fullmatch(key) for regex in regexes)]
 
 
 def renamed_text(tensors: Mapping[str, LazyTensor], model: MegatronModel, folder: Path) -> dict[str, LazyTensor]:
@@ -49,4 +51,6 @@ def renamed_text(tensors: Mapping[str, LazyTensor], model: MegatronModel, folder
 def _renamed(key: str, base: str, head: str) -> str:
     """Without the head, which stands beside the larger model."""
     first, _, rest = key.partition(".")
-    return f"{base}.{rest}" if first == _BASE else head if key.endswith(".weight") and rest == "weight" else key
+    if first == _BASE:
+        return f"{base}.{rest}"
+    return head if rest == "weight" else key

@@ -9,7 +9,7 @@ from pathlib import Path
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.conversion.manifest import MANIFEST, converted_root, differences_of_share
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.errors import CheckpointError, Problem, first_problems
 from mindspeed_mm.fsdp.checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
@@ -19,8 +19,6 @@ from mindspeed_mm.fsdp.checkpoint.manifest import (
     verify_files,
 )
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -130,11 +128,10 @@ def verify_converted(
         shares = ranks.each("verifying", lambda: differences_of_share(path, ranks.rank, ranks.world_size))
         problems = [problem for share in shares for problem in share]
     if problems:
-        more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
         raise CheckpointError(
             f"{path}: {len(problems)} of what {MANIFEST} lists is not as it was written. Copy the folder again; to "
             "train on it as it is: training.verify_checkpoint=size.",
-            problems=problems[:_SHOWN] + more,
+            problems=first_problems(problems),
         )
 
 

@@ -19,7 +19,14 @@ from mindspeed_mm.checkpoint.hf_folder import (
     drafted_folder,
     write_weights,
 )
-from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
+from mindspeed_mm.checkpoint.keymap import (
+    KeyMap,
+    RuleMatch,
+    check_used_once,
+    in_natural_order,
+    made_by,
+    natural_order,
+)
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
 from mindspeed_mm.checkpoint.transformers_map import go_back_as, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
@@ -129,10 +136,9 @@ def hub_tensors(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str
         ModelFolderError: A tensor would be lost or written twice.
     """
     steps = _saving_steps(whole_of(model), tensors)
-    targets = dict.fromkeys(key for step in steps for key in step.targets)
-    check_used_once(steps, tensors, targets)
-    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
-    return {key: made[key] for key in sorted(made, key=natural_order)}
+    made = made_by(steps)
+    check_used_once(steps, tensors, made)
+    return in_natural_order(made)
 
 
 def remember_layout(model: nn.Module, source: Path) -> set[str]:

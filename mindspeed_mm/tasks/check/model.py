@@ -45,13 +45,11 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
     folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
     if not is_megatron_folder(folder):
         find_entries(folder)
+    missing, unexpected = training.allow_missing, training.allow_unexpected
+    if not training.load_strict:
+        missing = unexpected = EVERYTHING
     with told_by_load(training.load if told is not None else None):
-        check_weights(
-            outline.model,
-            folder,
-            allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
-            allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
-        )
+        check_weights(outline.model, folder, allow_missing=missing, allow_unexpected=unexpected)
 
 
 def check_reference(arguments: Arguments, policy: nn.Module) -> None:

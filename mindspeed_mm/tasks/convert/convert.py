@@ -225,7 +225,7 @@ def _model_of(source: Path, told: Path | None) -> Path:
 
 
 def _family_of(folder: Path, kind: str) -> MegatronFamily:
-    """Of the model whose folder was named."""
+    """The family of the model whose folder was named."""
     way_out = "Any other trains from a distributed checkpoint: --to dcp."
     if kind == "megatron":
         way_out = "Name the folder of the model that was divided: --model FOLDER."

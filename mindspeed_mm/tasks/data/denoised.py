@@ -40,7 +40,7 @@ class DenoisedStats(TypedDict):
     captions_cut: int
     captions_empty: int
     frames: dict[str, float]
-    """Of clips."""
+    """Frames of clips."""
     fps: dict[str, int]
     """Frame rate → samples, the most frequent first."""
     cut_share: dict[str, float]

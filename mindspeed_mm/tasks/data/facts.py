@@ -105,7 +105,7 @@ class DenoisedFacts:
 
     @property
     def bucket(self) -> str:
-        """As messages write sizes."""
+        """The bucket's size as messages write it."""
         return str(MediaSize(self.frames, self.height, self.width))
 
 

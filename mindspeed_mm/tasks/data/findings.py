@@ -24,7 +24,7 @@ class Fix:
     """Something to change."""
 
     what: str
-    """As one would type or do it."""
+    """The change, as one would type or make it."""
     saves_rows: int
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ class PackedDocument:
     row: int
     first: int
     end: int
-    """Behind its last token."""
+    """The position behind its last token."""
     sample_id: str
     """Empty: padding."""
     trained: int
@@ -43,7 +42,7 @@ class MicroBatchView:
         real = sum(document.end - document.first for document in self.documents if document.sample_id)
         return real / max(self.rows * self.length, 1)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
         return {
             "rows": self.rows,
@@ -62,8 +61,8 @@ def view_batch(batch: Batch) -> MicroBatchView:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return MicroBatchView(len(batch["sample_ids"]), 0, False, (), shapes)
     borders = batch.get("cu_seq_lens_q")
-    documents = tuple(_packed(batch, borders.tolist()) if borders is not None else _padded(batch))
-    return MicroBatchView(ids.shape[0], ids.shape[1], borders is not None, documents, shapes)
+    documents = _packed(batch, borders.tolist()) if borders is not None else _padded(batch)
+    return MicroBatchView(ids.shape[0], ids.shape[1], borders is not None, tuple(documents), shapes)
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
@@ -76,8 +75,13 @@ def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
 def _padded(batch: Batch) -> Iterator[PackedDocument]:
     mask, labels = batch.get("attention_mask"), _labels(batch)
     length = batch["input_ids"].shape[1]
-    for row, name in enumerate(batch["sample_ids"] * (2 if "pairs" in batch else 1)):
-        end = int(mask[row].sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else length
+    names = batch["sample_ids"]
+    if "pairs" in batch:
+        names = names * 2  # the better answers, then the worse ones
+    for row, name in enumerate(names):
+        end = length
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            end = int(mask[row].sum())
         yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED_LABEL).sum()))
         if end < length:
             yield PackedDocument(row, end, length, "", 0)
@@ -89,7 +93,7 @@ def _labels(batch: Batch) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED_LABEL)
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"({', '.join(map(str, value.shape))}) {str(value.dtype).removeprefix('torch.')}"
     return f"list of {len(value)}" if isinstance(value, list) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, find_part
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -25,7 +24,7 @@ class SourceShare:
     weight: float | None
     """Share by the configured weights; None without weights."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
         return {
             "name": self.name,
@@ -40,20 +39,16 @@ class SourceShare:
 def shares(dataset: MMDataset, basic: BasicParameters, tally: RowStatistics) -> list[SourceShare]:
     """Rows and tokens of each entry of `dataset:`; empty where the data set does not name its parts."""
     counts = tally.parts(dataset.parts)
-    rows, tokens = sum(each.rows for each in counts) or 1, sum(each.tokens for each in counts) or 1
+    rows = max(1, sum(each.rows for each in counts))
+    tokens = max(1, sum(each.tokens for each in counts))
     weights = _weights(dataset.parts, basic)
     total = sum(weights.values())
-    return [
-        SourceShare(
-            each.name,
-            each.rows,
-            each.tokens,
-            each.rows / rows,
-            each.tokens / tokens,
-            round(weights.get(number, 0.0) / total, 4) if total else None,
-        )
-        for number, each in enumerate(counts)
-    ]
+    found = []
+    for number, each in enumerate(counts):
+        weight = round(weights.get(number, 0.0) / total, 4) if total else None
+        of_rows, of_tokens = each.rows / rows, each.tokens / tokens
+        found.append(SourceShare(each.name, each.rows, each.tokens, of_rows, of_tokens, weight))
+    return found
 
 
 def _weights(parts: Sequence[Part], basic: BasicParameters) -> dict[int, float]:

@@ -133,7 +133,9 @@ def open_data(
 
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
-    update: dict[str, Any] = {"streaming": False} | ({"on_bad_sample": "skip"} if patient else {})
+    update: dict[str, Any] = {"streaming": False}
+    if patient:
+        update["on_bad_sample"] = "skip"
     if patient and "features_dir" in param.basic_parameters:  # of a generator: its rows are read at the start
         update["max_bad_fraction"] = 1.0
     basic = before_extraction(param).basic_parameters.model_copy(update=update)
@@ -146,5 +148,7 @@ def before_extraction(param: DatasetParam) -> DatasetParam:
     folder = basic.get("features_dir")
     if folder is None or basic.dataset is None or Path(folder).exists():
         return param
-    update = {"features_dir": None} | ({"val_features_dir": None} if basic.val_dataset is not None else {})
+    update = {"features_dir": None}
+    if basic.val_dataset is not None:
+        update["val_features_dir"] = None
     return param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})

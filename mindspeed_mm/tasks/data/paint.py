@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -28,36 +28,42 @@ class Paint:
         """Colour on a terminal, unless `NO_COLOR` is set."""
         return cls(stream.isatty() and not os.environ.get("NO_COLOR"))
 
+    def _styled(self, text: str, **style: Any) -> str:
+        return click.style(text, **style) if self.colour else text
+
     def bad(self, text: str) -> str:
         """What stops a run."""
-        return click.style(text, fg="red", bold=True) if self.colour else text
+        return self._styled(text, fg="red", bold=True)
 
     def odd(self, text: str) -> str:
         """What a person should look at."""
-        return click.style(text, fg="yellow", bold=True) if self.colour else text
+        return self._styled(text, fg="yellow", bold=True)
 
     def good(self, text: str) -> str:
         """What is as it should be."""
-        return click.style(text, fg="green", bold=True) if self.colour else text
+        return self._styled(text, fg="green", bold=True)
 
     def soft(self, text: str) -> str:
         """What is beside the point."""
-        return click.style(text, dim=True) if self.colour else text
+        return self._styled(text, dim=True)
 
     def head(self, text: str) -> str:
         """A heading."""
-        return click.style(text, bold=True) if self.colour else text
+        return self._styled(text, bold=True)
 
     def trained(self, text: str) -> str:
         """Tokens that are trained; « » where there is no colour."""
         if not self.colour:
             return f"«{text}»"
-        lines = [click.style(line, fg="black", bg="green") if line else line for line in text.split("\n")]
+        lines = text.split("\n")
+        for number, line in enumerate(lines):
+            if line:
+                lines[number] = click.style(line, fg="black", bg="green")
         return "\n".join(lines)
 
     def medium(self, text: str) -> str:
         """Tokens that stand for a medium."""
-        return click.style(text, fg="cyan") if self.colour else text
+        return self._styled(text, fg="cyan")
 
 
 def bars(title: str, found: Sequence[Bin], paint: Paint, mark: int | None = None) -> list[str]:
@@ -67,11 +73,15 @@ def bars(title: str, found: Sequence[Bin], paint: Paint, mark: int | None = None
     most, width = max(each.rows for each in found), len(f"{found[-1].high - 1:,}")
     lines = ["", paint.head(title)]
     for each in _joined_where_empty(found):
-        filled = "█" * round(_BAR_CHARACTERS * each.rows / most) or ("▏" if each.rows else "")
-        place = (
-            f"{each.low:>{width},}–{each.high - 1:<{width},}" if each.high - each.low > 1 else f"{each.low:>{width},}"
-        )
-        pointer = paint.odd("  ← cutoff_len") if mark is not None and each.low <= mark < each.high else ""
+        filled = "█" * round(_BAR_CHARACTERS * each.rows / most)
+        if each.rows and not filled:
+            filled = "▏"  # a few rows are seen too
+        place, last = f"{each.low:>{width},}", each.high - 1
+        if last > each.low:
+            place += f"–{last:<{width},}"
+        pointer = ""
+        if mark is not None and each.low <= mark < each.high:
+            pointer = paint.odd("  ← cutoff_len")
         lines.append(f"  {place:<{2 * width + 1}}  {filled:<{_BAR_CHARACTERS}} {each.rows:,}{pointer}")
     return lines
 

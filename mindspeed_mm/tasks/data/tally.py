@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -24,12 +23,18 @@ class BadRow:
     place: str
     fault: RowFault
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """A line of `--bad-rows`."""
         file, _, row = self.place.rpartition(":")
-        fault = {"kind": self.fault.kind, "what": self.fault.what, "key": self.fault.key, "way_out": self.fault.way_out}
-        index = self.index if self.index >= 0 else None
-        return {"index": index, "file": file, "row": int(row) if row.isdigit() else row, **fault}
+        return {
+            "index": self.index if self.index >= 0 else None,
+            "file": file,
+            "row": int(row) if row.isdigit() else row,
+            "kind": self.fault.kind,
+            "what": self.fault.what,
+            "key": self.fault.key,
+            "way_out": self.fault.way_out,
+        }
 
 
 @dataclass
@@ -186,8 +191,11 @@ def _duplicates(marks: array[int], index: array[int], place: Callable[[int], str
     if not marks:
         return Duplicates(0, ())
     values, rows = np.asarray(marks), np.asarray(index)
+    # Equal marks stand together when sorted; a stable sort leaves the earlier row first.
     order = np.argsort(values, kind="stable")
     is_copy = values[order][1:] == values[order][:-1]
     at = np.flatnonzero(is_copy)
-    pairs = sorted((int(rows[order[i + 1]]), int(rows[order[i]])) for i in at[: 50 * _EXAMPLES].tolist())[:_EXAMPLES]
-    return Duplicates(len(at), tuple((place(first), place(later)) for later, first in pairs))
+    some = at[: 50 * _EXAMPLES]
+    later, earlier = rows[order[some + 1]].tolist(), rows[order[some]].tolist()
+    examples = sorted(zip(later, earlier, strict=True))[:_EXAMPLES]
+    return Duplicates(len(at), tuple((place(first), place(copy)) for copy, first in examples))

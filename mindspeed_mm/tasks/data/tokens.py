@@ -48,7 +48,7 @@ class TokenSpan:
 
     @property
     def weight(self) -> float:
-        """As of its pieces."""
+        """How much its pieces count in the loss."""
         return self.pieces[0].weight
 
     @property

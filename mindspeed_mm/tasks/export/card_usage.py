@@ -64,8 +64,11 @@ def _of_model(folder: Path) -> Usage:
 def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     index = read_json_object(model_folder / GENERATOR_INDEX, ModelFolderError)
     name, transformer = str(index.get("_class_name", "")), str((index.get("transformer") or ["", ""])[1])
-    is_video = "Video" in name or "3D" in transformer
-    tag = _TAGS["ImageToVideo" if "ImageToVideo" in name else "Video" if is_video else "Image"]
+    is_video, from_image = "Video" in name or "3D" in transformer, "ImageToVideo" in name
+    made_kind = "Image"
+    if is_video:
+        made_kind = "ImageToVideo" if from_image else "Video"
+    tag = _TAGS[made_kind]
     base = f'DiffusionPipeline.from_pretrained("path/to/{model_folder.name}"'
     first = "from diffusers import DiffusionPipeline"
     if kind == "transformer":
@@ -82,5 +85,5 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         return Usage("diffusers", tag, (first, "", f"pipeline = {base})", f'pipeline.load_lora_weights("{_HERE}")'))
     result = "frames" if is_video else "images"
     whole = f'pipeline = DiffusionPipeline.from_pretrained("{_HERE}")'
-    image = "image, " if "ImageToVideo" in name else ""
+    image = "image, " if from_image else ""
     return Usage("diffusers", tag, (first, "", whole, f'result = pipeline({image}prompt="a caption").{result}[0]'))

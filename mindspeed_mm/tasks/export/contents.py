@@ -159,7 +159,7 @@ class WholeModel:
     outline: nn.Module
     """What was trained, without weights."""
     tensors: Mapping[str, LazyTensor]
-    """Its, by keys of the folder."""
+    """Its weights, by the keys of the folder."""
     rule: DtypeRule
     """The dtype of each."""
     max_shard_bytes: int

@@ -53,18 +53,18 @@ def authors_files(tensors: Mapping[str, LazyTensor], rule: DtypeRule, adapter: D
 def _renamed(tensors: Mapping[str, LazyTensor], rule: DtypeRule, class_name: str) -> AuthorsFile:
     if class_name in SAME_NAMES:
         return AuthorsFile(FILE, tensors, rule)
-    family = next((family for family in GENERATORS if family.class_name == class_name), None)
+    families = {family.class_name: family for family in GENERATORS}
+    family = families.get(class_name)
     if family is None:
-        known = ", ".join(sorted({*SAME_NAMES, *(family.class_name for family in GENERATORS)}))
         raise UsageError(
-            f"the authors' names of {class_name} are not known here; those of {known} are",
+            f"the authors' names of {class_name} are not known here; those of "
+            f"{', '.join(sorted({*SAME_NAMES, *families}))} are",
             key="--single-file",
             way_out="Leave it out.",
         )
     made = from_diffusers(tensors, family, Naming.ORIGINAL)
-    dtypes = {
-        family.original_prefix + key: rule(step.sources[0], tensor.dtype)
-        for step in family.rules(Naming.ORIGINAL).inverse.steps(tensors)
-        for key, tensor in step.targets.items()
-    }
+    dtypes = {}
+    for step in family.rules(Naming.ORIGINAL).inverse.steps(tensors):
+        for key, tensor in step.targets.items():
+            dtypes[family.original_prefix + key] = rule(step.sources[0], tensor.dtype)
     return AuthorsFile(family.original_file or FILE, made, DtypeRule(dtypes, rule.default))

@@ -18,13 +18,13 @@ _LONGEST = 60
 _RESUMES = {"auto": True, "never": False}
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value as messages show it, however long it is."""
     text = reprlib.repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(**flags: object) -> None:
     """Raise `UsageError` for one that is neither True nor False: any text that is not empty would count as true."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -33,21 +33,21 @@ def check_flags(**flags: Any) -> None:
             )
 
 
-def check_counts(least: int = 1, **counts: Any) -> None:
+def check_counts(least: int = 1, **counts: object) -> None:
     """Raise `UsageError` for a number that is not a whole one, or below `least`; None is none."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             raise UsageError(f"{short(count)} is not a whole number of at least {least}", key=name)
 
 
-def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Raise `UsageError` for a word that is none of those known; None is none."""
     if value is not None and value not in known:
         hint = did_you_mean(value, known) if isinstance(value, str) else ""
         raise UsageError(f"{short(value)} is not one of {', '.join(known)}", key=name, way_out=hint.rstrip())
 
 
-def wants_resume(resume: Any) -> bool:
+def wants_resume(resume: object) -> bool:
     """Whether a run continues: True or False, or the command line's words for them.
 
     Raises:
@@ -64,7 +64,7 @@ def wants_resume(resume: Any) -> bool:
     return _RESUMES[resume]
 
 
-def given_sections(**sections: Any) -> dict[str, Any]:
+def given_sections(**sections: object) -> dict[str, Any]:
     """The sections that were given.
 
     Raises:
@@ -84,8 +84,8 @@ def given_sections(**sections: Any) -> dict[str, Any]:
 
 
 def refuse_unknown(
-    unknown: Mapping[str, Any],
-    function: Callable[..., Any],
+    unknown: Mapping[str, object],
+    function: Callable[..., object],
     what: str = "is not an argument",
     also: Iterable[str] = (),
 ) -> None:
@@ -107,7 +107,7 @@ def refuse_unknown(
         raise UsageError(what, key=name, way_out=way_out)
 
 
-def named_by(**rows: Any) -> Callable[[Problem], Problem]:
+def named_by(**rows: object) -> Callable[[Problem], Problem]:
     """Problems of the keys that name rows are problems of the arguments that named them instead."""
     paths = {_ROWS[name]: name for name, given in rows.items() if isinstance(given, str | os.PathLike)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.python_words import problem_for_python
@@ -13,7 +12,7 @@ from mindspeed_mm.tasks.given.arguments import named_by
 from mindspeed_mm.tasks.given.configuration import GivenConfig
 
 
-def check_given(config: GivenConfig, rows: Any, val_rows: Any, nproc: int | None) -> check_task.CheckResult:
+def check_given(config: GivenConfig, rows: object, val_rows: object, nproc: int | None) -> check_task.CheckResult:
     """What is wrong with a configuration; arguments as of `mm.check`.
 
     Raises:

@@ -30,7 +30,7 @@ class GivenConfig:
     """A model object, which stands for the folder of one."""
 
     @classmethod
-    def of(cls, config: Any, model: Any, overrides: Sequence[str], **sections: Any) -> GivenConfig:
+    def of(cls, config: object, model: object, overrides: Sequence[str], **sections: object) -> GivenConfig:
         """From the arguments of `mm.train` and `mm.check`.
 
         Raises:
@@ -50,7 +50,7 @@ def resolved(source: Path | Mapping[str, Any], overrides: Sequence[Any] = ()) ->
     return load_with_plugins(source, overrides)
 
 
-def _model(model: Any) -> tuple[nn.Module | None, dict[str, Any]]:
+def _model(model: object) -> tuple[nn.Module | None, dict[str, Any]]:
     """A model object, and what is said of the `model` section."""
     if model is None:
         return None, {}

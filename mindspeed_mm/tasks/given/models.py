@@ -58,7 +58,7 @@ def picture_files(images: object, folder: Path) -> tuple[Path, ...]:
     return tuple(_picture(image, folder, number) for number, image in enumerate(listed))
 
 
-def media_files(paths: Any, name: str) -> tuple[Path, ...]:
+def media_files(paths: object, name: str) -> tuple[Path, ...]:
     """The files of videos or sounds; one or several."""
     listed = paths if isinstance(paths, list | tuple) else [paths]
     return tuple(named_path(path, name) for path in listed)
@@ -83,7 +83,7 @@ class Asked:
     pictures: tuple[Path, ...]
     clips: tuple[Path, ...]
     sounds: tuple[Path, ...]
-    rows: Any
+    rows: object
     out: Path | None
     folder: Path
     """For what lives as long as the call."""
@@ -92,8 +92,8 @@ class Asked:
     lora: Path | None
     config: Path | None
     overwrite: bool
-    sampling: Mapping[str, Any]
-    function: Any
+    sampling: Mapping[str, object]
+    function: Callable[..., object]
     """`mm.infer`, for messages about its arguments."""
 
     def answered(self) -> Any:

@@ -34,7 +34,7 @@ def with_objects(
     given: Path | Mapping[str, Any],
     words: Sequence[Word],
     module: nn.Module | None,
-    rows: tuple[Any, Any],
+    rows: tuple[object, object],
     processor: Processor | None,
     stack: ExitStack,
     *,
@@ -92,7 +92,7 @@ def is_data_set(rows: object) -> bool:
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_files(rows: tuple[Any, Any], folder: Callable[[], Path]) -> dict[str, Any]:
+def _row_files(rows: tuple[object, object], folder: Callable[[], Path]) -> dict[str, Any]:
     """What names the files of rows for training and for validation; those in memory are stored."""
     values: dict[str, Any] = {}
     files: list[Path] = []
@@ -109,7 +109,7 @@ def _row_files(rows: tuple[Any, Any], folder: Callable[[], Path]) -> dict[str, A
     return _of_basic(**values) if values else {}
 
 
-def _row_file(rows: Any, argument: str, name: str, folder: Callable[[], Path]) -> Path:
+def _row_file(rows: object, argument: str, name: str, folder: Callable[[], Path]) -> Path:
     if is_in_memory(rows):
         return write_rows(listed_rows(rows, name), folder() / "rows", name)
     return named_path(rows, argument)

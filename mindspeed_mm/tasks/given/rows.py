@@ -26,7 +26,7 @@ _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".wav", b"fLa
 """First bytes of a file → its ending."""
 
 
-def named_path(name: str | os.PathLike[str], key: str) -> Path:
+def named_path(name: object, key: str) -> Path:
     """The path of a name that was given for `key`.
 
     Raises:
@@ -42,7 +42,7 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
         raise UsageError(str(error), key=key, way_out="Give the name of a file or folder.") from error
 
 
-def optional_path(name: str | os.PathLike[str] | None, key: str) -> Path | None:
+def optional_path(name: object, key: str) -> Path | None:
     """`named_path` of an argument that may be left out."""
     return named_path(name, key) if name is not None else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import UsageError, told_as
 from mindspeed_mm.fsdp.train.train_engine import Hook
@@ -16,9 +16,17 @@ from mindspeed_mm.tasks.given.objects import with_objects
 from mindspeed_mm.tasks.given.run_view import RecordsInMemory, Run, run_of
 from mindspeed_mm.tasks.train import collecting_later
 
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.given.objects import Processor
+
 
 def train_given(
-    config: GivenConfig, rows: Any, val_rows: Any, processor: Any, callbacks: Any, options: Mapping[str, Any]
+    config: GivenConfig,
+    rows: object,
+    val_rows: object,
+    processor: Processor | None,
+    callbacks: object,
+    options: Mapping[str, Any],
 ) -> Run:
     """Train in this process; arguments as of `mm.train`, `options` for `TrainOptions`."""
     ensure_torchvision()  # before callbacks and data sets of the caller import transformers
@@ -34,7 +42,7 @@ def train_given(
     return run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _listed(callbacks: object) -> list[Any]:
     """Functions and hooks; one alone may be given without a list."""
     listed = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for one in listed:

@@ -191,7 +191,7 @@ def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Of modules and of parameters."""
+    """The names of modules and of parameters."""
     return [name for name, _ in chain(model.named_modules(), model.named_parameters())]
 
 

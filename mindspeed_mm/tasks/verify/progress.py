@@ -31,7 +31,11 @@ class VerifyProgress:
         """A run is done; an empty string: none is, but time has passed."""
         self._done += bool(what)
         now = time.monotonic()
-        every = _LIVE_EVERY_S if self._live else _LINE_EVERY_S if self._shown else 0.0
+        every = 0.0  # the first line comes at once
+        if self._live:
+            every = _LIVE_EVERY_S
+        elif self._shown:
+            every = _LINE_EVERY_S
         if not self._done or now - self._began < _QUIET_S or now - self._told < every:
             return
         self._told, self._shown = now, True

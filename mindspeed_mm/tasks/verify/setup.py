@@ -70,7 +70,7 @@ class VerifyJob:
     """What every process is told."""
 
     config: ResolvedConfig
-    """As the user wrote it."""
+    """The configuration as the user wrote it."""
     setup: Setup
     folder: Path
     """Records, small models, checkpoints."""
@@ -89,7 +89,7 @@ class OneProcess:
     job: VerifyJob
     """For the processes of the plan: with the model that is compared."""
     model: str
-    """In words."""
+    """The model in words."""
 
 
 def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) -> Setup:

@@ -34,10 +34,15 @@ def extract_features() -> None:
 
 def compute_type(model: dict[str, Any]) -> str | None:
     """The type that all encoders of model.json compute in; None where they differ, or do not say."""
-    parts = [model.get("ae"), model.get("text_encoder"), model.get("image_encoder")]
-    encoders = [each for part in parts for each in (part if isinstance(part, list) else [part]) if each]
-    types = {encoder.get("dtype") for encoder in encoders}
-    return next(iter(types & {"bf16", "fp32"})) if len(types) == 1 and types & {"bf16", "fp32"} else None
+    types = set()
+    for part in ("ae", "text_encoder", "image_encoder"):
+        encoders = model.get(part)
+        for encoder in encoders if isinstance(encoders, list) else [encoders]:
+            if encoder:
+                types.add(encoder.get("dtype"))
+    if types == {"bf16"} or types == {"fp32"}:
+        return str(types.pop())
+    return None
 
 
 def main() -> None:

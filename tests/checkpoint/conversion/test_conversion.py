@@ -173,7 +173,7 @@ def test_a_file_that_may_not_grow_further_is_told_as_a_full_disk(name: str, tmp_
 def test_a_header_whose_type_is_no_name_is_one_clear_error(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(ModelFolderError, match=r"'w' has the type \['F32'\], which is no name"):
+    with pytest.raises(ModelFolderError, match=r"'w' has the type \['F32'\], which is not a name"):
         read_header(tmp_path / "model.safetensors")
 
 

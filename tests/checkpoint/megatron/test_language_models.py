@@ -199,7 +199,7 @@ def test_layers_that_predict_further_tokens_stay_in_the_original_folder(
     save_file({**weights, "model.layers.5.enorm.weight": torch.randn(3)}, hf / "model.safetensors")
     divide(hf, tmp_path / "mm")
     left_out = json.loads((tmp_path / "mm/conversion_manifest.json").read_text())["left_out"]
-    assert left_out == {"model.layers.5.enorm.weight": "is no part of this layout"}
+    assert left_out == {"model.layers.5.enorm.weight": "is not part of this layout"}
     assert mm("convert", tmp_path / "mm", tmp_path / "hf", "--to", "hf", "--model", hf).code == 0
     assert_same(tmp_path / "hf", hf)
 

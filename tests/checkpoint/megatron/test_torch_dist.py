@@ -180,9 +180,9 @@ def test_it_becomes_the_hub_s_folder_to_the_bit(name: str, saved: Callable[[str]
     assert_same(tmp_path / "hf", hf)
     left_out = json.loads((tmp_path / "hf/conversion_manifest.json").read_text())["left_out"]
     assert left_out == {
-        "optimizer": "is no part of the model",
-        "chained_1": "is no part of the model",
-        "rng_state": "is no part of the model",
+        "optimizer": "is not part of the model",
+        "chained_1": "is not part of the model",
+        "rng_state": "is not part of the model",
         "decoder.layers.self_attention.linear_qkv._extra_state": "is what Megatron's kernels keep for themselves",
     }
 

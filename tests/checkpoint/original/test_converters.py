@@ -208,7 +208,7 @@ def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"model_type": "qwen3"}')
     assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--model", str(tmp_path / "other")) == 4
-    assert "config.json  _class_name  is missing: it is no configuration of diffusers" in capsys.readouterr().err
+    assert "config.json  _class_name  is missing: it is not a configuration of diffusers" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -236,9 +236,9 @@ def test_a_lora_on_a_fused_layer_is_merged_under_the_authors_names(folders: dict
     ("said", "alpha", "message"),
     [
         ("{", None, "is not valid JSON"),
-        ("[1]", None, "is no table of values"),
+        ("[1]", None, "is not a table of values"),
         ('{"lora_alpha": "many"}', None, "lora_alpha +is 'many', no number"),
-        ("{}", torch.ones(2), r"to_q\.alpha +is no single number, its shape is \[2\]"),
+        ("{}", torch.ones(2), r"to_q\.alpha +is not a single number, its shape is \[2\]"),
     ],
 )
 def test_an_alpha_that_is_no_number_is_one_clear_error(
@@ -257,5 +257,5 @@ def test_a_lora_of_another_model_is_refused(folders: dict[str, Path], tmp_path: 
     file = tmp_path / "lora.safetensors"
     parts = {f"transformer.blocks.9.attn1.to_q.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
     save_file({**parts, "transformer.blocks.9.attn1.to_q.alpha": torch.tensor(2.0)}, file)
-    with pytest.raises(ModelFolderError, match=r"blocks\.9\.attn1\.to_q.*no layer of the base"):
+    with pytest.raises(ModelFolderError, match=r"blocks\.9\.attn1\.to_q.*not a layer of the base"):
         convert_generator(folders["Wan"], tmp_path / "out", DIFFUSERS, adapter=Adapter(file))

@@ -135,7 +135,7 @@ def test_a_version_that_no_tensor_tells_names_the_tensor() -> None:
 def test_a_shape_that_tells_nothing_names_the_tensor() -> None:
     family = next(found for found in GENERATORS if found.name == "Wan")
     tensors = lazy(dict(outline("Wan").state_dict()) | {"patch_embedding.weight": torch.ones(3)})
-    with pytest.raises(ModelFolderError, match=r"patch_embedding\.weight +has shape \[3\], which is none of Wan's"):
+    with pytest.raises(ModelFolderError, match=r"patch_embedding\.weight +has shape \[3\], which is not one of Wan's"):
         told_version(tensors, family)
 
 

@@ -137,11 +137,11 @@ def test_what_contradicts_the_checkpoint_is_refused_with_both_values(
 ) -> None:
     hf, mm = saved("glm4v"), tmp_path / "mm"
     to_mm("glm4v", hf, mm, CHUNKED)
-    with pytest.raises(UsageError, match=r"4 was said, and the checkpoint has 2"):
+    with pytest.raises(UsageError, match=r"4 was given, and the checkpoint has 2"):
         to_hf("glm4v", mm, hf, tmp_path / "hf", {**CHUNKED, "tp_size": 4})
-    with pytest.raises(UsageError, match=r"7 was said, and config.json has 5"):
+    with pytest.raises(UsageError, match=r"7 was given, and config.json has 5"):
         to_hf("glm4v", mm, hf, tmp_path / "hf", common_model_config=CommonModelConfig(llm_num_layers=7))
-    with pytest.raises(UsageError, match=r"2 was said, and config.json has 4"):
+    with pytest.raises(UsageError, match=r"2 was given, and config.json has 4"):
         to_hf("glm4v", mm, hf, tmp_path / "hf", common_model_config=CommonModelConfig(num_key_value_heads=2))
     assert not (tmp_path / "hf").exists()
 
@@ -208,7 +208,7 @@ def test_what_kernels_keep_and_an_optimizer_are_left_out_by_name(saved: Callable
     assert json.loads((tmp_path / "hf/conversion_manifest.json").read_text())["left_out"] == {
         "mp_rank_00_000/model0.text_decoder.decoder.layers.0.x._extra_state": "is what Megatron's kernels keep for "
         "themselves",
-        "mp_rank_00_000/optimizer": "is no part of the model",
+        "mp_rank_00_000/optimizer": "is not part of the model",
     }
 
 

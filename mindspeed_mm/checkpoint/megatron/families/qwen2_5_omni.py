@@ -86,12 +86,17 @@ def _audio_rules(hub: str, audio: Config) -> list[KeyRule]:
     attention = f"{hub}layers.{{n}}.self_attn."
     interleave = Interleave(0, audio["encoder_attention_heads"], (audio["d_model"],) * 3)
     qkv = f"{_LAYER}self_attention.linear_qkv"
-    return [
-        KeyRule([f"{attention}{part}_proj.weight" for part in "qkv"], f"{qkv}.weight", (interleave,)),
-        KeyRule([f"{attention}{part}_proj.bias" for part in "qv"], f"{qkv}.bias", (InsertZeros(1), interleave)),
-        *(KeyRule(f"{hub}layers.{{n}}.{a}.{{p}}", f"{_LAYER}{b}.{{p}}") for a, b in _LAYER_NAMES.items()),
-        *(KeyRule(f"{hub}{name}.{{p}}", f"{_ENCODER}{name}.{{p}}") for name in _ENDS),
+    query, key, value = (f"{attention}{part}_proj" for part in "qkv")
+    weights = [f"{query}.weight", f"{key}.weight", f"{value}.weight"]
+    rules = [
+        KeyRule(weights, f"{qkv}.weight", (interleave,)),
+        KeyRule([f"{query}.bias", f"{value}.bias"], f"{qkv}.bias", (InsertZeros(1), interleave)),
     ]
+    for theirs, ours in _LAYER_NAMES.items():
+        rules.append(KeyRule(f"{hub}layers.{{n}}.{theirs}.{{p}}", f"{_LAYER}{ours}.{{p}}"))
+    for name in _ENDS:
+        rules.append(KeyRule(f"{hub}{name}.{{p}}", f"{_ENCODER}{name}.{{p}}"))
+    return rules
 
 
 def _vision_cuts(vision: Config) -> dict[str, TensorCut]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from mindspeed_mm.core.errors import DataError, MachineError
+from mindspeed_mm.core.errors import DataError, MachineError, first_names
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
 from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory
@@ -26,7 +26,6 @@ from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0
 _GRACE_S = 60
-_NAMES_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,7 @@ class WorkerPool:
         """The samples that a worker has before it."""
         mine = [request for request in self._under_way if self._worker_of(request) == worker]
         names = [self._maker.name(pick.row) for request in mine for pick in request.picks]
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        return ", ".join(names[:_NAMES_SHOWN]) + more if names else "no sample"
+        return first_names(names, most=16) or "no sample"
 
     def _worker_of(self, request: Request) -> int:
         """Torch deals requests to the workers in turn."""
