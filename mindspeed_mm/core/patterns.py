@@ -7,7 +7,7 @@ digits, `{0-23}` an inclusive range, `{1,3,5}` a list, `{0-20,22-40}` both.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.suggest import nearest
@@ -67,6 +67,11 @@ def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re
 def is_inside(name: str, modules: Iterable[str], *, strict: bool = False) -> bool:
     """Whether a dotted name is that of one of these modules or of something inside one; with `strict`, only inside."""
     return any(name.startswith(f"{module}.") or (name == module and not strict) for module in modules)
+
+
+def holding_others(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Those of these modules that have one of the others inside."""
+    return [name for name in names if any(is_inside(other, (name,), strict=True) for other in others)]
 
 
 def _digits(inside: str, pattern: str, key: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import holding_others, resolve_patterns
 
 NAMES = [
     "",
@@ -70,3 +70,8 @@ def test_every_pattern_without_a_match_is_named_with_the_nearest_names() -> None
 def test_malformed_braces_are_named(pattern: str) -> None:
     with pytest.raises(ConfigError, match=r"brace|range"):
         resolve_patterns([pattern], NAMES, key="k")
+
+
+def test_modules_that_hold_others() -> None:
+    names = ["", "model", "model.layers.1", "model.layers.10", "model.layers.11"]
+    assert holding_others(names, ["model.layers.1", "model.layers.11.self_attn"]) == ["model", "model.layers.11"]

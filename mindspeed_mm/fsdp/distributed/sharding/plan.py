@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError
-from mindspeed_mm.core.patterns import is_inside, resolve_patterns
+from mindspeed_mm.core.patterns import holding_others, is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.expert.plan import check_inside, padding_warnings, undivided
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
@@ -129,7 +129,7 @@ def resolve_sharding(
         cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None}
         if ranks_known:
             costs += padding_warnings(model, sizes.fsdp)
-    holding = _holding_others(hooked, [*wishes.experts, *names_of_units(units)])
+    holding = holding_others(hooked, [*wishes.experts, *names_of_units(units)])
     if hooked and not holding:
         costs.append(_NOTHING_HOOKED)
     copies = []
@@ -179,11 +179,6 @@ def _plan_units(wrapped: list[str], ignored: list[str], wishes: ShardingWishes, 
 
     errors.attempt(check_inside, wishes.experts, is_wrapped)
     return [unit for unit in units if not set(unit.names) & set(wishes.experts)]
-
-
-def _holding_others(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Those of the modules that have one of the others inside."""
-    return [name for name in names if any(is_inside(other, (name,), strict=True) for other in others)]
 
 
 def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:

@@ -26,12 +26,12 @@ WEIGHTS_KEY = "features.enable_weight_offload"
 
 def frozen_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Names of the frozen parameters of these modules."""
-    return [
-        full_name
-        for name in names
-        for full_name, parameter in model.get_submodule(name).named_parameters(prefix=name)
-        if not parameter.requires_grad
-    ]
+    frozen = []
+    for name in names:
+        for full_name, parameter in model.get_submodule(name).named_parameters(prefix=name):
+            if not parameter.requires_grad:
+                frozen.append(full_name)
+    return frozen
 
 
 def check_weights_can_wait(model: nn.Module, names: Sequence[str], recomputed: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
-from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.core.patterns import holding_others
 from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
 from mindspeed_mm.fsdp.ops.attention import PADDING_KEY, register_attention, without_borders
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, ForwardKind, Kwargs, replace_forward
@@ -134,7 +134,7 @@ def find_mixers(model: nn.Module) -> list[nn.Module]:
     for name, module in model.named_modules():
         if {"hidden_states", "cache_params"} <= inspect.signature(module.forward).parameters.keys():
             found[name] = module
-    holders = {name for name in found if any(is_inside(other, (name,), strict=True) for other in found)}
+    holders = holding_others(found, found)
     return [module for name, module in found.items() if name not in holders]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mindspeed_mm.core.patterns import is_inside, resolve_patterns
+from mindspeed_mm.core.patterns import holding_others, resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
@@ -77,7 +77,8 @@ def find_blocks(model: nn.Module) -> list[str]:
         own_classes = {cls.__name__ for cls in type(module).__mro__}
         if classes & own_classes and next(module.parameters(), None) is not None:
             found.append(name)
-    return [name for name in found if not any(is_inside(other, (name,), strict=True) for other in found)]
+    holders = holding_others(found, found)
+    return [name for name in found if name not in holders]
 
 
 def _with_towers(blocks: list[str], towers: list[Tower]) -> list[str]:
