@@ -102,7 +102,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -191,7 +191,7 @@ class LockOwner:
 
 
 def _is_lock(content: bytes) -> bool:
-    """Whether a lock file is a job's, also one that a crash has cut short: nobody else's file is written over."""
+    """Whether a lock file is a job's, also one that a crash has cut short: others are not overwritten."""
     return content.startswith(b'{"host"') or not content.strip(b"\0")
 
 

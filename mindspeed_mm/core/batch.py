@@ -118,7 +118,7 @@ def first_of(inputs: Mapping[str, Any], keys: Iterable[str]) -> Any:
 
 
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
-    """Raise `DataError` when a batch holds a key that nobody documents, or nothing that training could start from."""
+    """Raise `DataError` when a batch holds an undocumented key, or nothing that training could start from."""
     unknown = sorted(batch.keys() - BATCH_KEYS.keys() - extra_keys)
     if unknown:
         raise DataError(

@@ -25,7 +25,7 @@ def value_at(tree: Any, key: str, absent: Any = None) -> Any:
     return tree
 
 
-def with_value(tree: Tree, key: str, value: Any) -> Tree:
+def with_value(tree: Tree, key: str, value: object) -> Tree:
     """A copy of the sections with another value at a dotted key. Values are not validated again.
 
     Raises:

@@ -42,7 +42,7 @@ class Problem:
 
     def __str__(self) -> str:
         sentence = f"{self.what.rstrip('.')}. {self.way_out}" if self.way_out else self.what
-        return "  ".join(part for part in (self.where, self.key, sentence) if part)
+        return "  ".join(filter(None, (self.where, self.key, sentence)))
 
 
 def first_problems(problems: Iterable[Problem], most: int = 5) -> list[Problem]:
@@ -160,8 +160,11 @@ def align(problems: Sequence[Problem]) -> list[str]:
     lines = []
     for p in problems:
         sentence = str(Problem(p.what, way_out=p.way_out))
-        columns = [p.where.ljust(place_width)] if place_width else []
-        columns += [p.key.ljust(key_width)] if key_width else []
+        columns = []
+        if place_width:
+            columns.append(p.where.ljust(place_width))
+        if key_width:
+            columns.append(p.key.ljust(key_width))
         lines.append("  ".join([*columns, sentence]))
     return lines
 

@@ -63,10 +63,11 @@ def changed_entries(folder: Path) -> list[str]:
     The first markers list names alone: there, whatever is younger than the marker, which is written last, was changed.
     """
     listed, stamps = _listed(folder), stamps_of(folder)
+    own = {name: stamp for name, stamp in stamps.items() if name in listed}
     if isinstance(listed, dict):
-        return [name for name, stamp in stamps.items() if name in listed and not _is_as_it_was(stamp, listed[name])]
+        return [name for name, stamp in own.items() if not _is_as_it_was(stamp, listed[name])]
     written_ns = (folder / MARKER).lstat().st_mtime_ns if listed else 0
-    return [name for name, stamp in stamps.items() if name in listed and stamp and stamp[1] > written_ns]
+    return [name for name, stamp in own.items() if stamp and stamp[1] > written_ns]
 
 
 def is_touched(folder: Path) -> bool:
@@ -79,7 +80,7 @@ def _listed(folder: Path) -> dict[str, Any] | list[Any]:
     return entries if isinstance(entries, dict | list) else []
 
 
-def _is_as_it_was(found: list[int] | None, listed: Any) -> bool:
+def _is_as_it_was(found: list[int] | None, listed: object) -> bool:
     """Whether two stamps are of the same content. Some file systems and archives keep whole seconds only."""
     match found, listed:
         case [size, time_ns], [int(then_size), int(then_ns)]:
@@ -118,8 +119,11 @@ def is_model(folder: Path) -> bool:
 
 def kind_of(folder: Path) -> str | None:
     """`a checkpoint`, `a model folder`, `a run folder`, or None."""
-    kinds = (("a checkpoint", is_checkpoint), ("a model folder", is_model), ("a run folder", is_run))
-    return next((name for name, fits in kinds if fits(folder)), None)
+    if is_checkpoint(folder):
+        return "a checkpoint"
+    if is_model(folder):
+        return "a model folder"
+    return "a run folder" if is_run(folder) else None
 
 
 def kind_above(path: Path) -> tuple[str, Path] | None:

@@ -46,5 +46,7 @@ def _fault(path: Path, allowed: tuple[Path, ...]) -> str:
 
 def _blobs_of(home: Path) -> list[Path]:
     """Where the hub's cache keeps the files that a snapshot, or a component's folder in one, links to."""
-    parents = [place.parent.parent for place in (home, *home.parents) if place.parent.name == "snapshots"]
-    return [repository / "blobs" for repository in parents[:1]]
+    for place in (home, *home.parents):
+        if place.parent.name == "snapshots":
+            return [place.parent.parent / "blobs"]
+    return []

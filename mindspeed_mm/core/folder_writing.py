@@ -63,7 +63,7 @@ def atomic_folder(path: Path, *, overwrite: bool = False, sources: Sequence[Path
         A folder beside it to write into. It is removed when the body raises.
 
     Raises:
-        UsageError: The target is none that may be written; see `check_target`.
+        UsageError: The target may not be written; see `check_target`.
         MachineError: Its parent cannot be written.
     """
     target = check_target(path, overwrite=overwrite, sources=sources)
@@ -94,7 +94,7 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
         A folder beside it to write into. It is removed when the body raises.
 
     Raises:
-        UsageError: It is none that can be replaced, or `<name>.bak` is there already.
+        UsageError: It cannot be replaced, or `<name>.bak` exists already.
         MachineError: Its parent cannot be written.
     """
     target, backup = resolve_output(path), backup_of(path)
@@ -115,7 +115,9 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
     former = swap_folders(backup, target)
     if former != backup:
         former.rename(backup)
-    _write_marker(target, {key: value for key, value in (read_marker(target) or {}).items() if key != _UNSWAPPED})
+    marker = dict(read_marker(target) or {})
+    marker.pop(_UNSWAPPED, None)
+    _write_marker(target, marker)
     fsync_path(target.parent)
     if not keep:
         shutil.rmtree(backup)
@@ -193,7 +195,11 @@ def resolve_output(path: Path) -> Path:
 def _refuse_place(target: Path, sources: Sequence[Path]) -> None:
     for source in (source.resolve() for source in sources):
         if target == source or target in source.parents or source in target.parents:
-            how = "is" if target == source else "holds" if target in source.parents else "lies in"
+            how = "lies in"
+            if target == source:
+                how = "is"
+            elif target in source.parents:
+                how = "holds"
             raise _refused(target, f"{how} the input, {source}")
     if (above := kind_above(target)) is not None:
         raise _refused(target, f"lies in {above[0]}, {above[1]}")
@@ -211,17 +217,17 @@ def _refuse_occupied(target: Path, overwrite: bool) -> None:
         return
     if is_run(target) or is_checkpoint(target):
         raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
-    if foreign := foreign_entries(target):
+    foreign = foreign_entries(target)
+    if foreign:
+        what = "file or folder" if len(foreign) == 1 else "files or folders"
+        raise _refused(target, f"holds {len(foreign)} {what} that no mm command wrote there ({_some(foreign)})")
+    changed = changed_entries(target)
+    if changed:
+        files = "file" if len(changed) == 1 else "files"
         raise _refused(
             target,
-            f"holds {len(foreign)} {'file or folder' if len(foreign) == 1 else 'files or folders'} that no mm "
-            f"command wrote there ({_some(foreign)})",
-        )
-    if changed := changed_entries(target):
-        raise _refused(
-            target,
-            f"holds {len(changed)} {'file' if len(changed) == 1 else 'files'} that, by size or date, changed after an "
-            f"mm command wrote there ({_some(changed)})",
+            f"holds {len(changed)} {files} that, by size or date, changed after an mm command wrote there "
+            f"({_some(changed)})",
             "Choose another folder, or delete this one yourself if nothing in it is needed.",
         )
     if not overwrite:
@@ -233,7 +239,7 @@ def _refused(target: Path, why: str, way_out: str = "Choose another folder.") ->
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    return ", ".join(names[:3] if len(names) <= 3 else [*names[:3], "…"])
 
 
 def remove_written(folder: Path) -> bool:
@@ -265,7 +271,7 @@ def copy_plain(source: Path, target: Path) -> None:
 
 @contextmanager
 def _locked_draft(target: Path) -> Iterator[Path]:
-    """A new draft beside the target. Nobody takes it for left over while this process lives."""
+    """A new draft beside the target. While this process lives, no other one takes it for left over."""
     draft = target.parent / f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}"
     with one_at_a_time(target.parent):
         draft.mkdir()
@@ -391,7 +397,7 @@ def _place_of(former: Path, name: object) -> Path | None:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Take away a draft or a replaced folder that nobody works in and that holds nothing but what one of us wrote."""
+    """Take away a draft or a replaced folder that no process works in and that holds only what one of us wrote."""
     with _claimed(folder) as is_dead:
         if not is_dead or not folder.is_dir() or folder.is_symlink():
             return
@@ -421,7 +427,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether nobody works in the folder; while the body runs, nobody begins to. One that is gone is nobody's."""
+    """Whether no other process works in the folder, nor begins to while the body runs. One that is gone is free."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:

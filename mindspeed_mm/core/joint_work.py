@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 LONGEST_GATHERING_S = 0.1
 PAUSE_S = 0.05
-"""When nothing has come for so long, nobody else is about to."""
+"""When nothing has come for so long, no further process is about to join."""
 _GATHERING_SHARE = 0.25
 """Of the time that the batch before has taken: the most that waiting can cost."""
 Job = TypeVar("Job")

@@ -8,6 +8,9 @@ from typing import Any
 
 from mindspeed_mm.core.errors import MMError
 
+JsonObject = dict[str, Any]
+"""What stands between { and } in a JSON text."""
+
 
 def parse_json(text: str | bytes) -> Any:
     """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are not text."""
@@ -42,7 +45,7 @@ def read_json_object(
     return content
 
 
-def _kind(content: Any) -> str:
+def _kind(content: object) -> str:
     if isinstance(content, list):
         return "a list"
     return "nothing (null)" if content is None else f"the value {json.dumps(content)[:40]}"

@@ -1,6 +1,6 @@
 """Kinds of models: what the package does differently for each, asked as facts.
 
-Nobody asks which kind a model is. Code reads a fact of `ModelKind`, or finds the function for a kind in a table; a test
+No code asks which kind a model is: it reads a fact of `ModelKind`, or finds the function for a kind in a table; a test
 sees to it that every table has a row for every kind. `docs/architecture.md` says where a further kind goes.
 """
 
@@ -68,7 +68,7 @@ EXPERT_PARTS = ("transformer", "transformer_2")
 def expert_folders(folder: Path) -> list[Path]:
     """Both folders of a generator with two transformers; none of any other folder."""
     parts = [folder / name for name in EXPERT_PARTS]
-    return parts if all(part.is_dir() for part in parts) else []
+    return parts if all(map(Path.is_dir, parts)) else []
 
 
 def kind_of_folder(folder: str | Path | None) -> ModelKind:

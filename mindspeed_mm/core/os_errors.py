@@ -35,8 +35,11 @@ def explained_os_error(error: OSError) -> MMError | None:
     if error.errno in _NAMES:
         shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
         return UsageError(os.strerror(error.errno), where=shown, way_out="Give another path.")
-    found = _SAFETENSORS.fullmatch(str(error)) if error.errno is None else None
-    return _why_unreadable(Path(found[1])) if found is not None else None
+    if error.errno is None:
+        found = _SAFETENSORS.fullmatch(str(error))
+        if found is not None:
+            return _why_unreadable(Path(found[1]))
+    return None
 
 
 def _why_unreadable(path: Path) -> MMError | None:

@@ -81,7 +81,9 @@ def _digits(inside: str, pattern: str, key: str) -> str:
     numbers: dict[int, None] = {}
     for entry in inside.split(","):
         span = _SPAN.fullmatch(entry.strip())
-        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        first, last = 1, 0  # no range
+        if span is not None:
+            first, last = int(span[1]), int(span[2] or span[1])
         if not 0 <= last - first < _LONGEST_RANGE:
             raise ConfigError(
                 f"pattern '{pattern}': '{{{inside}}}' is not a range",
@@ -97,12 +99,13 @@ def _no_match(pattern: str, names: Sequence[str], key: str, allow_suffix: bool) 
     found = nearest(plain, names, most=3)
     if not found and allow_suffix:
         parts = plain.count(".") + 1
-        found = nearest(plain, dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names), most=3)
-    last_part = plain.rpartition(".")[2]
-    found = found or [name for name in names if last_part in name.split(".")][:3]
-    listed = ", ".join(f"'{name}'" for name in found)
-    return Problem(
-        f"pattern '{pattern}' matches no module",
-        key=key,
-        way_out=f"Nearest real names: {listed}." if found else f"The model has {len(names)} modules; none is similar.",
-    )
+        endings = dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names)
+        found = nearest(plain, endings, most=3)
+    if not found:
+        last_part = plain.rpartition(".")[2]
+        found = [name for name in names if last_part in name.split(".")][:3]
+    way_out = f"The model has {len(names)} modules; none is similar."
+    if found:
+        listed = ", ".join(f"'{name}'" for name in found)
+        way_out = f"Nearest real names: {listed}."
+    return Problem(f"pattern '{pattern}' matches no module", key=key, way_out=way_out)

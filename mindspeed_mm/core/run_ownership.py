@@ -1,5 +1,5 @@
-"""Whether a folder may become, or go on being, a run folder: a run writes under names of its own, and over nobody
-else's files."""
+"""Whether a folder may become, or go on being, a run folder: a run writes under names of its own, and never
+over the files of others."""
 
 from __future__ import annotations
 
@@ -73,8 +73,12 @@ def others_files(folder: Path, config: Path | None = None) -> int:
     """How many files and folders lie in a run folder that are not under names of a run's; the YAML that is trained does
     not count."""
     own_yaml = config.resolve() if config is not None else None
-    found = [path for path in folder.iterdir() if path.name not in (*_NAMES, MARKER, RunFolder(folder).lock_file.name)]
-    return sum(not path.name.startswith("iter_") and path.resolve() != own_yaml for path in found)
+    own_names = {*_NAMES, MARKER, RunFolder(folder).lock_file.name}
+    count = 0
+    for path in folder.iterdir():
+        is_own = path.name in own_names or path.name.startswith("iter_") or path.resolve() == own_yaml
+        count += not is_own
+    return count
 
 
 def mark_run_folder(folder: Path) -> None:
@@ -95,7 +99,9 @@ def mark_run_folder(folder: Path) -> None:
 
 def folders_to_make(folder: Path | None) -> list[Path]:
     """The folder and those above it that do not exist yet, the deepest first."""
-    return [] if folder is None else [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    if folder is None:
+        return []
+    return [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
 
 
 @contextmanager
@@ -131,8 +137,9 @@ def clear_unbegun_run(made: Sequence[Path]) -> None:
 
 
 def _refuse_foreign(target: Path, config: Path | None) -> None:
-    own_yaml = config.resolve() if config is not None else None
-    found = [name for name in _NAMES if os.path.lexists(target / name) and target / name != own_yaml]
+    found = [name for name in _NAMES if os.path.lexists(target / name)]
+    if config is not None and config.resolve().parent == target:
+        found = [name for name in found if name != config.resolve().name]
     found += [path.name for path in target.glob("iter_*")]
     if found and not is_run(target):  # another rank may have begun the run meanwhile
         raise ConfigError(
@@ -144,8 +151,13 @@ def _refuse_foreign(target: Path, config: Path | None) -> None:
 
 
 def _refuse_place(target: Path) -> None:
-    kind = "a model folder" if is_model(target) else "a checkpoint" if is_checkpoint(target) else None
-    found = (kind, target) if kind is not None else kind_above(target)
-    if found is not None and found[0] != "a run folder":
-        how = "is" if kind is not None else "lies in"
-        raise ConfigError(f"{how} {found[0]}, {found[1]}", where=str(target), key=_KEY, way_out="Name a new folder.")
+    if is_model(target):
+        what = f"is a model folder, {target}"
+    elif is_checkpoint(target):
+        what = f"is a checkpoint, {target}"
+    else:
+        kind, above = kind_above(target) or ("a run folder", target)
+        if kind == "a run folder":
+            return
+        what = f"lies in {kind}, {above}"
+    raise ConfigError(what, where=str(target), key=_KEY, way_out="Name a new folder.")

@@ -109,7 +109,7 @@ def test_a_layer_without_its_alpha_would_show(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("lora", "options", "said"),
     [
-        ({"use_dora": True}, ["--lora-format", "kohya"], "no plain adapter"),
+        ({"use_dora": True}, ["--lora-format", "kohya"], "not a plain adapter"),
         ({}, ["--lora-format", "kohya", "--merge"], "no adapters are written"),
         ({}, ["--single-file"], "the run trained adapters"),
     ],

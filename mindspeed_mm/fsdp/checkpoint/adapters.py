@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.models.lora.names import (
 )
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 def save_adapters(
@@ -125,8 +126,13 @@ def _of_transformers(
         yield "", tensors, lora
         return
     for part in adapter.transformers:
-        own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-        layers = {found[0] for found in map(split_adapter_weight, own) if found is not None}
+        start = f"{part}."
+        own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        layers = set()
+        for name in own:
+            found = split_adapter_weight(name)
+            if found is not None:
+                layers.add(found[0])
         yield part, own, replace(lora, peft_targets=tuple(sorted(layers)))
 
 
@@ -147,18 +153,17 @@ def _renamed(
         layer, side = split_adapter_weight(name) or (base_name(name), "")
         if side not in ("A", "B"):
             raise UsageError(
-                f"is no plain adapter of a linear layer, which is all that {lora_format} knows",
+                f"is not a plain adapter of a linear layer, which is all that {lora_format} knows",
                 key=layer,
                 way_out="Export with --lora-format diffusers, or with --merge.",
             )
         halves.setdefault(layer, {})[side] = tensor
     adapter, start = facts_of(model).adapter, f"{part}." if part else ""
     assert adapter is not None
-    shapes = {
-        base_name(name).removeprefix(start): tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if name.startswith(start) and not is_adapter_weight(name)
-    }
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(start) and not is_adapter_weight(name):
+            shapes[base_name(name).removeprefix(start)] = tuple(parameter.shape)
     layers = {layer: LayerAdapter(sides["A"], sides["B"], lora.scale) for layer, sides in halves.items()}
     return renamed_adapters(layers, shapes, adapter.transformer_class, lora_format)
 
@@ -174,8 +179,8 @@ def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor
     for name in tensors:
         if name.endswith(INITIAL[0]):
             layer = name.removesuffix(f".{INITIAL[0]}")
-            first_a, first_b = (tensors[each] for each in initial_weights(layer))
-            a, b = (tensors[adapter_weight(layer, side)] for side in "AB")
+            first_a, first_b = map(tensors.__getitem__, initial_weights(layer))
+            a, b = tensors[adapter_weight(layer, "A")], tensors[adapter_weight(layer, "B")]
             (rank, inputs), outputs = a.shape, b.shape[0]
             rows = Computed([a, first_a], lambda read: torch.cat(read), (2 * rank, inputs), a.dtype)
             columns = Computed(
@@ -196,6 +201,6 @@ def _with_aliases(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[s
 
 
 def _task_type(model: nn.Module) -> str | None:
-    writes_text = getattr(model, "can_generate", None)
-    is_two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return "CAUSAL_LM" if writes_text is not None and writes_text() and not is_two_sided else None
+    writes_text = hasattr(model, "can_generate") and model.can_generate()
+    is_two_sided = setting_of(setting_of(model, object, "config"), bool, "is_encoder_decoder")
+    return "CAUSAL_LM" if writes_text and not is_two_sided else None

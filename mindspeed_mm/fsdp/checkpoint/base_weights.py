@@ -1,5 +1,5 @@
 """The weights that a run starts from, and its adapters stand on: where they are, what they hold, and a quick mark of
-them. No checkpoint holds those under adapters, so nobody else would notice that other ones lie in their folder now."""
+them. No checkpoint holds those under adapters, so nothing else would notice that others are in their folder now."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors, weight
 from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
@@ -72,8 +73,8 @@ def has_weights(folder: Path) -> bool:
 @contextmanager
 def open_base(model: nn.Module, folder: Path) -> Iterator[Mapping[str, LazyTensor]]:
     """A folder's tensors by the hub's names, as `open_stored` has them; `model` says which model they are of."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    with open_stored(folder, to_dict() if to_dict is not None else None) as stored:
+    config = setting_of(model, object, "config")
+    with open_stored(folder, config.to_dict() if hasattr(config, "to_dict") else None) as stored:
         yield stored
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
@@ -75,7 +76,7 @@ def find_latest(
             raise
         note(f"warning: {error}")
         return None
-    for line in found.notes if found is not None else ():
+    for line in () if found is None else found.notes:
         note(line)
     return found
 
@@ -94,8 +95,10 @@ def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> Com
             raise CheckpointError("holds no checkpoint", where=str(path))
         return found
     if kind == "foreign":
-        note = f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage to it would not be noticed"
-        return CommittedCheckpoint(folder, None, None, () if converted_root(folder) is not None else (note,))
+        notes: tuple[str, ...] = ()
+        if converted_root(folder) is None:
+            notes = (f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage would not be noticed",)
+        return CommittedCheckpoint(folder, None, None, notes)
     try:
         manifest = _verified(folder, ranks, verification)
     except InvalidCheckpoint as error:
@@ -126,7 +129,7 @@ def verify_converted(
         problems = ranks.first("verifying", lambda: differences_of_share(path, 0, 1))
     else:
         shares = ranks.each("verifying", lambda: differences_of_share(path, ranks.rank, ranks.world_size))
-        problems = [problem for share in shares for problem in share]
+        problems = list(chain.from_iterable(shares))
     if problems:
         raise CheckpointError(
             f"{path}: {len(problems)} of what {MANIFEST} lists is not as it was written. Copy the folder again; to "
@@ -143,13 +146,11 @@ def _resolve(path: Path) -> tuple[str, Path]:
             return "run", path
         path = path / layout.RELEASE
     elif kind != "dcp":
-        raise CheckpointError(
-            f"is a folder of kind '{kind}', not a checkpoint of a run",
-            where=str(path),
-            way_out="Name it in training.lora.pretrained_lora_path to start from these adapters."
-            if kind == "adapters"
-            else "Name a Hugging Face folder in model.model_name_or_path; convert anything else to one first.",
-        )
+        way_out = "Name a Hugging Face folder in model.model_name_or_path; convert anything else to one first."
+        if kind == "adapters":
+            way_out = "Name it in training.lora.pretrained_lora_path to start from these adapters."
+        what = f"is a folder of kind '{kind}', not a checkpoint of a run"
+        raise CheckpointError(what, where=str(path), way_out=way_out)
     return ("ours" if (path / layout.MANIFEST).exists() else "foreign"), path
 
 
@@ -182,7 +183,8 @@ def _verified(folder: Path, ranks: Ranks, verification: Verification) -> Manifes
         "verifying",
         lambda: verify_files(folder, manifest.files, verification, part=ranks.rank, parts=ranks.world_size),
     )
-    if problems := list(dict.fromkeys(problem for share in shares for problem in share)):
+    problems = list(dict.fromkeys(chain.from_iterable(shares)))
+    if problems:
         raise InvalidCheckpoint(f"{folder.name} is damaged:", problems=problems)
     return manifest
 
@@ -203,9 +205,10 @@ def _none_is_good(save: Path, skipped: Sequence[Problem], tracker: str | None) -
 
 
 def _offering_older(folder: Path, error: InvalidCheckpoint) -> CheckpointError:
-    iterations = [
-        n for n in layout.list_iterations(folder.parent) if layout.checkpoint_folder(folder.parent, n) < folder
-    ]
+    iterations = []
+    for iteration in layout.list_iterations(folder.parent):
+        if layout.checkpoint_folder(folder.parent, iteration) < folder:
+            iterations.append(iteration)
     if not iterations:
         return error
     older = layout.checkpoint_folder(folder.parent, iterations[-1])

@@ -77,7 +77,9 @@ def write_transformer(
     for name in adapter.transformers:
         config, folder = adapter.config_of(name), draft / name
         ranks.first("writing the configuration", partial(_write_config, config, folder))
-        own, own_rule = (tensors, rule) if len(adapter.transformers) == 1 else of_part(tensors, rule, f"{name}.")
+        own, own_rule = tensors, rule
+        if len(adapter.transformers) > 1:
+            own, own_rule = of_part(tensors, rule, f"{name}.")
         write_weights(own, folder, own_rule, max_shard_bytes, ranks, stem=STEM)
 
 
@@ -99,7 +101,7 @@ def copy_components(source: Path, draft: Path) -> list[str]:
         Names of the components.
 
     Raises:
-        ModelFolderError: A file links out of the folder or nowhere, or is none.
+        ModelFolderError: A link leads out of the folder or nowhere, or something is not a regular file.
     """
     components = list(component_folders(source))
     check_links(source)

@@ -38,6 +38,7 @@ from mindspeed_mm.fsdp.models.loading.part import kept_beside
 from mindspeed_mm.fsdp.models.structure.share import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,8 +156,12 @@ def remember_layout(model: nn.Module, source: Path) -> set[str]:
     if not has_weights(source):
         return set()
     own = set(model.state_dict(keep_vars=True)) - set(tied_names(model))
+    wanted: set[str] = set()
     with open_base(model, source) as stored:
-        return {key for step in _loading_steps(model, stored) if own.intersection(step.targets) for key in step.sources}
+        for step in _loading_steps(model, stored):
+            if own.intersection(step.targets):
+                wanted.update(step.sources)
+    return wanted
 
 
 def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -170,10 +175,12 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
         ModelFolderError: Weights of the model are not stored.
     """
     own, aliases = set(model.state_dict(keep_vars=True)), tied_names(model)
-    made = {name: tensor for step in _loading_steps(model, stored) for name, tensor in step.targets.items()}
-    held = {aliases.get(name, name): tensor for name, tensor in made.items() if name in aliases}
+    made = made_by(_loading_steps(model, stored))
+    # A shared weight may be stored under several of its names: the one that is no alias counts.
+    held = {aliases[name]: tensor for name, tensor in made.items() if name in aliases}
     held |= {name: tensor for name, tensor in made.items() if name in own and name not in aliases}
-    if missing := sorted(own - held.keys() - aliases.keys(), key=natural_order):
+    missing = sorted(own - held.keys() - aliases.keys(), key=natural_order)
+    if missing:
         raise ModelFolderError(
             f"{len(missing)} weights of the model are not stored. Among them:",
             problems=[Problem("missing in the folder", key=name) for name in missing[:5]],
@@ -185,7 +192,7 @@ def _loading_steps(model: nn.Module, stored: Mapping[str, LazyTensor]) -> list[R
     rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, set(model.state_dict()), rules)  # type: ignore[arg-type]
-    key_map: KeyMap | None = getattr(model, "key_map", None)
+    key_map = setting_of(model, KeyMap, "key_map")
     if key_map is not None:
         return key_map.steps(stored)
     return [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items()]
@@ -197,7 +204,7 @@ def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[R
     if isinstance(model, PreTrainedModel):
         outline = _unsharded_outline(model)
         return saving_steps(outline, tensors, _saving_rules(outline))
-    key_map = getattr(model, "key_map", None)
+    key_map = setting_of(model, KeyMap, "key_map")
     if key_map is not None:
         return key_map.inverse.steps(tensors)
     return [RuleMatch((name,), {name: tensor}) for name, tensor in tensors.items()]

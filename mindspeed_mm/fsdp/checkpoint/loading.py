@@ -67,34 +67,48 @@ def load_tensors(
     state: OptimizerState = {}
     if optimizer is not None:
         state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
-    has_average = ema is not None and bool(held.average_entries(ema.key))
-    average = averages_to_fill(ema) if ema is not None and has_average else {}
-    if ema is not None and has_average:
-        key = ema.key
-        ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole), key))
+    if ema is not None and not held.average_entries(ema.key):
+        ema = None  # none was kept
     tree: Tree = {MODEL: {names[name]: tensor for name, tensor in weights.items()}}
     if state:
-        tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
-    if ema is not None and average:
-        tree[ema.key] = average
+        tree[OPTIMIZER] = _flat(state)
+    if ema is not None:
+        key = ema.key
+        ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole), key))
+        tree[key] = averages_to_fill(ema)
     with torch.no_grad():
         read_tree(held.as_stored(tree), reader.storage, ranks)
     if optimizer is not None:
-        parameters = trained_parameters(model, optimizer)
-        optimizer.state.clear()
-        own = dict(parameters)
-        for copy, first in first_names(model).items():
-            own.setdefault(first, parameters.get(copy, nn.Parameter()))
-        for name, keys in state.items():
-            optimizer.state[own[name]] = keys
+        _give_state(model, optimizer, state)
     if first_names(model):
-        _fill_copies(model, optimizer, ema if average else None)
-    return has_average
+        _fill_copies(model, optimizer, ema)
+    return ema is not None
+
+
+def _flat(state: OptimizerState) -> dict[str, torch.Tensor]:
+    """The optimizer's state under the keys of a checkpoint."""
+    flat = {}
+    for name, keys in state.items():
+        for key, tensor in keys.items():
+            flat[f"state.{name}.{key}"] = tensor
+    return flat
+
+
+def _give_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Let the optimizer have the state that was read, and no other."""
+    parameters = trained_parameters(model, optimizer)
+    own = dict(parameters)
+    for copy, first in first_names(model).items():
+        own.setdefault(first, parameters.get(copy, nn.Parameter()))
+    optimizer.state.clear()
+    for name, keys in state.items():
+        optimizer.state[own[name]] = keys
 
 
 def averages_to_fill(ema: Ema) -> dict[str, torch.Tensor]:
     """`average_tensors` for reading, as `tensors_to_fill`."""
-    tensors, own = average_tensors(ema), {plain_name(name): tensor for name, tensor in ema.tensors().items()}
+    tensors = average_tensors(ema)
+    own = {plain_name(name): tensor for name, tensor in ema.tensors().items()}
     for copy, first in first_names(ema.model).items():
         if copy in own:
             tensors.setdefault(first, own[copy])
@@ -175,14 +189,16 @@ class TensorIndex:
 
     def average_entries(self, key: str = EMA) -> dict[str, TensorStorageMetadata]:
         """The average of the trained parameters by name; empty when none was kept under this key."""
+        if not self.prefix:
+            return {}
         start = f"{key}."
-        own = self.tensors if self.prefix else {}
-        return {key.removeprefix(start): entry for key, entry in own.items() if key.startswith(start)}
+        return {name.removeprefix(start): entry for name, entry in self.tensors.items() if name.startswith(start)}
 
     def check_average(self, tensors: Mapping[str, torch.Tensor], key: str = EMA) -> None:
         """Raise `CheckpointError`, with a diff, when the checkpoint's average is of other parameters than `tensors`."""
         held = {name: entry.size for name, entry in self.average_entries(key).items()}
-        check_same_shapes({n: t.shape for n, t in tensors.items()}, held, f"{self.path}, the average of the weights,")
+        wanted = {name: tensor.shape for name, tensor in tensors.items()}
+        check_same_shapes(wanted, held, f"{self.path}, the average of the weights,")
 
     def match(self, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> dict[str, str]:
         """Name of each of a model's tensors → the name that the checkpoint has for it.

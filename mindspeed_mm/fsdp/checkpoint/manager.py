@@ -166,13 +166,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: It was saved from another model or by another optimizer.
         """
-        has_average = load_tensors(
-            checkpoint,
-            model,
-            None if self.training.no_load_optim else optimizer,
-            self.ranks,
-            None if optimizer is None else ema,
-        )
+        read_optimizer = None if self.training.no_load_optim else optimizer
+        read_average = None if optimizer is None else ema
+        has_average = load_tensors(checkpoint, model, read_optimizer, self.ranks, read_average)
         if ema is not None and not has_average:
             ema.restart()
             self.note(f"{checkpoint.path}: the {ema.called} starts from the weights loaded")
@@ -197,10 +193,13 @@ class CheckpointManager:
         rng = state.get("rng")
         if self.training.no_save_rng or not isinstance(rng, dict):
             rng = {}
+        if self._background:
+            tree = snapshot(tree)
+        plain_state = {key: value for key, value in state.items() if key != "rng"}
         return CheckpointContents(
             iteration=iteration,
-            tree=snapshot(tree) if self._background else tree,
-            state=json.dumps({key: value for key, value in state.items() if key != "rng"}, indent=1),
+            tree=tree,
+            state=json.dumps(plain_state, indent=1),
             rng={name: tensor.detach().to("cpu", copy=True) for name, tensor in rng.items()},
             optimizer=kind_of(optimizer) if with_optimizer else None,
             ties=tied_names(whole_of(model)),

@@ -154,8 +154,10 @@ def verify_files(
         return []
     problems = _differing_sizes(folder, files) if part == 0 else []
     if verification == "hash" and not problems:
-        mine = sorted(files)[part::parts]
-        problems = [p for name in mine if (p := _differing_content(folder / name, files[name]))]
+        for name in sorted(files)[part::parts]:
+            problem = _differing_content(folder / name, files[name])
+            if problem is not None:
+                problems.append(problem)
     return problems
 
 

@@ -147,7 +147,7 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
     if accept_data_change:
         noted += data
     else:
-        refused += [replace(p, way_out="Restore it, or add --accept-data-change.") for p in data]
+        refused += [replace(change, way_out="Restore it, or add --accept-data-change.") for change in data]
     batch_noted, batch_refused = _batch_change(manifest_context, current_context)
     noted, refused = noted + batch_noted, refused + batch_refused
     refused += _base_change(manifest_context, current_context)
@@ -163,13 +163,13 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
 
 def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: bool) -> None:
     """Raise where a function of the user reads the data of one of the two runs alone: nothing else needs to be said."""
-    then, today = (
-        (side.get("batching") or {}).get("loader") == PROVIDED if side.get("batching") else None
-        for side in (before, now)
-    )
-    if accept_data_change or None in (then, today) or then == today:
+    then, today = before.get("batching"), now.get("batching")
+    if accept_data_change or not then or not today:
         return
-    which = "this run" if today else "the run that saved the checkpoint"
+    was_provided, is_provided = then.get("loader") == PROVIDED, today.get("loader") == PROVIDED
+    if was_provided == is_provided:
+        return
+    which = "this run" if is_provided else "the run that saved the checkpoint"
     raise CheckpointError(
         f"{which} reads its data by a function of the caller, the other one as the configuration says: no place in the "
         "one is a place in the other",
@@ -184,43 +184,68 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
     refused: list[Problem] = []
     data: list[Problem] = []
     keys_then = _leaves(before.get("config", {}))
+    is_updated = _version(before) != _version(now)
     for key, values in _differences(before, now, "config"):
         problem = Problem(_change(*values), key=key)
         is_same = set(map(str, values)) <= _SAME_STATE.get(key, set())
-        if is_same or _matches(key, NOTED_KEYS) or (key not in keys_then and _is_updated(before, now)):
+        is_new = is_updated and key not in keys_then
+        if is_same or is_new or _matches(key, NOTED_KEYS):
             noted.append(problem)
-        elif not _matches(key, FREE_KEYS):
-            (data if key.startswith("data.") else refused).append(problem)
+        elif _matches(key, FREE_KEYS):
+            continue
+        elif key.startswith("data."):
+            data.append(problem)
+        else:
+            refused.append(problem)
     return noted, refused, data
 
 
 def _data_changes(before: Context, now: Context, told: Sequence[str]) -> list[Problem]:
     """Changes of the fingerprint, each once: settings are told by their keys where those have changed too, the number
     of rows with the files that hold them, and a hash where nothing else tells of a change."""
-    found = dict(_differences(before, now, "dataset"))
-    for key in [key for key in found if key.startswith("settings.")]:
-        setting = key.removeprefix("settings.")
-        if any(name.endswith(f".{setting}") or (name.endswith("template") and setting == "template") for name in told):
-            del found[key]
+    found = {}
+    for key, values in _differences(before, now, "dataset"):
+        if not _is_told(key, told):
+            found[key] = values
     changes = []
-    if all(isinstance(files, list) for files in found.get("files", (None,))):
-        changes = _file_changes(*found.pop("files"))
+    files_then, files_today = found.get("files", (None, None))
+    if isinstance(files_then, list) and isinstance(files_today, list):
+        changes = _file_changes(files_then, files_today)
+        del found["files"]
         found.pop("rows", None)
     if changes or told or len(found) > 1:
         found.pop("hash", None)
-    return [*changes, *(Problem(_change(*values), key=f"data: {key}") for key, values in found.items())]
+    for key, values in found.items():
+        changes.append(Problem(_change(*values), key=f"data: {key}"))
+    return changes
+
+
+def _is_told(key: str, told: Sequence[str]) -> bool:
+    """Whether a setting of the fingerprint is one of these keys of the configuration."""
+    if not key.startswith("settings."):
+        return False
+    setting = key.removeprefix("settings.")
+    # The fingerprint has one template, which two keys name: `template` and `chat_template`.
+    ending = "template" if setting == "template" else f".{setting}"
+    return any(name.endswith(ending) for name in told)
+
+
+def _by_name(files: Sequence[Context]) -> dict[str, Context]:
+    return {str(file.get("name")): file for file in files}
 
 
 def _file_changes(then: Sequence[Context], today: Sequence[Context]) -> list[Problem]:
     """In words, a file each; of files that are all the same their order."""
-    before, now = ({str(file.get("name")): file for file in files} for files in (then, today))
+    before, now = _by_name(then), _by_name(today)
     changes = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
-        if old is None or new is None:
-            what = "is gone" if new is None else "is new"
+        if old is None:
+            what = "is new"
+        elif new is None:
+            what = "is gone"
         elif old.get("rows") != new.get("rows"):
             what = f"had {old.get('rows')} rows, has {new.get('rows')}"
         else:
@@ -229,10 +254,9 @@ def _file_changes(then: Sequence[Context], today: Sequence[Context]) -> list[Pro
     return changes or [Problem("the files come in another order", key="data: files")]
 
 
-def _is_updated(before: Context, now: Context) -> bool:
-    """Whether this is another version of ours, which may know keys that the other did not."""
-    then, today = (side.get("versions", {}).get("mindspeed-mm") for side in (before, now))
-    return bool(then != today)
+def _version(side: Context) -> object:
+    """Of this package: another one may know keys that this one does not."""
+    return side.get("versions", {}).get("mindspeed-mm")
 
 
 def _batch_change(before: Context, now: Context) -> tuple[list[Problem], list[Problem]]:
@@ -241,7 +265,7 @@ def _batch_change(before: Context, now: Context) -> tuple[list[Problem], list[Pr
         return [], []
     then, today = before.get("batching"), now.get("batching") or {}
     if then is not None and then != today:  # samples of different sizes: what shares a batch depends on it
-        change = Problem(_change(*map(_in_words, (then, today))), key="micro-batches")
+        change = Problem(_change(_in_words(then), _in_words(today)), key="micro-batches")
         if is_other_split(then, today):
             return [change], []
         way_out = "Give micro_batch_size, max_tokens_per_batch and ranks × accumulation as they were."
@@ -256,19 +280,21 @@ def _batch_change(before: Context, now: Context) -> tuple[list[Problem], list[Pr
 def is_other_split(then: Context, today: Context) -> bool:
     """Whether samples of different sizes are dealt into other micro-batches, and a step has as many of them as before.
     Whether the place in the epoch can be kept then, the order of the data knows: `BucketOrder.go_on`."""
-    both = (then, today)
-    if not all("micro_batches_per_step" in each and "shuffle" in each for each in both):
+    for each in (then, today):
+        if "micro_batches_per_step" not in each or "shuffle" not in each:
+            return False
+    others = (then.keys() | today.keys()) - _SPLIT_KEYS
+    if any(then.get(key) != today.get(key) for key in others):
         return False
-    if any(then.get(key) != today.get(key) for key in then.keys() | today.keys() if key not in _SPLIT_KEYS):
-        return False
-    if then["max_tokens_per_batch"] is not None:  # then nobody asks for micro_batch_size
-        return bool(then["micro_batches_per_step"] == today["micro_batches_per_step"])
-    rows, rows_today = (each["micro_batches_per_step"] * each["micro_batch_size"] for each in both)
+    rows, rows_today = then["micro_batches_per_step"], today["micro_batches_per_step"]
+    if then["max_tokens_per_batch"] is None:  # otherwise micro_batch_size has no meaning
+        rows, rows_today = rows * then["micro_batch_size"], rows_today * today["micro_batch_size"]
     return bool(rows == rows_today)
 
 
 def _in_words(values: Context) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None) or "samples as they come"
+    given = [f"{key} {value}" for key, value in values.items() if value is not None]
+    return ", ".join(given) or "samples as they come"
 
 
 def _base_change(before: Context, now: Context) -> list[Problem]:
@@ -295,11 +321,18 @@ def _environment_notes(before: Context, now: Context) -> list[str]:
     return notes
 
 
-def _differences(before: Context, now: Context, part: str) -> list[tuple[str, tuple[Any, Any]]]:
+def _differences(before: Context, now: Context, part: str) -> list[tuple[str, tuple[object, object]]]:
     """(dotted key, (then, now)) of every leaf that differs once both are plain JSON, as the manifest is."""
-    then, today = (_leaves(json.loads(json.dumps(side.get(part, {}), default=str))) for side in (before, now))
-    keys = sorted(then.keys() | today.keys())
-    return [(key, (then.get(key), today.get(key))) for key in keys if then.get(key) != today.get(key)]
+    then, today = _json_leaves(before, part), _json_leaves(now, part)
+    differences = []
+    for key in sorted(then.keys() | today.keys()):
+        if then.get(key) != today.get(key):
+            differences.append((key, (then.get(key), today.get(key))))
+    return differences
+
+
+def _json_leaves(side: Context, part: str) -> dict[str, object]:
+    return _leaves(json.loads(json.dumps(side.get(part, {}), default=str)))
 
 
 def _leaves(value: object, prefix: str = "") -> dict[str, object]:

@@ -40,11 +40,11 @@ def tensors_to_fill(model: nn.Module) -> dict[str, torch.Tensor]:
 def named_copies(model: nn.Module) -> dict[str, nn.Parameter]:
     """Copies of weights that another stage keeps, by own name; of a model with adapters those that are trained."""
     lora = facts_of(model).lora
-    return {
-        name: model.get_parameter(name)
-        for name, first in first_names(model).items()
-        if lora is None or first in lora.trained
-    }
+    copies = {}
+    for name, first in first_names(model).items():
+        if lora is None or first in lora.trained:
+            copies[name] = model.get_parameter(name)
+    return copies
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,36 +112,45 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def average_tensors(ema: Ema) -> dict[str, torch.Tensor]:
     """The average of the trainable parameters by their names; they alias its memory."""
-    copies = first_names(ema.model)
-    return {plain_name(name): tensor for name, tensor in ema.tensors().items() if plain_name(name) not in copies}
+    averages = {plain_name(name): tensor for name, tensor in ema.tensors().items()}
+    for copy in first_names(ema.model):
+        averages.pop(copy, None)
+    return averages
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by their names in the model."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {names[id(parameter)]: parameter for parameter in parameters}
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found[names[id(parameter)]] = parameter
+    return found
 
 
 def cast_floats(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Floating-point tensors in `dtype`; the rest, and everything when it is None, as they are."""
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    cast = dict(tensors)
+    for name, tensor in tensors.items():
+        if dtype is not None and tensor.is_floating_point():
+            cast[name] = tensor.to(dtype)
+    return cast
 
 
 def snapshot(tree: Tree) -> Tree:
     """A copy in host memory that training cannot change any more."""
-    return {
-        part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        for part, tensors in tree.items()
-    }
+    copies: Tree = {}
+    for part, tensors in tree.items():
+        copies[part] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return copies
 
 
 def tree_bytes(tree: Tree) -> int:
     """Bytes of the whole tree over all ranks: a sharded tensor states its global shape."""
-    return sum(tensor.numel() * tensor.element_size() for tensors in tree.values() for tensor in tensors.values())
+    total = 0
+    for tensors in tree.values():
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return total
 
 
 def check_same_shapes(wanted: Mapping[str, Iterable[int]], held: Mapping[str, Iterable[int]], where: str) -> None:
@@ -155,15 +164,15 @@ def check_same_shapes(wanted: Mapping[str, Iterable[int]], held: Mapping[str, It
     Raises:
         CheckpointError: With the first differences of each kind and the totals.
     """
-    wanted_shapes = {name: tuple(shape) for name, shape in wanted.items()}
-    held_shapes = {name: tuple(shape) for name, shape in held.items()}
-    missing = [Problem("missing from the checkpoint", key=n) for n in wanted_shapes if n not in held_shapes]
-    unknown = [Problem("not in the model", key=n) for n in held_shapes if n not in wanted_shapes]
-    differing = [
-        Problem(f"{list(held_shapes[n])} in the checkpoint, {list(shape)} in the model", key=n)
-        for n, shape in wanted_shapes.items()
-        if n in held_shapes and held_shapes[n] != shape
-    ]
+    missing, differing = [], []
+    for name, shape in wanted.items():
+        here = list(shape)
+        there = list(held[name]) if name in held else None
+        if there is None:
+            missing.append(Problem("missing from the checkpoint", key=name))
+        elif there != here:
+            differing.append(Problem(f"{there} in the checkpoint, {here} in the model", key=name))
+    unknown = [Problem("not in the model", key=name) for name in held if name not in wanted]
     if missing or unknown or differing:
         raise CheckpointError(
             f"{where} was saved from another model: {len(missing)} tensors are missing, {len(unknown)} unknown, "

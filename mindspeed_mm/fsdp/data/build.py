@@ -53,7 +53,9 @@ def build_mm_dataset(
     """
     basic = dataset_param.basic_parameters
     own_rows = basic.val_dataset if basic.val_dataset is not None else basic.get("val_features_dir")
-    own_rows, rate = (None, None) if basic.val_max_samples == 0 else (own_rows, basic.val_rate or None)
+    rate = basic.val_rate or None
+    if basic.val_max_samples == 0:
+        own_rows = rate = None
     asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": own_rows, f"{_BASIC}.val_rate": rate}
     ways = [key for key, value in asked.items() if value is not None]
     if len(ways) > 1:
@@ -72,7 +74,7 @@ def build_mm_dataset(
 
 
 def build_mm_dataloader(
-    dataset: Any,
+    dataset: object,
     dataloader_param: DataloaderParam,
     *,
     packs: bool | None = None,
@@ -82,10 +84,10 @@ def build_mm_dataloader(
     dp_size: int,
     seed: int,
     position: DataPosition | None = None,
-    processor: Any = None,
+    processor: object = None,
     dataset_param: DatasetParam | None = None,
     timeout_s: float | None = None,
-    group: Any = None,
+    group: object = None,
     for_passes: bool = False,
 ) -> MMDataLoader:
     """The loader of one data rank.
@@ -216,7 +218,7 @@ def collator_of(
     dataloader_param: DataloaderParam,
     *,
     packs: bool | None = None,
-    processor: Any = None,
+    processor: object = None,
     dataset_param: DatasetParam | None = None,
 ) -> Collator:
     """What joins the samples of a data set: its own `collate_fn` comes first, then what its samples need, then what the

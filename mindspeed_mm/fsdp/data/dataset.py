@@ -1,7 +1,7 @@
 """What a data set is: samples by number, and what else the loader and the tools may ask of one.
 
 Our own data sets derive from `MMDataset`, and a plugin's may. Any other object with `__len__` and `__getitem__` is
-wrapped once, where it comes in (`as_mm_dataset`), so that nobody else has to find out what a data set has.
+wrapped once, where it comes in (`as_mm_dataset`), so that no other code has to find out what a data set has.
 """
 
 from __future__ import annotations
@@ -254,10 +254,12 @@ class WrappedDataset(MMDataset):
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
+        missing = object()
         for name in (*MMDataset.__annotations__, *_OPTIONAL_METHODS):
-            if hasattr(wrapped, name):  # foreign: what it has is found out here, once
-                setattr(self, name, getattr(wrapped, name))
-        self.has_rows = all(hasattr(wrapped, name) for name in ("sample", "outline", "measure"))
+            member = getattr(wrapped, name, missing)  # foreign: what it has is found out here, once
+            if member is not missing:
+                setattr(self, name, member)
+        self.has_rows = {"sample", "outline", "measure"} <= vars(self).keys()
 
     def __len__(self) -> int:
         return len(self._wrapped)

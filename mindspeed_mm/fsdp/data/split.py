@@ -29,9 +29,9 @@ class DatasetPart(DatasetView):
         self._indices, self._name = indices, name
         self.parts = [self._remaining(part) for part in whole.parts]
         if whole.sizes is not None:
-            self.sizes = [whole.sizes[index] for index in indices.tolist()]
+            self.sizes = list(map(whole.sizes.__getitem__, indices.tolist()))
         if whole.row_numbers is not None:
-            self.row_numbers = [whole.row_numbers[index] for index in indices.tolist()]
+            self.row_numbers = list(map(whole.row_numbers.__getitem__, indices.tolist()))
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -6,7 +6,7 @@ plugin declares its keys with its registration; they are handed in as `PluginKey
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -124,52 +124,60 @@ class ModelCard:
 @cache
 def families() -> tuple[ModelCard, ...]:
     """The card of every family, by name."""
-    return tuple(
-        ModelCard(
-            folder,
-            card["title"],
-            tuple(card["ids"]),
-            card["class"],
-            tuple(card["modalities"]),
-            card["task"],
-            tuple(card.get("does") or ()),
-            card["released"],
-            card["proven"],
-            card.get("tasks") or {},
+    found = []
+    for card, folder in _cards("models"):
+        found.append(
+            ModelCard(
+                folder,
+                card["title"],
+                tuple(card["ids"]),
+                card["class"],
+                tuple(card["modalities"]),
+                card["task"],
+                tuple(card.get("does") or ()),
+                card["released"],
+                card["proven"],
+                card.get("tasks") or {},
+            )
         )
-        for card, folder in _cards("models")
-    )
+    return tuple(found)
+
+
+def _by_id(folder: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(id, its card, the card's folder) of everything that is registered below a folder."""
+    for card, name in _cards(folder):
+        for identity in card["ids"]:
+            yield identity, card, name
 
 
 @cache
 def model_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in model id → its own keys with their defaults."""
-    return {name: card.get("keys") or {} for card, _ in _cards("models") for name in card["ids"]}
+    return {name: card.get("keys") or {} for name, card, _ in _by_id("models")}
 
 
 @cache
 def module_names() -> dict[str, Mapping[str, str]]:
     """Built-in model id → module name in files written for another implementation of it → the name here."""
-    return {name: card["modules"] for card, _ in _cards("models") for name in card["ids"] if card.get("modules")}
+    return {name: card["modules"] for name, card, _ in _by_id("models") if card.get("modules")}
 
 
 @cache
 def dataset_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in dataset type → its own keys with their defaults."""
-    return {name: card.get("keys") or {} for card, _ in _cards("data/datasets") for name in card["ids"]}
+    return {name: card.get("keys") or {} for name, card, _ in _by_id("data/datasets")}
 
 
 @cache
 def models_of_datasets() -> dict[str, str]:
     """Built-in dataset type → the only model id that is trained on its rows, where there is one."""
-    cards = (card for card, _ in _cards("data/datasets") if card.get("model_id"))
-    return {name: card["model_id"] for card in cards for name in card["ids"]}
+    return {name: card["model_id"] for name, card, _ in _by_id("data/datasets") if card.get("model_id")}
 
 
 @cache
 def model_modules() -> dict[str, str]:
     """Built-in model id → the module that registers it: `models/<name>/modeling_<name>.py`."""
-    return {name: f"{_MODELS}.{folder}.modeling_{folder}" for card, folder in _cards("models") for name in card["ids"]}
+    return {name: f"{_MODELS}.{folder}.modeling_{folder}" for name, _, folder in _by_id("models")}
 
 
 @cache
@@ -187,21 +195,18 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
 @cache
 def dataset_modules() -> dict[str, str]:
     """Built-in dataset type → the module that registers it, which its card names."""
-    return {
-        name: f"{_DATASETS}.{folder}.{card['module']}"
-        for card, folder in _cards("data/datasets")
-        for name in card["ids"]
-    }
+    return {name: f"{_DATASETS}.{folder}.{card['module']}" for name, card, folder in _by_id("data/datasets")}
 
 
 @cache
 def transformer_ids() -> dict[str, str]:
     """Class of a denoising transformer in diffusers → id of the generator that is trained with it."""
-    return {
-        str(card["class"]).removeprefix("diffusers."): card["ids"][0]
-        for card, _ in _cards("models")
-        if str(card.get("class", "")).startswith("diffusers.")
-    }
+    found = {}
+    for card, _ in _cards("models"):
+        library, _, name = str(card.get("class", "")).partition(".")
+        if library == "diffusers":
+            found[name] = card["ids"][0]
+    return found
 
 
 @cache

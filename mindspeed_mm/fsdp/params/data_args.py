@@ -339,3 +339,11 @@ class DataArguments(Section):
     """Settings of the validation data, where it is read differently; null: those of the training data."""
     dataloader_param: DataloaderParam = Field(default_factory=DataloaderParam)
     """Settings of the loader: order, worker processes and batches."""
+
+    @property
+    def described(self) -> dict[str, DatasetParam]:
+        """Key of each data set that has settings → its settings."""
+        found = {"data.dataset_param": self.dataset_param}
+        if self.val_dataset_param is not None:
+            found["data.val_dataset_param"] = self.val_dataset_param
+        return found

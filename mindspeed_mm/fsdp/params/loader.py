@@ -72,6 +72,7 @@ Override = str | Mapping[str, Any]
 """What wins over a configuration: `section.key=value`, or sections as a mapping."""
 
 
+_BEHIND_ALL_LINES = 1 << 30
 _BEFORE_TRAINING = (ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DATA)
 """How a run ends that could not begin."""
 
@@ -82,7 +83,7 @@ class ResolvedConfig:
 
     arguments: Arguments
     path: Path
-    """The file; of a mapping `configuration`, which is none."""
+    """The file; of a mapping the word `configuration`, which names no file."""
     text: str
     """The file as it is on disk; a mapping as YAML."""
     origins: dict[str, Origin]
@@ -94,10 +95,7 @@ class ResolvedConfig:
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
         """The problems with file and line of their key, where the file has it."""
-        return [
-            Problem(problem.what, problem.where or self._where(problem.key), problem.key, problem.way_out)
-            for problem in problems
-        ]
+        return [replace(problem, where=problem.where or self._where(problem.key)) for problem in problems]
 
     @contextmanager
     def told_as_own(self) -> Iterator[None]:
@@ -116,21 +114,21 @@ class ResolvedConfig:
 
     def _has(self, key: str) -> bool:
         """Whether it is a key of the configuration, or several, or a section's."""
-        return any(
-            each == own or own.startswith(f"{each}.") for each in key.split(" · ") if each for own in self.origins
-        )
+        return any(self._at(each) for each in key.split(" · "))
 
     def _where(self, key: str) -> str:
-        """Where a key's value comes from; of a section, or of several keys, the first that somebody gave."""
+        """Where a key's value comes from; of a section, or of several keys, the first that was given."""
         for each in key.split(" · "):
-            found = [self.origins[each]] if each in self.origins else self._below(each)
-            given = next((origin for origin in found if origin.kind in ("yaml", "python", COMMAND_LINE)), None)
-            if given is not None:
-                return given.where or COMMAND_LINE
+            for origin in self._at(each):
+                if origin.kind in ("yaml", "python", COMMAND_LINE):
+                    return origin.where or COMMAND_LINE
         return ""
 
-    def _below(self, section: str) -> list[Origin]:
-        return [origin for key, origin in self.origins.items() if section and key.startswith(f"{section}.")]
+    def _at(self, key: str) -> list[Origin]:
+        """The origin of a key's value; of a section, of all that is in it; none where there is no such key."""
+        if key in self.origins:
+            return [self.origins[key]]
+        return [origin for own, origin in self.origins.items() if key and own.startswith(f"{key}.")]
 
 
 def load_config(
@@ -153,7 +151,7 @@ def load_config(
     Raises:
         ConfigError: Every problem of the file and of the overrides, each with its place.
     """
-    path = given if isinstance(given, Path) else Path(given.place.source if isinstance(given, Node) else CONFIGURATION)
+    path = _path_of(given)
     text, root, notes = _read(given, overrides, plugin_keys)
     settle_module_names(root)
     notes.problems += locate_paths(root, path)
@@ -187,12 +185,12 @@ def read_plugins(given: Given, overrides: Sequence[Override] = ()) -> tuple[list
     """
     _, root, _ = _read(given, overrides, None)
     plugins = value_at_key(root, "training.plugin")
-    names = [plugins] if isinstance(plugins, str) else plugins if isinstance(plugins, list) else []
-    return (
-        [name for name in names if isinstance(name, str)],
-        text_at(root, "model.model_id"),
-        text_at(root, "data.dataset_param.dataset_type"),
-    )
+    if isinstance(plugins, str):
+        plugins = [plugins]
+    names: list[str] = []
+    if isinstance(plugins, list):
+        names = [name for name in plugins if isinstance(name, str)]
+    return names, text_at(root, "model.model_id"), text_at(root, "data.dataset_param.dataset_type")
 
 
 def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
@@ -212,6 +210,13 @@ def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
 def dump_resolved(config: ResolvedConfig) -> str:
     """The whole configuration as YAML; the origin of each value is a comment beside it."""
     return dump_with_origins(resolved_dict(config), config.origins)
+
+
+def _path_of(given: Given) -> Path:
+    """What a configuration is called in messages: its file, or a name that stands for one."""
+    if isinstance(given, Path):
+        return given
+    return Path(given.place.source) if isinstance(given, Node) else Path(CONFIGURATION)
 
 
 def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
@@ -252,8 +257,7 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
         notes.problems += problems_of(error, root)
         return None
     for problem in check_cross_section(arguments):
-        where = problem.where or _where(root, problem.key)
-        notes.problems.append(Problem(problem.what, where, problem.key, problem.way_out))
+        notes.problems.append(replace(problem, where=problem.where or _where(root, problem.key)))
     notes.warnings += _warn_meaningless(root)
     for note in memory_notes(arguments):
         notes.warnings.append(replace(note, where=_where(root, note.key)))
@@ -271,8 +275,10 @@ def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Pro
 def _where(root: Node, key: str) -> str:
     """Where a key, which may name an entry of a list, is given; nowhere when it has its default."""
     names: list[str | int] = [int(name) if name.isdigit() else name for name in key.split(".")]
-    given = takewhile(lambda name: isinstance(name, str), names)
-    return str(place_of(root, names)) if find(root, ".".join(map(str, given))) is not None else ""
+    holder = takewhile(lambda name: not name.isdigit(), key.split("."))
+    if find(root, ".".join(holder)) is None:
+        return ""
+    return str(place_of(root, names))
 
 
 def _warn_meaningless(root: Node) -> list[Problem]:
@@ -305,8 +311,10 @@ def _identity(problem: Problem) -> tuple[str, str, str]:
 
 
 def _by_line(problem: Problem) -> tuple[int, int]:
-    numbers = problem.where.rsplit(":", 2)[1:]
-    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else (1 << 30, 0)
+    _, *numbers = problem.where.rsplit(":", 2)
+    if len(numbers) == 2 and all(map(str.isdigit, numbers)):
+        return int(numbers[0]), int(numbers[1])
+    return _BEHIND_ALL_LINES, 0
 
 
 def _origins(arguments: Arguments, root: Node, card_defaults: set[str]) -> dict[str, Origin]:

@@ -21,13 +21,13 @@ from mindspeed_mm.fsdp.params.value_types import (
 )
 
 
-def _size_or_auto(value: Any) -> Any:
+def _size_or_auto(value: object) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise fault(f"{show(value)} is neither auto nor a whole number from 1")
 
 
-def _reshard(value: Any) -> Any:
+def _reshard(value: object) -> Any:
     words = {"yes": True, "on": True, "no": False, "off": False}
     found = words.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(found, bool) or (isinstance(found, int) and found >= 1):

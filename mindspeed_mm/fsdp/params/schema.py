@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from mindspeed_mm.core.errors import UsageError
@@ -26,7 +27,6 @@ _TYPE_NAMES = {
     type(None): "null",
     Any: "anything",
 }
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,26 @@ def reference(key: str = "") -> list[KeyReference]:
     """
     found = [_describe(name, info) for name, info in walk_fields() if _is_asked_for(name, key)]
     if not found:
-        names = [name for name, _ in walk_fields()]
-        by_last = places_of_name()
-        near = [name for name in names if name.endswith(f".{key}")] or nearest(key, names, most=3, likeness=0.8)
-        near = near or [name for last in nearest(key.rpartition(".")[2], by_last) for name in by_last[last]]
-        moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
-        hint = f"It is {moved}." if moved else f"Did you mean {' or '.join(near[:3])}?" if near else ""
-        raise UsageError("no such key", key=key, way_out=hint or f"Sections: {', '.join(Arguments.model_fields)}.")
+        raise UsageError("no such key", key=key, way_out=_way_to(key))
     return found
+
+
+def _way_to(key: str) -> str:
+    """What to say to somebody who asks for a key that there is not."""
+    moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
+    if moved:
+        return f"It is {moved}."
+    names = [name for name, _ in walk_fields()]
+    near = [name for name in names if name.endswith(f".{key}")]
+    if not near:
+        near = nearest(key, names, most=3, likeness=0.8)
+    if not near:
+        by_last = places_of_name()
+        for last in nearest(key.rpartition(".")[2], by_last):
+            near += by_last[last]
+    if near:
+        return f"Did you mean {' or '.join(near[:3])}?"
+    return f"Sections: {', '.join(Arguments.model_fields)}."
 
 
 def _is_asked_for(name: str, key: str) -> bool:
@@ -71,39 +83,55 @@ def _is_asked_for(name: str, key: str) -> bool:
 
 
 def _describe(key: str, info: FieldInfo) -> KeyReference:
-    default = None if info.is_required() else info.get_default(call_default_factory=True)
-    hides_default = section_of(info.annotation) is not None and info.default_factory is not None
+    is_whole_section = section_of(info.annotation) is not None and info.default_factory is not None
+    default = ""
+    if not is_whole_section and not info.is_required():
+        default = _as_written(info.get_default(call_default_factory=True))
     values = BUILT_VALUES.get(key)
     return KeyReference(
         key=key,
         type=type_name(info),
-        default="" if hides_default or info.is_required() else show(_as_written(default)),
+        default=default,
         help=re.sub(r"\s+", " ", info.description or "").strip(),
         other_names=tuple(old for old, new in ALIASES if new == key),
-        this_version=f"only {' or '.join(show(_as_written(value)) for value in values)}" if values else "",
+        this_version=f"only {' or '.join(map(_as_written, values))}" if values else "",
     )
 
 
-def _as_written(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _as_written(value: object) -> str:
+    return show(list(value) if isinstance(value, tuple) else value)
 
 
 def type_name(info: FieldInfo) -> str:
     """The type of a key in words, with its limits."""
-    limits = [
-        f"{words} {getattr(rule, name):g}"
-        for rule in _rules(info)
-        for name, words in _LIMITS.items()
-        if hasattr(rule, name)
-    ]
-    return ", ".join([_name(info.annotation), *dict.fromkeys(limits)])
+    limits = [_limit(rule) for rule in _rules(info)]
+    return ", ".join([_name(info.annotation), *dict.fromkeys(filter(None, limits))])
 
 
-def _rules(info: FieldInfo) -> Iterator[Any]:
+def _limit(rule: object) -> str:
+    """A limit of numbers in words; empty for other rules."""
+    match rule:
+        case Ge(least):
+            return f"at least {least:g}"
+        case Gt(below):
+            return f"above {below:g}"
+        case Le(most):
+            return f"at most {most:g}"
+        case Lt(above):
+            return f"below {above:g}"
+    return ""
+
+
+def _rules(info: FieldInfo) -> Iterator[object]:
     yield from info.metadata
     for part in get_args(info.annotation):
-        for rule in get_args(part)[1:] if get_origin(part) is Annotated else ():
-            yield from getattr(rule, "metadata", [rule])
+        if get_origin(part) is not Annotated:
+            continue
+        for rule in get_args(part)[1:]:
+            if isinstance(rule, FieldInfo):
+                yield from rule.metadata
+            else:
+                yield rule
 
 
 def _name(annotation: Any) -> str:

@@ -18,8 +18,8 @@ def section_of(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
-        found = (section_of(part) for part in get_args(annotation))
-        return next((section for section in found if section), None)
+        for section in filter(None, map(section_of, get_args(annotation))):
+            return section
     return None
 
 

@@ -29,7 +29,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _empty_section(cls, value: Any) -> Any:
+    def _empty_section(cls, value: object) -> object:
         """`section:` with nothing below it is null in YAML: all defaults."""
         return {} if value is None else value
 
@@ -61,7 +61,7 @@ class Section(BaseModel):
         """(key, value) of all keys."""
         return self._entries().items()
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key, or the default where there is no such key."""
         return self._entries().get(key, default)
 
@@ -79,7 +79,7 @@ class OpenSection(Section):
     model_config = ConfigDict(extra="allow")
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as a YAML file would hold it, for messages."""
     if value is None:
         return "null"
@@ -94,7 +94,7 @@ def fault(message: str) -> PydanticCustomError:
     return PydanticCustomError("mm_value", "{message}", {"message": message})
 
 
-def _flag(value: Any) -> Any:
+def _flag(value: object) -> object:
     word = value.lower() if isinstance(value, str) else value
     if isinstance(word, bool):
         return word
@@ -103,7 +103,7 @@ def _flag(value: Any) -> Any:
     raise fault(f"{show(value)} is not true or false")
 
 
-def _flag_or_auto(value: Any) -> Any:
+def _flag_or_auto(value: object) -> object:
     if value == "auto":
         return value
     try:
@@ -116,7 +116,7 @@ _LARGEST = 2**63 - 1
 """What a tensor, a file and a library can count to."""
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -126,7 +126,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     number = value
     if isinstance(value, str):
         try:
@@ -140,13 +140,13 @@ def _number(value: Any) -> Any:
     return float(number)
 
 
-def _path(value: Any) -> Any:
+def _path(value: object) -> object:
     if isinstance(value, str) and value.lower() in _TRUE_WORDS | _FALSE_WORDS | {""}:
         raise fault(f"{show(value)} is not a path. Leave the key out, or write null, to switch it off")
     return value
 
 
-def _names(value: Any) -> Any:
+def _names(value: object) -> object:
     if value is None:
         return ()
     entries = (value,) if isinstance(value, str) else value
@@ -155,7 +155,7 @@ def _names(value: Any) -> Any:
     return tuple(entries)
 
 
-def _level(value: Any) -> Any:
+def _level(value: object) -> object:
     word = str(value).removeprefix("level")
     if isinstance(value, bool) or word not in {"0", "1", "2"}:
         raise fault(f"{show(value)} is not one of 0, 1, 2")
@@ -167,7 +167,7 @@ def renamed(**words: str) -> BeforeValidator:
     return BeforeValidator(lambda value: words.get(value, value) if isinstance(value, str) else value)
 
 
-def null_means(default: Any) -> BeforeValidator:
+def null_means(default: object) -> BeforeValidator:
     """`null` stands for the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 

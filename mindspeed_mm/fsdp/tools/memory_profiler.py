@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +17,12 @@ from mindspeed_mm.fsdp.params.tools_args import MemoryProfile
 from mindspeed_mm.fsdp.tools.memory_report import MemoryReport, write_report
 from mindspeed_mm.fsdp.tools.memory_tracker import MemoryTracker
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 def allocator_history() -> ModuleType | None:
     """What records the history of this device's allocator; None on a CPU, and on a backend that keeps none."""
-    memory = getattr(get_torch_device(), "memory", None)
+    memory: Any = setting_of(get_torch_device(), object, "memory")
     return memory if hasattr(memory, "_record_memory_history") else None
 
 
@@ -29,12 +31,14 @@ def idle_settings(settings: MemoryProfile) -> list[str]:
     if allocator_history() is not None:
         return []
     defaults = MemoryProfile()
-    return [
-        f"tools.memory_profile.{name} applies to the history kept by an accelerator's allocator, and has no effect on "
-        f"{get_device_type()}"
-        for name in ("stacks", "max_entries")
-        if getattr(settings, name) != getattr(defaults, name)
-    ]
+    notes = []
+    for name in ("stacks", "max_entries"):
+        if settings[name] != defaults[name]:
+            notes.append(
+                f"tools.memory_profile.{name} applies to the history kept by an accelerator's allocator, and has no "
+                f"effect on {get_device_type()}"
+            )
+    return notes
 
 
 class MemoryProfiler:

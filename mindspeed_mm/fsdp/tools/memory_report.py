@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -63,8 +64,10 @@ class MemoryReport:
         lines.append(f"  {'forward':>10}{'backward':>10}")
         ranked = sorted(found.items(), key=lambda item: -max(item[1].values()))
         for name, peaks in ranked[: 2 * ROWS]:
-            cells = "".join(_mib(peaks.get(direction)) for direction in ("forward", "backward"))
-            lines.append(f"  {cells}  {name}" + (f" ({_mib(peaks['between']).strip()})" if "between" in peaks else ""))
+            line = f"  {_mib(peaks.get('forward'))}{_mib(peaks.get('backward'))}  {name}"
+            if "between" in peaks:
+                line += f" ({_mib(peaks['between']).strip()})"
+            lines.append(line)
         return lines
 
 
@@ -111,7 +114,7 @@ def draw(report: MemoryReport, path: Path) -> None:
         widths = [kinds.get(category, 0) / MIB for _, (_, kinds) in groups]
         if any(widths):
             axes.barh(names, widths, left=left, label=category, color=f"C{index}")
-            left = [before + width for before, width in zip(left, widths, strict=True)]
+            left = list(map(operator.add, left, widths))
     axes.set_xlabel("MiB")
     axes.set_title(f"Rank {report.rank}, peak of {report.peak.total_bytes / MIB:,.1f} MiB: what was held, by module")
     if any(left):

@@ -179,7 +179,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._real_resize
         for handle in self._handles:
@@ -204,7 +204,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._see(tensor, "", func)
         return result
 
-    def _see(self, tensor: torch.Tensor, category: str, func: Any = "", module: str | None = None) -> None:
+    def _see(self, tensor: torch.Tensor, category: str, func: object = "", module: str | None = None) -> None:
         """Note a tensor's storages: new, known, or of another size than before."""
         if is_traceable_wrapper_subclass(tensor):
             for inner in plain_tensors(tensor):
@@ -269,9 +269,10 @@ class MemoryTracker(TorchDispatchMode):
             torch.accelerator.reset_peak_memory_stats()
 
     def _spot(self) -> tuple[str, str]:
-        in_backward = self._walk.in_backward
-        direction = "forward" if self._walk.in_forward else "backward" if in_backward else "between"
-        return OPTIMIZER_STEP if self._optimizing else self._walk.module, direction
+        module = OPTIMIZER_STEP if self._optimizing else self._walk.module
+        if self._walk.in_forward:
+            return module, "forward"
+        return module, "backward" if self._walk.in_backward else "between"
 
     def _write_down_peak(self) -> None:
         """Only before something goes: while memory rises, each new thing would make the last list useless."""
@@ -297,21 +298,23 @@ class MemoryTracker(TorchDispatchMode):
         for name, buffer in self._model.named_buffers():
             self._mark(buffer, BUFFERS, name.rpartition(".")[0] or OUTSIDE)
 
-    def _mark(self, value: Any, category: str, module: str) -> None:
+    def _mark(self, value: object, category: str, module: str) -> None:
         if not isinstance(value, torch.Tensor):
             return
         self._see(value, category, module=module)
         for tensor in plain_tensors(value):
-            held = self._live.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            if tensor.layout != torch.strided:
+                continue
+            held = self._live.get(tensor.untyped_storage()._cdata)
             if held is not None:
                 held.category, held.module = category, module
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, *_: object) -> None:
         self._note_state()
         self._read_allocator()
         self._optimizing = True
 
-    def _after_optimizer(self, *_: Any) -> None:
+    def _after_optimizer(self, *_: object) -> None:
         self._read_allocator()
         self._optimizing = False
         self._note_state()
@@ -323,9 +326,12 @@ class MemoryTracker(TorchDispatchMode):
             result = real(storage, size)
             held = self._live.get(storage._cdata)
             if storage.device.type == self._device_type:
-                if held is not None and held.category in ("", INPUTS):
-                    held.category = GATHERED
-                self._resized(storage, held.category if held is not None else GATHERED, "resize_")
+                category = GATHERED
+                if held is not None:
+                    if held.category in ("", INPUTS):
+                        held.category = GATHERED
+                    category = held.category
+                self._resized(storage, category, "resize_")
             return result
 
         return resize_
@@ -334,8 +340,9 @@ class MemoryTracker(TorchDispatchMode):
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with storage that a tensor consists of: itself, or what is inside of a subclass such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
-        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        for inner in inside:
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh there
                 yield from plain_tensors(inner)
     else:
@@ -346,8 +353,10 @@ def with_parents(highest: Mapping[tuple[str, str], int]) -> dict[str, dict[str, 
     """Peaks of innermost modules, raised into the modules around them: module → direction → bytes."""
     peaks: dict[str, dict[str, int]] = {}
     for (name, direction), size in highest.items():
-        parts = [] if name.startswith("(") else name.split(".")
-        for outer in [name, *(".".join(parts[:length]) for length in range(1, len(parts)))]:
+        outer = name
+        while outer:
             of_module = peaks.setdefault(outer, {})
             of_module[direction] = max(of_module.get(direction, 0), size)
+            # A name in brackets is not that of a module, and has no parents.
+            outer = "" if name.startswith("(") else outer.rpartition(".")[0]
     return peaks

@@ -77,7 +77,7 @@ class ModuleWalk:
         return running != -1
 
     def _entering(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(_module: nn.Module, args: object, kwargs: object) -> None:
             self._label((args, kwargs), self._stack[-1] if self._stack else OUTSIDE)
             self._on_switch()
             self._stack.append(name)
@@ -86,7 +86,7 @@ class ModuleWalk:
         return hook
 
     def _leaving(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        def hook(_module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
             self._on_switch()
             while self._stack and self._stack.pop() != name:  # an error has left more than one
                 continue
@@ -94,7 +94,7 @@ class ModuleWalk:
 
         return hook
 
-    def _label(self, tensors: Any, name: str) -> None:
+    def _label(self, tensors: object, name: str) -> None:
         """Gradients that reach these tensors enter the module, unless one inside of it has said so before."""
         for tensor in tree_leaves(tensors):
             node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
@@ -103,7 +103,7 @@ class ModuleWalk:
                 node.register_prehook(self._arrival(name))
 
     def _arrival(self, name: str) -> Callable[[Any], None]:
-        def prehook(_gradients: Any) -> None:
+        def prehook(_gradients: object) -> None:
             if self.in_backward and name != self._backward:
                 self._on_switch()
                 self._backward = name

@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.params.tools_args import StaticProfile
 from mindspeed_mm.fsdp.tools.module_walk import ROOT
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 STEPS_A_FILE = 5
 """A window of more steps is written in several files, so that no trace grows without limit in memory."""
@@ -50,10 +51,11 @@ def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[Any]:
     device = get_device_type()
     names = ["CPU"] if with_cpu else []
     if device != "cpu":
-        is_from_outside = device == torch._C._get_privateuse1_backend_name()
-        names += [device.upper(), "PrivateUse1"] if is_from_outside else [device.upper()]
-    known = [getattr(module.ProfilerActivity, name) for name in names if hasattr(module.ProfilerActivity, name)]
-    return known[: 1 + with_cpu]
+        names.append(device.upper())
+    if device == torch._C._get_privateuse1_backend_name():
+        names.append("PrivateUse1")
+    known = (setting_of(module.ProfilerActivity, object, name) for name in names)
+    return [activity for activity in known if activity is not None][: 1 + with_cpu]
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,19 @@ def check_settings(settings: StaticProfile, key: str) -> list[str]:
     """
     device_type = get_device_type()
     if not recorded_activities(profiler_module(), with_cpu=settings.with_cpu):
-        only = (
-            "there is only a CPU to record" if device_type == "cpu" else f"torch's profiler records no '{device_type}'"
-        )
+        only = f"torch's profiler records no '{device_type}'"
+        if device_type == "cpu":
+            only = "there is only a CPU to record"
         raise ConfigError(f"false, but {only}", key=f"{key}.with_cpu", way_out="Set it to true.")
     if device_type == "npu":
         _metrics(profiler_module(), settings)
         return []
     defaults = StaticProfile()
-    idle = [
-        name
-        for name in ("data_simplification", "aic_metrics_type")
-        if getattr(settings, name) != getattr(defaults, name)
-    ]
-    return [f"{key}.{name} is for NPUs and has no effect on {device_type}" for name in idle]
+    notes = []
+    for name in ("data_simplification", "aic_metrics_type"):
+        if settings[name] != defaults[name]:
+            notes.append(f"{key}.{name} is for NPUs and has no effect on {device_type}")
+    return notes
 
 
 class Recorder:
@@ -156,25 +157,22 @@ class Recorder:
 
     def _build(self, module: ModuleType, next_step: int) -> Any:
         settings, window = self._window.settings, self._window
-        device = get_device_type()
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "activities": recorded_activities(module, with_cpu=settings.with_cpu),
             "record_shapes": window.has_shapes,
             "profile_memory": window.has_memory,
             "with_stack": window.has_stacks,
         }
-        if device == "npu":
-            handler = module.tensorboard_trace_handler(
-                str(self._folder), worker_name=f"rank{self._rank}", analyse_flag=settings.analyse_flag
-            )
-            wait = max(0, window.first - next_step)
-            schedule = module.schedule(
-                wait=0, warmup=wait, active=window.end - max(window.first, next_step), repeat=1, skip_first=0
-            )
-            return module.profile(
-                **options, schedule=schedule, on_trace_ready=handler, experimental_config=_npu_config(module, settings)
-            )
-        return module.profile(**options, schedule=self._action_at(next_step), on_trace_ready=self._write)
+        if get_device_type() != "npu":
+            return module.profile(**options, schedule=self._action_at(next_step), on_trace_ready=self._write)
+        handler = module.tensorboard_trace_handler(
+            str(self._folder), worker_name=f"rank{self._rank}", analyse_flag=settings.analyse_flag
+        )
+        wait = max(0, window.first - next_step)
+        active = window.end - max(window.first, next_step)
+        schedule = module.schedule(wait=0, warmup=wait, active=active, repeat=1, skip_first=0)
+        config = _npu_config(module, settings)
+        return module.profile(**options, schedule=schedule, on_trace_ready=handler, experimental_config=config)
 
     def _action_at(self, next_step: int) -> Callable[[int], torch.profiler.ProfilerAction]:
         action, window = torch.profiler.ProfilerAction, self._window
@@ -216,7 +214,7 @@ class Recorder:
         return sum(path.stat().st_size for path in self.traces if path.exists())
 
 
-def _npu_config(module: ModuleType, settings: StaticProfile) -> Any:
+def _npu_config(module: ModuleType, settings: StaticProfile) -> object:
     return module._ExperimentalConfig(
         export_type=module.ExportType.Text,
         profiler_level=getattr(module.ProfilerLevel, f"Level{settings.level}"),
@@ -225,10 +223,10 @@ def _npu_config(module: ModuleType, settings: StaticProfile) -> Any:
     )
 
 
-def _metrics(module: ModuleType, settings: StaticProfile) -> Any:
+def _metrics(module: ModuleType, settings: StaticProfile) -> object:
     """The vendor's constant for `aic_metrics_type`; null: no counters."""
     name = settings.aic_metrics_type or "AiCoreNone"
-    found = getattr(module.AiCMetrics, name, None)
+    found = setting_of(module.AiCMetrics, object, name)
     if found is None:
         known = ", ".join(sorted(word for word in vars(module.AiCMetrics) if not word.startswith("_")))
         key = "tools.profile.static_param.aic_metrics_type"
@@ -243,14 +241,14 @@ def named_modules(model: nn.Module) -> Iterator[None]:
     handles = []
 
     def begin(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any) -> None:
+        def hook(_module: nn.Module, _args: object) -> None:
             current = torch.profiler.record_function(f"{ranges.MODULE}{name}")
             current.__enter__()
             open_ranges.append(current)
 
         return hook
 
-    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def end(_module: nn.Module, _args: object, _output: object) -> None:
         if open_ranges:
             open_ranges.pop().__exit__(None, None, None)
 

@@ -8,10 +8,9 @@ data first, then the same order among the host's operators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +86,10 @@ class Times:
         self.has_device |= other.has_device
         self.calls.update(other.calls)
         self.kernel_calls.update(other.kernel_calls)
-        for name in ("shares", "operators", "kernels", "modules"):
-            getattr(self, name).add(getattr(other, name))
+        self.shares.add(other.shares)
+        self.operators.add(other.operators)
+        self.kernels.add(other.kernels)
+        self.modules.add(other.modules)
         for phase, times in other.phases.items():
             self.phases.setdefault(phase, Seconds()).add(times)
 
@@ -96,6 +97,11 @@ class Times:
     def busy(self) -> float:
         """Time not spent waiting for other ranks."""
         return self.window - self.shares[COMMUNICATION]
+
+    @property
+    def shares_of_window(self) -> dict[str, float]:
+        """The parts of the window that `shares` are; 0 of a window without length."""
+        return {name: self.shares[name] / (self.window or 1.0) for name in SHARES}
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Analysis:
         mean = sum(busy) / len(busy)
         return max(busy) / mean - 1 if mean else 0.0
 
-    def to_dict(self, top: int) -> dict[str, Any]:
+    def to_dict(self, top: int) -> dict[str, object]:
         """For machines."""
         return {
             "files": self.files,
@@ -135,17 +141,23 @@ class Analysis:
         }
 
 
-def _times_dict(times: Times, top: int) -> dict[str, Any]:
+def _times_dict(times: Times, top: int) -> dict[str, object]:
+    hidden = times.hidden / times.communication if times.communication else None
+    operators, kernels = [], []
+    for name, seconds in times.operators.top(top):
+        operators.append({"name": name, "self_s": seconds, "calls": times.calls[name]})
+    for name, seconds in times.kernels.top(top):
+        kernels.append({"name": name, "s": seconds, "calls": times.kernel_calls[name]})
     return {
         "steps": times.steps,
         "step_s": times.window / max(times.steps, 1),
-        "shares": {name: times.shares[name] / times.window if times.window else 0.0 for name in SHARES},
+        "shares": times.shares_of_window,
         "communication_s": times.communication,
-        "communication_hidden": times.hidden / times.communication if times.communication else None,
-        "operators": [{"name": n, "self_s": s, "calls": times.calls[n]} for n, s in times.operators.top(top)],
-        "kernels": [{"name": n, "s": s, "calls": times.kernel_calls[n]} for n, s in times.kernels.top(top)],
+        "communication_hidden": hidden,
+        "operators": operators,
+        "kernels": kernels,
         "short_kernels": times.short_kernels,
-        "phases": {name: dict(times.phases[name]) for name in times.phases},
+        "phases": {name: dict(spent) for name, spent in times.phases.items()},
         "modules": [{"name": n, "s": s} for n, s in times.modules.top(top)],
     }
 
@@ -160,9 +172,11 @@ def find_traces(path: Path) -> list[Path]:
         return [path]
     names = ("*.trace.json.gz", "*.trace.json", "*.pt.trace.json*", "trace_view.json")
     for pattern in ("", "**/"):
-        found = sorted({trace for name in names for trace in path.glob(pattern + name) if trace.name[0] != "."})
+        found: set[Path] = set()
+        for name in names:
+            found.update(trace for trace in path.glob(pattern + name) if not trace.name.startswith("."))
         if found:
-            return found
+            return sorted(found)
     what = "holds no trace" if path.is_dir() else "does not exist"
     raise DataError(what, where=str(path), way_out="Give a trace, or the folder that tools.profile wrote it to.")
 
@@ -181,13 +195,11 @@ def analyse_files(paths: Sequence[Path]) -> Analysis:
     found: dict[int, Times] = {}
     for path in paths:
         columns = read_columns(path)
-        rank = columns.rank if columns.rank is not None else _free_number(found)
+        rank = columns.rank
+        if rank is None:  # the trace does not say: it is one of its own
+            rank = max(found, default=-1) + 1
         found.setdefault(rank, Times()).add(analyse_columns(columns))
     return Analysis(found, len(paths))
-
-
-def _free_number(taken: Iterable[int]) -> int:
-    return max(taken, default=-1) + 1
 
 
 def analyse_columns(columns: TraceColumns) -> Times:
@@ -221,14 +233,15 @@ def _named(columns: TraceColumns, *prefixes: str) -> NDArray[np.int64]:
     return np.flatnonzero((columns.kind == Kind.RANGE) & fits[columns.name])
 
 
-def _covered(columns: TraceColumns, events: NDArray[Any]) -> Intervals:
+def _covered(columns: TraceColumns, events: NDArray[np.int64] | NDArray[np.bool_]) -> Intervals:
     return intervals.union(columns.begin[events], columns.end[events])
 
 
 def _share_out(columns: TraceColumns, window: Intervals, times: Times) -> None:
     waits = _covered(columns, _named(columns, ranges.DATA_WAIT, *_LOADERS))
     compute, communication = _work(columns)
-    copy_in, copy_out = (_covered(columns, columns.kind == kind) for kind in (Kind.TO_DEVICE, Kind.FROM_DEVICE))
+    copy_in = _covered(columns, columns.kind == Kind.TO_DEVICE)
+    copy_out = _covered(columns, columns.kind == Kind.FROM_DEVICE)
     times.communication = intervals.length(intervals.common(communication, window))
     times.hidden = intervals.length(intervals.common(intervals.common(communication, window), compute))
     order = [(COMPUTE, compute), (COMMUNICATION, communication), (COPY_IN, copy_in), (COPY_OUT, copy_out)]

@@ -123,7 +123,9 @@ def _kind(name: str, category: str | None) -> Kind:
         return Kind.OTHER  # its process says what it is, once all names of processes are known
     kind = _CATEGORIES[category]
     if category == "gpu_memcpy":
-        return Kind.TO_DEVICE if "HtoD" in name else Kind.FROM_DEVICE if "DtoH" in name else kind
+        if "HtoD" in name:
+            return Kind.TO_DEVICE
+        return Kind.FROM_DEVICE if "DtoH" in name else kind
     if kind == Kind.COMPUTE and _COLLECTIVE_KERNEL.search(name):
         return Kind.COMMUNICATION
     if kind in (Kind.OPERATOR, Kind.RANGE) and _COLLECTIVE_ON_HOST.match(name):
@@ -143,7 +145,7 @@ def read_columns(path: Path) -> TraceColumns:
     """Read one trace.
 
     Raises:
-        DataError: It is none, or is cut short, or nothing of it can be analysed.
+        DataError: It is not a trace, or is cut short, or nothing of it can be analysed.
     """
     file, reading = TraceFile(path), _Reading()
     for event in file.events():
@@ -197,8 +199,9 @@ def _npu_kind(name: str) -> Kind:
         return Kind.OTHER
     lowered = name.lower()
     if "memcpy" in lowered:
-        back = "d2h" in lowered or "device_to_host" in lowered
-        return Kind.FROM_DEVICE if back else Kind.TO_DEVICE if "h2d" in lowered else Kind.COMPUTE
+        if "d2h" in lowered or "device_to_host" in lowered:
+            return Kind.FROM_DEVICE
+        return Kind.TO_DEVICE if "h2d" in lowered else Kind.COMPUTE
     return Kind.COMMUNICATION if _COLLECTIVE_KERNEL.search(name) else Kind.COMPUTE
 
 

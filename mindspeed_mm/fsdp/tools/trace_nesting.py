@@ -71,10 +71,10 @@ class _Walk:
         self._kind, self._sequence = array("b", columns.kind.tobytes()), array("q", columns.sequence.tobytes())
         self._own, self._module = own, module
         numbers: dict[str, int] = {}
-        self._module_of_name = [
-            numbers.setdefault(name.removeprefix(MODULE), len(numbers)) if name.startswith(MODULE) else -1
-            for name in columns.names
-        ]
+        self._module_of_name = [-1] * len(columns.names)
+        for place, name in enumerate(columns.names):
+            if name.startswith(MODULE):
+                self._module_of_name[place] = numbers.setdefault(name.removeprefix(MODULE), len(numbers))
         self.modules = list(numbers)
         self._is_answer = [name.startswith(_ANSWER) for name in columns.names]
         self._stack: list[int] = []

@@ -13,7 +13,6 @@ from mindspeed_mm.fsdp.tools.trace_analysis import (
     COPY_OUT,
     DATA,
     IDLE,
-    SHARES,
     Analysis,
     Seconds,
     Times,
@@ -49,7 +48,7 @@ _MEANING = {
 def bottleneck(analysis: Analysis) -> Bottleneck:
     """Name it."""
     total = analysis.total
-    share = {name: total.shares[name] / total.window if total.window else 0.0 for name in SHARES}
+    share = total.shares_of_window
     worst = max((DATA, COPY_IN, COPY_OUT, COMMUNICATION, IDLE), key=lambda name: share[name])
     if share[worst] < WORTH_NAMING:
         return Bottleneck(
@@ -138,8 +137,8 @@ def summary_lines(analysis: Analysis, top: int) -> list[str]:
     step_ms = 1000 * total.window / max(total.steps, 1)
     lines = [f"profile of {total.steps // len(analysis.ranks)} steps on {ranks}: {step_ms:,.1f} ms a step"]
     lines += [
-        f"  {name:<16}{total.shares[name] / total.window if total.window else 0:>7.1%}  {_MEANING[name]}"
-        for name in SHARES
+        f"  {name:<16}{share:>7.1%}  {_MEANING[name]}"
+        for name, share in total.shares_of_window.items()
         if total.shares[name] or name in (COMPUTE, COMMUNICATION, DATA, IDLE)
     ]
     if total.communication:
@@ -162,10 +161,12 @@ def _rank_lines(analysis: Analysis) -> list[str]:
         "    rank   ms/step   compute  communication  data loading     idle",
     ]
     for rank, times in sorted(analysis.ranks.items()):
-        cells = [times.shares[name] / times.window if times.window else 0.0 for name in (COMPUTE, COMMUNICATION)]
-        more = [times.shares[name] / times.window if times.window else 0.0 for name in (DATA, IDLE)]
+        share = times.shares_of_window
         step_ms = 1000 * times.window / max(times.steps, 1)
-        lines.append(f"  {rank:>6}{step_ms:>10.1f}{cells[0]:>10.1%}{cells[1]:>15.1%}{more[0]:>14.1%}{more[1]:>9.1%}")
+        lines.append(
+            f"  {rank:>6}{step_ms:>10.1f}{share[COMPUTE]:>10.1%}{share[COMMUNICATION]:>15.1%}{share[DATA]:>14.1%}"
+            f"{share[IDLE]:>9.1%}"
+        )
     return lines
 
 
@@ -181,11 +182,13 @@ def _phase_lines(total: Times) -> list[str]:
 
 def _table(title: str, seconds: Seconds, calls: Counter[str] | None, total: Times, top: int) -> list[str]:
     steps = max(total.steps, 1)
-    lines = [f"{title} (ms a step" + (", calls a step)" if calls is not None else ")")]
+    lines = [f"{title} (ms a step)" if calls is None else f"{title} (ms a step, calls a step)"]
     for name, value in seconds.top(top):
-        count = f"{calls[name] / steps:>9,.0f}×" if calls is not None else ""
+        cells = f"{1000 * value / steps:>10.2f}"
+        if calls is not None:
+            cells += f"{calls[name] / steps:>9,.0f}×"
         short = name if len(name) <= 90 else f"{name[:87]}..."
-        lines.append(f"  {1000 * value / steps:>10.2f}{count}  {short}")
+        lines.append(f"  {cells}  {short}")
     return lines
 
 

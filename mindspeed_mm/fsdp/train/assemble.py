@@ -90,7 +90,8 @@ def assemble(
     """
     state = get_parallel_state()
     errors = CollectedErrors()
-    given = build() if build is not None else given
+    if build is not None:
+        given = build()
     has_values = given is not None and not any(parameter.is_meta for parameter in given.parameters())
     outline = build_outline(
         arguments, given, may_be_empty=build is not None, packs=packs, processor=processor, errors=errors
@@ -103,4 +104,6 @@ def assemble(
     applied = apply_plan(outline, plan, arguments, state)
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
     applied.model.train()
-    return Assembled(plan, applied, without_folder(loaded) if has_values else loaded, utilisation)
+    if has_values:  # they are the caller's own, of no folder
+        loaded = without_folder(loaded)
+    return Assembled(plan, applied, loaded, utilisation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -45,7 +46,9 @@ def build_average(model: nn.Module, arguments: Arguments) -> Ema | None:
     from mindspeed_mm.fsdp.loss.nft import old_policy_decay  # a plain run starts without it
 
     steps_of_rollout = posttrain.grpo.steps_per_generation * posttrain.grpo.num_iterations
-    return OldPolicy(model, steps_of_rollout, old_policy_decay if decay == "linear" else lambda _step: float(decay))
+    if decay == "linear":
+        return OldPolicy(model, steps_of_rollout, old_policy_decay)
+    return OldPolicy(model, steps_of_rollout, lambda _step: float(decay))
 
 
 def build_engine(
@@ -114,11 +117,17 @@ def build_forward_backward(
     """How a step's micro-batches go through the model under this plan."""
     if assembled.applied.pipeline is not None:
         return PipelineForwardBackward(assembled.applied.pipeline, objective, arguments.parallel.pp_plan, job.device)
-    offloads = arguments.features.enable_gradient_offload  # the host adds gradients up that are summed
-    sync = (lambda _model, _enabled: None) if offloads else set_gradient_sync
+    sync: Callable[[nn.Module, bool], None] = set_gradient_sync
+    if arguments.features.enable_gradient_offload:  # the host adds gradients up that are summed over ranks already
+        sync = _sync_always
     plain = PlainForwardBackward(assembled.model, objective, sync)
-    pregathers = arguments.parallel.fsdp_plan.pregather
-    return PregatheredForwardBackward(plain, assembled.model, gathered_before) if pregathers else plain
+    if arguments.parallel.fsdp_plan.pregather:
+        return PregatheredForwardBackward(plain, assembled.model, gathered_before)
+    return plain
+
+
+def _sync_always(_model: nn.Module, _enabled: bool) -> None:
+    """In the place of `set_gradient_sync`: every backward pass communicates its gradients."""
 
 
 def build_lr_schedule(arguments: Arguments, total_steps: int) -> Schedule:

@@ -141,8 +141,10 @@ class LanguageFamily(Family):
     def trial_options(self, model: nn.Module) -> str | None:
         """What such models are asked, by their family's card."""
         names = {each.__name__ for each in type(model).__mro__}
-        tasks = {card.task for card in families() if card.model_class.rpartition(".")[2] in names}
-        return _QUESTIONS.get(tasks.pop() if tasks else "text")
+        for card in families():
+            if card.model_class.rpartition(".")[2] in names:
+                return _QUESTIONS.get(card.task)
+        return _QUESTIONS["text"]
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Cross-entropy of the next token, with the terms that stand beside it; or what a method of post-training asks

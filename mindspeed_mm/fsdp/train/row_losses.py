@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,11 +172,12 @@ def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Any) -> Itera
             average = _load(found, assembled.model, arguments)
             raw = arguments.features.loss_cfg.loss_type == "raw"
             objective = build_objective("raw" if raw else None, assembled.model, assembled.applied.head)
-            with average.applied() if average is not None else nullcontext():
-                yield (
-                    LossModel(assembled.model.eval(), objective, device),
-                    "model" if average is None else "ema",
-                )
+            model = LossModel(assembled.model.eval(), objective, device)
+            if average is None:
+                yield model, "model"
+            else:
+                with average.applied():
+                    yield model, "ema"
     finally:
         leave(joined_already, wait=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -37,7 +37,7 @@ from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
 from mindspeed_mm.fsdp.train.run.job import Phase, without_limit
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
-from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward
+from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward, add_terms
 from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.ranges import named
@@ -182,8 +182,9 @@ class TrainEngine:
     @property
     def last_step(self) -> int:
         """The step after which this start ends, unless it is stopped before."""
-        total = self.schedule.total_steps
-        return total if self.stop_after is None else min(total, self.first_iteration + self.stop_after)
+        if self.stop_after is None:
+            return self.schedule.total_steps
+        return min(self.schedule.total_steps, self.first_iteration + self.stop_after)
 
     def train(self) -> None:
         """Run steps until the schedule's total, or until a stop is asked for.
@@ -240,7 +241,7 @@ class TrainEngine:
         self.iteration += 1
         self.consumed_samples += tally.samples
         self.stopping = tally.stop_requested
-        scale = self.loss_scale.value if self.loss_scale is not None else None
+        scale = self.loss_scale.value if self.loss_scale is not None else None  # as it was in this step
         if finite or self._falls(losses):
             skipped = self._rescale(overflowed=not finite)
             self.skipped_in_a_row = 0
@@ -295,8 +296,9 @@ class TrainEngine:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """While inside, the model is in evaluation mode and, when asked for, its weights are their moving average."""
-        averages = self.ema is not None and self.ema.is_result and self.training.ema.use_for_evaluation
-        with self.ema.applied() if self.ema is not None and averages else nullcontext():
+        with ExitStack() as averaged:
+            if self.ema is not None and self.ema.is_result and self.training.ema.use_for_evaluation:
+                averaged.enter_context(self.ema.applied())
             self.model.eval()
             yield
         self.model.train()
@@ -315,10 +317,11 @@ class TrainEngine:
                 prepared = [self.objective.prepare(batch, training=False) for batch in micro_batches]
                 for name, count in self._tally(prepared).counts.items():
                     counts[name] = counts.get(name, 0) + count
-                for name, value in self.forward_backward.evaluate([self.own(batch) for batch in prepared]).items():
-                    sums[name] = sums[name] + value if name in sums else value
+                own = [self.own(batch) for batch in prepared]
+                add_terms(sums, self.forward_backward.evaluate(own))
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
-        return self._read_together(means, torch.zeros((), device=self.device))[0]
+        losses, _ = self._read_together(means, torch.zeros((), device=self.device))
+        return losses
 
     def _forward_backward(self, prepared: Sequence[Batch], tally: Tally) -> Terms:
         """Gradients, and this rank's share of each normalised term. A loss scale is a part of the denominators."""
@@ -326,7 +329,8 @@ class TrainEngine:
         if self.loss_scale is None:
             return self.forward_backward(own, tally.denominators)
         scale = self.loss_scale.value
-        scaled = self.forward_backward(own, {name: count / scale for name, count in tally.denominators.items()})
+        denominators = {name: count / scale for name, count in tally.denominators.items()}
+        scaled = self.forward_backward(own, denominators)
         unscale_grads_(self.model.parameters(), scale)
         return {name: value / scale for name, value in scaled.items()}
 
@@ -352,15 +356,18 @@ class TrainEngine:
     def own(self, prepared: Batch) -> Batch:
         """What this rank computes of a prepared micro-batch, on its device. Counted was the whole of it."""
         with named(ranges.TO_DEVICE):
-            return move(prepared if self.context is None else self.context.split(prepared), self.device)
+            if self.context is not None:
+                prepared = self.context.split(prepared)
+            return move(prepared, self.device)
 
     def _tally(self, prepared: Sequence[Batch]) -> Tally:
         """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
         the device is not waited for."""
         stop = self.stop_wanted or (self.stop_signal is not None and self.stop_signal.requested)
         towers = self.towers.present(prepared) if self.towers else {}
-        local = Tally.of(self.objective, prepared, stop, towers, self.loader.untold_bad_samples, self.meter)
-        tally = local if self.all_ranks is None else local.summed_over(self.all_ranks, self.counts_samples)
+        tally = Tally.of(self.objective, prepared, stop, towers, self.loader.untold_bad_samples, self.meter)
+        if self.all_ranks is not None:
+            tally = tally.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])
         return tally
@@ -393,22 +400,24 @@ class TrainEngine:
 
     def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
-        is_bad = not all(math.isfinite(float(value)) for value in local_losses.values())
-        ranks = self._gather((self.rank, is_bad, sample_ids(prepared)))
-        suspects = [each for each in ranks if each[1]] or ranks  # finite losses: any rank's gradient it may be
+        is_finite = all(math.isfinite(float(value)) for value in local_losses.values())
+        ranks = self._gather((self.rank, is_finite, sample_ids(prepared)))
+        # Where all losses are finite, it may be the gradient of any rank.
+        suspects = [each for each in ranks if not each[1]] or ranks
         where = "; ".join(f"rank {rank}: samples {shortened(samples)}" for rank, _, samples in suspects[:8])
         what = f"step {self.iteration} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
-        skips = self.training.on_nonfinite == "skip"
-        if skips and self.skipped_in_a_row < self.training.max_skipped_steps:
+        key, way_out = "training.on_nonfinite", "Look at these samples and lower training.lr"
+        if self.loss_scale is not None:
+            way_out += ", or compute in bf16 (parallel.fsdp_plan.param_dtype)"
+        if self.training.on_nonfinite != "skip":
+            way_out += ", or set training.on_nonfinite=skip"
+        elif self.skipped_in_a_row < self.training.max_skipped_steps:
             return f"{what} and was skipped; {where}"
+        else:
+            key = "training.max_skipped_steps"
+            way_out = f"{self.skipped_in_a_row} steps in a row were skipped before it. {way_out}"
         raise DivergedError(
-            f"{what}; the weights are those of the step before",
-            where=where,
-            key="training.max_skipped_steps" if skips else "training.on_nonfinite",
-            way_out=(f"{self.skipped_in_a_row} steps in a row were skipped before it. " if skips else "")
-            + "Look at these samples and lower training.lr"
-            + (", or compute in bf16 (parallel.fsdp_plan.param_dtype)" if self.loss_scale is not None else "")
-            + ("." if skips else ", or set training.on_nonfinite=skip."),
+            f"{what}; the weights are those of the step before", where=where, key=key, way_out=f"{way_out}."
         )
 
     def _gather(self, item: Item) -> list[Item]:
@@ -423,7 +432,10 @@ def move(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`."""
     if device.type == "cpu":
         return batch
-    there = {k: moved(v, device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    there = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            there[key] = moved(value, device)
     carry_facts(batch, there)
     carry_host_values(batch, there)
     return there

@@ -124,8 +124,10 @@ class Trainer:
         given: GivenObjects | None = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
+        if isinstance(config, str):
+            config = Path(config)
         if not isinstance(config, ResolvedConfig):
-            config = load_with_plugins(Path(config) if isinstance(config, str) else config)
+            config = load_with_plugins(config)
         self.config = config
         self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
@@ -249,8 +251,10 @@ class Trainer:
     def _build_data(self, job: Job) -> RunData:
         if self.given.train_set is None:
             return build_data(self.arguments, job)
-        held_out = self.given.validation_set
-        return RunData(as_mm_dataset(self.given.train_set), None if held_out is None else as_mm_dataset(held_out))
+        held_out = None
+        if self.given.validation_set is not None:
+            held_out = as_mm_dataset(self.given.validation_set)
+        return RunData(as_mm_dataset(self.given.train_set), held_out)
 
     def _check_data(self, data: RunData, job: Job, record: RunRecord) -> None:
         """Raise for data that cannot be trained on, or that are not the same on all ranks."""
@@ -280,7 +284,8 @@ class Trainer:
 
     def _assemble(self, job: Job, data: RunData, resume: ResumePoint) -> Assembled:
         weights = resume.weights or base_of_adapters(self.arguments.training)
-        with told_by_load(self.arguments.training.load if weights is not None else None):
+        named_by = None if weights is None else self.arguments.training.load
+        with told_by_load(named_by):
             return assemble(
                 self.arguments,
                 job.device,
@@ -297,7 +302,8 @@ class Trainer:
         accepts_change = self.options.accept_data_change
         before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
         position = DataPosition.from_dict(state["data_position"])
-        if note := loader.go_on(position, before, may_skip=accepts_change):
+        note = loader.go_on(position, before, may_skip=accepts_change)
+        if note:
             record.note(note)
         # Rows that were bad may have been repaired if the data changed.
         loader.learn_bad_samples({} if accepts_change else state["bad_samples"])
@@ -339,18 +345,18 @@ class Trainer:
                 where=save,
                 way_out="Run the same command again to continue.",
             )
-        raise StoppedUnsaved(
-            f"stopped after step {engine.iteration}; nothing was saved",
-            key="training.save_on_signal" if save else "training.save",
-            way_out="Set training.save_on_signal=true." if save else "Set training.save to keep checkpoints.",
-        )
+        key, way_out = "training.save", "Set training.save to keep checkpoints."
+        if save:
+            key, way_out = "training.save_on_signal", "Set training.save_on_signal=true."
+        raise StoppedUnsaved(f"stopped after step {engine.iteration}; nothing was saved", key=key, way_out=way_out)
 
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Inside, what has been built is no garbage: the collector need not look at it, nor workers copy its pages.
-    Afterwards it may be: a model's cycles hold its process group, whose threads wake a hundred times a second."""
-    was_frozen = gc.get_freeze_count() > _FROZEN_AT_FIRST  # by the caller: thawing would thaw what is his, too
+    """Inside, the garbage collector passes over what has been built: it need not look at it, and worker processes do
+    not copy its pages. Afterwards it may collect it: a model's cycles hold its process group, whose threads wake a
+    hundred times a second."""
+    was_frozen = gc.get_freeze_count() > _FROZEN_AT_FIRST  # by the caller, whose own objects thawing would thaw, too
     if not was_frozen:
         gc.freeze()
     gc.enable()

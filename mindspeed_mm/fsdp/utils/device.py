@@ -31,7 +31,9 @@ _CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
 def get_device_type() -> str:
     """`cuda`, `npu`, `xpu`, … or `cpu`."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator else "cpu"
 
 
@@ -145,8 +147,8 @@ def npu_operator(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on its way to the device; nobody waits. From host memory that is not locked, the host would first wait
-    for all that is queued there; a tensor that comes to the host has arrived."""
+    """A tensor on its way to the device; the host does not wait. From host memory that is not locked, it would first
+    wait for all that is queued there; a tensor that comes to the host has arrived."""
     if device.type == "cpu":
         return tensor.to(device)
     if tensor.device.type == "cpu" and not tensor.is_pinned() and tensor.nbytes <= _PINNED_AT_ONCE_BYTES:

@@ -13,6 +13,7 @@ from types import ModuleType
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.cards import plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 KEY = "training.plugin"
@@ -63,13 +64,14 @@ def _import(name: str, plugin: str, key: str, path: Path | None = None) -> Modul
         is_for_npus = path is not None and path.stem == "npu_patch" and isinstance(error, ModuleNotFoundError)
         if is_for_npus and get_device_type() != "npu":
             return None
+        way_out = "Fix the error in that file."
+        if isinstance(error, ImportError):
+            way_out = "Check the path, and that everything it imports is installed."
         raise ConfigError(
             f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
             where=place_of_error(error) or str(path or ""),
             key=key,
-            way_out="Check the path, and that everything it imports is installed."
-            if isinstance(error, ImportError)
-            else "Fix the error in that file.",
+            way_out=way_out,
         ) from error
 
 
@@ -91,9 +93,11 @@ def plugin_hashes(plugins: Iterable[str]) -> dict[str, str]:
     found = {}
     for plugin in plugins:
         module = sys.modules.get(plugin_module(plugin))
-        folders = [Path(folder) for folder in getattr(module, "__path__", ())]
-        files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-        if not folders and (file := getattr(module, "__file__", None)):
+        files: list[Path] = []
+        for folder in getattr(module, "__path__", ()):  # of a package
+            files += sorted(Path(folder).rglob("*.py"))
+        file = setting_of(module, str, "__file__")
+        if not hasattr(module, "__path__") and file is not None:
             files = [Path(file)]
         found[plugin] = hash_of_files(files)
     return found

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.params.cards import own_model_types
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
+from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -54,16 +55,28 @@ def load_processor(
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
-            has_vocabulary = any(path for pattern in _VOCABULARY_FILES for path in folder.glob(pattern))
+            has_vocabulary = any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES)
             raised = _unreadable(folder, error) if has_vocabulary else _no_vocabulary(folder)
             raise _broken_file(folder) or raised from error
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True, **options)
     check_words(processor, folder)
     _check_padding(processor, folder)
-    template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
-    for source in template.values() if isinstance(template, dict) else filter(None, [template]):
+    for source in chat_templates_of(processor).values():
         check_chat_template(source, where=str(folder))
     return processor
+
+
+def chat_templates_of(processor: object) -> dict[str, str]:
+    """The chat templates, by name, that a processor brings, else the tokenizer inside it; `default` is the one that is
+    used where none is named."""
+    for holder in (processor, tokenizer_of(processor)):
+        named = setting_of(holder, dict, "chat_template")
+        if named:
+            return named
+        only = setting_of(holder, str, "chat_template")
+        if only:
+            return {"default": only}
+    return {}
 
 
 def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: Any) -> Any:
@@ -73,18 +86,19 @@ def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_cod
     know_family_of(folder)
     common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     own = {name: value for name, value in options.items() if value is not None}
-    processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **common, **own)
+    reads = AutoProcessor if is_multimodal else AutoTokenizer
+    processor = reads.from_pretrained(str(folder), **common, **own)
     if is_multimodal and not use_fast and hasattr(processor, "image_processor"):
         processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **common)
     return processor
 
 
-def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def tokenizer_of(processor: object) -> PreTrainedTokenizerBase:
     """The tokenizer inside a processor; a tokenizer is returned as it is."""
     return getattr(processor, "tokenizer", processor)
 
 
-def check_words(processor: Any, folder: Path) -> None:
+def check_words(processor: object, folder: Path) -> None:
     """Refuse a tokenizer that knows nothing but special tokens: where the files of its vocabulary are missing,
     transformers builds it all the same, and every text becomes empty. What has no tokenizer is passed over.
 
@@ -96,21 +110,20 @@ def check_words(processor: Any, folder: Path) -> None:
         ModelFolderError: Naming the missing file.
     """
     tokenizer = tokenizer_of(processor)
-    added = getattr(tokenizer, "added_tokens_decoder", None)
-    if added is None:
+    added = setting_of(tokenizer, dict, "added_tokens_decoder")
+    if added is None or len(tokenizer) - len(added) > _MOST_BUILT_IN_WORDS:
         return
-    if len(tokenizer) - len(added) > _MOST_BUILT_IN_WORDS:
-        return
-    kinds = ("vocab_file", "merges_file")
-    names = [name for kind in kinds if (name := getattr(tokenizer, "vocab_files_names", {}).get(kind))]
-    present = [path for name in (_TOKENIZER_FILES[0], *names) if (path := folder / name).is_file()]
-    if not present:
-        raise _no_vocabulary(folder, names)
-    raise ModelFolderError(
-        f"the vocabulary holds no words, only {len(added)} special tokens",
-        where=str(present[0]),
-        way_out="Copy the original model's file.",
-    )
+    files = setting_of(tokenizer, dict, "vocab_files_names") or {}
+    names = list(filter(None, map(files.get, ("vocab_file", "merges_file"))))
+    for name in (_TOKENIZER_FILES[0], *names):
+        path = folder / name
+        if path.is_file():
+            raise ModelFolderError(
+                f"the vocabulary holds no words, only {len(added)} special tokens",
+                where=str(path),
+                way_out="Copy the original model's file.",
+            )
+    raise _no_vocabulary(folder, names)
 
 
 def _no_vocabulary(folder: Path, names: Sequence[str] = ()) -> ModelFolderError:
@@ -186,11 +199,12 @@ def _objection(node: nodes.Node) -> str:
         return f"reaches for '{node.arg.value}'"
     if isinstance(node, nodes.Pow):
         return "raises to a power"
-    grows = isinstance(node, nodes.Mul) or (
-        isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
-    )
-    largest = max((c.value for c in node.find_all(nodes.Const) if isinstance(c.value, int)), default=0) if grows else 0
-    return f"repeats something {largest:,} times" if largest > _MAX_TEMPLATE_FACTOR else ""
+    counts = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
+    if isinstance(node, nodes.Mul) or counts:
+        for constant in node.find_all(nodes.Const):
+            if isinstance(constant.value, int) and constant.value > _MAX_TEMPLATE_FACTOR:
+                return f"repeats something {constant.value:,} times"
+    return ""
 
 
 def _unsafe(found: str, where: str) -> ModelFolderError:
@@ -221,8 +235,7 @@ def _check_files(folder: Path) -> bool:
 
 
 def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: Path) -> None:
-    tokenizer = tokenizer_of(processor)
-    if getattr(tokenizer, "pad_token_id", None) is None:
+    if setting_of(tokenizer_of(processor), int, "pad_token_id") is None:
         raise ModelFolderError(
             "the tokenizer has no padding token",
             where=str(folder),
@@ -248,11 +261,8 @@ def _broken_file(folder: Path) -> ModelFolderError | None:
 
 def _unreadable(folder: Path, error: Exception) -> ModelFolderError:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    wants_code = "trust_remote_code" in str(error)
-    return ModelFolderError(
-        f"the processor cannot be read: {type(error).__name__}: {first_line}",
-        where=str(folder),
-        way_out="It needs the folder's own code: read it, then set model.trust_remote_code: true."
-        if wants_code
-        else "Compare its tokenizer and processor files with the original model's.",
-    )
+    way_out = "Compare its tokenizer and processor files with the original model's."
+    if "trust_remote_code" in str(error):
+        way_out = "It needs the folder's own code: read it, then set model.trust_remote_code: true."
+    what = f"the processor cannot be read: {type(error).__name__}: {first_line}"
+    return ModelFolderError(what, where=str(folder), way_out=way_out)

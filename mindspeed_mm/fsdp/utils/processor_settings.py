@@ -44,12 +44,12 @@ def _faults(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[st
         if isinstance(value, dict):
             yield from _faults(value, f"{section}{key}.")
             continue
-        numbers = value if isinstance(value, list) else [value]
         if value is None:
             continue
-        if key in _SIZES and not all(type(number) is int and number >= 1 for number in numbers):
+        numbers = value if isinstance(value, list) else [value]
+        if key in _SIZES and not all(map(_is_size, numbers)):
             yield section + key, value, "a whole number from 1"
-        if key in _DIVISORS and not all(_is_number(number) and number for number in numbers):
+        if key in _DIVISORS and not all(map(_is_divisor, numbers)):
             yield section + key, value, "a number other than 0"
         if key in _NUMBERS and not all(map(_is_number, numbers)):
             yield section + key, value, "a number, or a list of numbers"
@@ -57,3 +57,11 @@ def _faults(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[st
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and number >= 1
+
+
+def _is_divisor(number: object) -> bool:
+    return _is_number(number) and number != 0

@@ -1,4 +1,4 @@
-"""Keeps libraries from printing over our own lines: what they would say is an error of ours, or nobody's business."""
+"""Keeps libraries from printing over our own lines: what they say becomes an error of ours or does not matter."""
 
 from __future__ import annotations
 

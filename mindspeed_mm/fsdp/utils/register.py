@@ -101,7 +101,7 @@ class Registry:
         return self._config_keys.get(name, {})
 
 
-def _origin(entry: Any) -> str:
+def _origin(entry: object) -> str:
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
 
 

@@ -1,4 +1,4 @@
-"""The one door to torchao, which takes four seconds to import: it is opened for those who ask, and for nobody else.
+"""The one door to torchao, which takes four seconds to import: it is opened only for those who ask.
 
 transformers, diffusers and PEFT import it wherever it is installed, whether or not anything is quantised.
 """

@@ -48,7 +48,11 @@ class WorkProgress:
         """So much more is through."""
         self.done += amount
         now = time.monotonic()
-        every = _LIVE_EVERY_S if self._live else _LINE_EVERY_S if self._told > self._began else 0.0
+        every = 0.0
+        if self._live:
+            every = _LIVE_EVERY_S
+        elif self._told > self._began:
+            every = _LINE_EVERY_S
         if self._speaks and now - self._began >= _QUIET_S and now - self._told >= every:
             self._told = now
             self._tell(now - self._began)

@@ -351,7 +351,7 @@ def test_adapters_merge_into_what_is_released(run: Path, tmp_path: Path) -> None
     [
         ({"audio_codes": None}, "no codec here makes them"),
         ({"audio_codes": [[1, 2, 3, CODES]]}, f"from 0 to {CODES - 1}"),
-        ({"speaker": "nobody"}, "'nobody' is no voice"),
+        ({"speaker": "nobody"}, "'nobody' is not a voice"),
         ({"speaker": None}, "names no voice"),
         ({"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": " "}], "images": [],
           "audios": []}, "has no words"),

@@ -72,8 +72,8 @@ def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sampl
         raise wrong_field(columns[0], row.get(columns[0]), row, place, "an instruction")
     sample = Sample(place)
     history = first_column(row, row_format.history, ("history",))
-    for pair in (row[history] if history else None) or []:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+    for pair in (row[history] or []) if history else []:
+        if not _is_exchange(pair):
             raise DataError(
                 f"holds {pair!r}, not [question, answer]", where=str(place), key=history or "", way_out=REPAIR
             )
@@ -81,6 +81,14 @@ def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sampl
         _add(sample, "assistant", pair[1])
     _add(sample, "user", "\n".join(texts))
     return sample
+
+
+def _is_exchange(pair: object) -> bool:
+    """Whether it is what was asked and what was answered."""
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        return False
+    asked, answered = pair
+    return isinstance(asked, str) and isinstance(answered, str)
 
 
 def _name(configured: str | None, usual: str) -> str:

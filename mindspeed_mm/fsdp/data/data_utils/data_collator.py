@@ -63,7 +63,7 @@ def register_collator(
 
 
 def build_collator(
-    processor: Any, plugin: MediaPlugin, collate_param: CollateParam, *, positions: PositionRule | None = None
+    processor: object, plugin: MediaPlugin, collate_param: CollateParam, *, positions: PositionRule | None = None
 ) -> Collator:
     """The collator that the configuration names, or the generic one.
 
@@ -130,7 +130,7 @@ class GenericCollator:
     """
 
     def __init__(
-        self, processor: Any, plugin: MediaPlugin, collate_param: CollateParam, positions: PositionRule | None = None
+        self, processor: object, plugin: MediaPlugin, collate_param: CollateParam, positions: PositionRule | None = None
     ) -> None:
         self._plugin = plugin
         self._multiple = padding_multiple(collate_param)
@@ -234,7 +234,7 @@ class PairwiseCollator:
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
     `GenericCollator`."""
 
-    def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: CollateParam) -> None:
+    def __init__(self, processor: object, plugin: MediaPlugin, collate_param: CollateParam) -> None:
         self._collate = GenericCollator(processor, plugin, collate_param)
         self._plugin = plugin
 
@@ -280,7 +280,7 @@ def _share_media(chosen: EncodedSample, rejected: EncodedSample) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
-def _names(samples: Sequence[Any]) -> Batch:
+def _names(samples: Sequence[Mapping[str, object]]) -> Batch:
     """`sample_ids`, unless a plugin's samples have no names: the loader gives them its own then."""
     names = [sample["sample_id"] for sample in samples if "sample_id" in sample]
     return {"sample_ids": names} if len(names) == len(samples) else {}

@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     Sample,
     SampleSize,
     TooLongError,
+    count_media,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -415,11 +416,7 @@ def _count_media(sample: Sample, end: int) -> int:
     """Items of the first `end` messages."""
     if not sample.media or end == len(sample.messages):
         return len(sample.media)
-    count = 0
-    for message in sample.messages[:end]:
-        if not isinstance(message["content"], str):
-            count += sum(part["type"] != "text" for part in message["content"])
-    return count
+    return count_media(sample.messages[:end])
 
 
 def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:

@@ -36,6 +36,8 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 DEFAULT_SAMPLING_RATE = 16000
 """Sampling rate of audio in Hz, where neither the configuration nor the processor says."""
@@ -58,7 +60,7 @@ class MediaLimits:
     """Fetch media from URLs."""
 
     @classmethod
-    def of(cls, preprocess: Any, processor: Any, *, allow_remote: bool = False) -> MediaLimits:
+    def of(cls, preprocess: PreprocessParameters, processor: object, *, allow_remote: bool = False) -> MediaLimits:
         """From `preprocess_parameters`, and from the model's processor what is not given there.
 
         Args:
@@ -66,9 +68,9 @@ class MediaLimits:
             processor: Processor or tokenizer.
             allow_remote: `basic_parameters.allow_remote_media`.
         """
-        heard = getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None)
+        heard = setting_of(setting_of(processor, object, "feature_extractor"), int, "sampling_rate")
         return cls(
-            clip=ClipRule.of(preprocess, getattr(processor, "video_processor", None)),
+            clip=ClipRule.of(preprocess, setting_of(processor, object, "video_processor")),
             video_max_pixels=preprocess.video_max_pixels,
             video_min_pixels=preprocess.video_min_pixels or 0,
             audio_sampling_rate=preprocess.audio_sampling_rate or heard or DEFAULT_SAMPLING_RATE,
@@ -93,12 +95,18 @@ class MediaLoader:
     ) -> None:
         self.dataset_dir = os.path.realpath(dataset_dir)
         self.limits = limits or MediaLimits()
-        self._url_roots = tuple(str(root) for root in media_roots if _is_web(str(root)))
-        folders = [root for root in media_roots if not _is_web(str(root))]
-        self.roots = (self.dataset_dir, *(os.path.realpath(root) for root in folders))
+        urls, folders = [], [self.dataset_dir]
+        for root in map(str, media_roots):
+            if _is_web(root):
+                urls.append(root)
+            else:
+                folders.append(os.path.realpath(root))
+        self._url_roots, self.roots = tuple(urls), tuple(folders)
+        self._inside_roots = tuple(root.rstrip(os.sep) + os.sep for root in self.roots)
+        """What real paths of media begin with."""
         self._real_folders: dict[str, str] = {}
 
-    def load_image(self, item: Any) -> Image.Image:
+    def load_image(self, item: object) -> Image.Image:
         """One picture, upright, as RGB on white.
 
         Raises:
@@ -107,7 +115,7 @@ class MediaLoader:
         data, name = self.read(item)
         return decode_image(data, name)
 
-    def load_video(self, item: Any, sizes: FrameSizes | None = None, *, with_sound: bool = False) -> VideoClip:
+    def load_video(self, item: object, sizes: FrameSizes | None = None, *, with_sound: bool = False) -> VideoClip:
         """The frames of a video that a model looks at.
 
         Args:
@@ -129,13 +137,13 @@ class MediaLoader:
         with self.open(source) as file:
             return replace(clip, sound=read_audio(file, self.limits.audio_sampling_rate, name))
 
-    def load_audio(self, item: Any) -> AudioClip:
+    def load_audio(self, item: object) -> AudioClip:
         """A sound, or the sound of a video, as one mono track. Raises `DataError` as `load_image`."""
         source, name = self._source(item)
         with self.open(source) as file:
             return read_audio(file, self.limits.audio_sampling_rate, name)
 
-    def probe(self, kind: MediaKind, item: Any) -> ImageHeader | ClipHeader | AudioHeader:
+    def probe(self, kind: MediaKind, item: object) -> ImageHeader | ClipHeader | AudioHeader:
         """What a medium will be once it is loaded, from its header. Raises `DataError` where the header tells."""
         if kind == "video" and isinstance(item, (list, tuple, np.ndarray)):
             first = self.probe("image", _first_frame(item))
@@ -157,18 +165,20 @@ class MediaLoader:
         size = sizes.size(len(header.indices), first.height, first.width)
         return watch_pictures((self.load_image(items[index]) for index in header.indices), header, size, sizes)
 
-    def read(self, item: Any) -> tuple[bytes, str]:
+    def read(self, item: object) -> tuple[bytes, str]:
         """The item's bytes and what to call it in messages."""
         source, name = self._source(item)
-        return (source if isinstance(source, bytes) else self._read_file(source)), name
+        if isinstance(source, str):
+            source = self._read_file(source)
+        return source, name
 
-    def _source(self, item: Any) -> tuple[str | bytes, str]:
+    def _source(self, item: object) -> tuple[str | bytes, str]:
         """A path or the bytes of an item, and what to call it in messages."""
         if isinstance(item, Mapping):
-            found = item.get("bytes") if item.get("bytes") is not None else item.get("path")
-            if isinstance(item.get("bytes"), str):
-                return _from_base64(item["bytes"]), "base64 data"
-            item = found
+            data = item.get("bytes")
+            if isinstance(data, str):
+                return _from_base64(data), "base64 data"
+            item = data if data is not None else item.get("path")
         if isinstance(item, bytes):
             return item, "embedded bytes"
         if not isinstance(item, str) or not item or "\x00" in item:
@@ -177,7 +187,9 @@ class MediaLoader:
             )
         if _is_remote(item):
             return self._fetched(item), item[:100]
-        return (_from_base64(item), "base64 data") if _BASE64.fullmatch(item) else (item, item)
+        if _BASE64.fullmatch(item):
+            return _from_base64(item), "base64 data"
+        return item, item
 
     def _fetched(self, url: str) -> bytes:
         if not self.limits.allow_remote:
@@ -236,7 +248,7 @@ class MediaLoader:
             return os.open(path, _OPEN_FLAGS)  # a FIFO does not block, a link swapped in is not followed
         except FileNotFoundError:
             other = os.path.realpath(name)
-            if path == other or not any(other.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in self.roots):
+            if path == other or not self._is_inside_roots(other):
                 raise
             return os.open(self._confine(other), _OPEN_FLAGS)
 
@@ -249,13 +261,16 @@ class MediaLoader:
         path = f"{real_folder}{os.sep}{base}"
         if base in ("", ".", "..") or os.path.islink(path):  # noqa: PTH114
             path = os.path.realpath(path)
-        if not any(path.startswith(root.rstrip(os.sep) + os.sep) for root in self.roots):
+        if not self._is_inside_roots(path):
             raise DataError(
                 f"'{name}' lies outside the media roots",
                 key="data.dataset_param.basic_parameters.media_roots",
                 way_out="Put it under dataset_dir, or list its folder in media_roots.",
             )
         return path
+
+    def _is_inside_roots(self, path: str) -> bool:
+        return path.startswith(self._inside_roots)
 
 
 def _check_regular(status: os.stat_result, name: str, most_bytes: int | None) -> None:
@@ -288,7 +303,9 @@ class PixelBudget:
         """Height and width of frames as they are kept."""
         del frames
         pixels = height * width
-        limit = self.most if self.most is not None and pixels > self.most else max(pixels, self.least)
+        limit = max(pixels, self.least)
+        if self.most is not None and pixels > self.most:
+            limit = self.most
         if limit == pixels:
             return height, width
         factor = math.sqrt(limit / pixels)
@@ -296,8 +313,9 @@ class PixelBudget:
 
     def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
         """(H, W, 3) uint8."""
-        is_right = picture.size == (width, height)
-        return np.asarray(picture if is_right else picture.resize((width, height), Image.Resampling.BICUBIC))
+        if picture.size != (width, height):
+            picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        return np.asarray(picture)
 
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")

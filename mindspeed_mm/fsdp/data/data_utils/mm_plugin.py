@@ -105,15 +105,15 @@ class TextOnlyPlugin:
         """Refuse."""
         raise self._refusal("an image")
 
-    def encode_video(self, clip: Any) -> MediaFeatures:
+    def encode_video(self, clip: object) -> MediaFeatures:
         """Refuse."""
         raise self._refusal("a video")
 
-    def encode_audio(self, sound: Any) -> MediaFeatures:
+    def encode_audio(self, sound: object) -> MediaFeatures:
         """Refuse."""
         raise self._refusal("an audio")
 
-    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+    def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
         """Refuse."""
         raise self._refusal(f"{'a' if kind == 'video' else 'an'} {kind}")
 

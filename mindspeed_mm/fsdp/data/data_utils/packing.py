@@ -36,9 +36,10 @@ def best_fit(
     Raises:
         ValueError: A sample exceeds a cap by itself.
     """
-    counted = max_patches is not None and patches is not None
-    work = list(patches) if counted and patches is not None else [0] * len(tokens)
-    limit = max_patches if counted and max_patches is not None else 1
+    if patches is None or max_patches is None:  # without a limit: nothing works for the encoder
+        work, limit = [0] * len(tokens), 1
+    else:
+        work, limit = list(patches), max_patches
     for index, (length, load) in enumerate(zip(tokens, work, strict=True)):
         if length > capacity or load > limit:
             raise ValueError(f"sample {index} does not fit a pack: {length} tokens, {load} patches")
@@ -139,4 +140,6 @@ def _without_first(labels_L: np.ndarray, fill: float) -> np.ndarray:
 def _counted(tokens: int, like: torch.Tensor) -> torch.Tensor:
     """0, 1, 2 … in as many rows and in the same form (see `PositionRule`)."""
     numbers = torch.arange(tokens)
-    return (numbers.float().view(torch.int32) if like.dtype == torch.int32 else numbers).expand(len(like), -1)
+    if like.dtype == torch.int32:  # the bits of fp32 numbers
+        numbers = numbers.float().view(torch.int32)
+    return numbers.expand(len(like), -1)

@@ -163,9 +163,12 @@ def as_whole_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 def in_one_form(positions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All whole numbers, or all the bits of fp32 numbers, as they are joined."""
-    if not any(each.dtype == torch.int32 for each in positions):
+    if all(each.dtype != torch.int32 for each in positions):
         return list(positions)
-    return [each if each.dtype == torch.int32 else each.float().view(torch.int32) for each in positions]
+    joined = []
+    for each in positions:
+        joined.append(each if each.dtype == torch.int32 else each.float().view(torch.int32))
+    return joined
 
 
 def build_positions(folder: str | Path, processor: object, *, trust_remote_code: bool = False) -> PositionRule:

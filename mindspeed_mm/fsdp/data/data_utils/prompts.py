@@ -8,14 +8,15 @@ from typing import Any
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import SampleEncoder
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample, count_media
 
 _COLUMNS = ("messages", "conversations", "prompt")
 
 
-def with_answer(row: dict[str, Any], row_format: RowFormat, *, needs_answer: bool = False) -> dict[str, Any]:
+def with_answer(row: JsonObject, row_format: RowFormat, *, needs_answer: bool = False) -> JsonObject:
     """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one, unless
     one is needed. A `prompt` of plain text, with media beside it, becomes such a list."""
     if row_format.formatting == "alpaca":
@@ -39,7 +40,7 @@ def _answer(turns: list[Any], row_format: RowFormat) -> dict[str, str]:
     return {"role": "assistant", "content": ""}
 
 
-def _prompt_as_conversation(row: dict[str, Any]) -> dict[str, Any]:
+def _prompt_as_conversation(row: JsonObject) -> JsonObject:
     prompt, marks = row["prompt"], ""
     media: dict[str, list[Any]] = {}
     for kind in ("image", "video", "audio"):
@@ -58,14 +59,14 @@ def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
     return role in (row_format.assistant_tag, "assistant", "gpt")
 
 
-def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: dict[str, Any]) -> EncodedPrompt:
+def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: JsonObject) -> EncodedPrompt:
     """A conversation that ends with the model's turn, up to it; that turn's words become the solution.
 
     Raises:
         DataError: The row is off, or its answer holds media.
     """
     *messages, answer = sample.messages
-    media = sample.media[: _count_media(messages)]
+    media = sample.media[: count_media(messages)]
     if len(media) < len(sample.media):
         raise DataError(
             "the answer holds media, and a model that answers gives words",
@@ -76,14 +77,16 @@ def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: 
     question = encoder.encode_question(
         replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
     )
-    truth = words_of(answer["content"])
+    truth, columns = words_of(answer["content"]), dict(columns)
+    if truth and columns.get("solution") is None:
+        columns["solution"] = truth
     return {
         "sample_id": str(sample.place),
         "row": index,
         "input_ids": question.input_ids,
         "media": list(question.media),
         "text": words_of(messages[-1]["content"]) if messages else "",
-        "columns": {**columns, "solution": truth} if truth and columns.get("solution") is None else dict(columns),
+        "columns": columns,
     }
 
 
@@ -92,13 +95,8 @@ def collated_prompts(samples: Sequence[EncodedPrompt]) -> Batch:
     return {"prompts": list(samples), "sample_ids": [sample["sample_id"] for sample in samples]}
 
 
-def words_of(content: str | list[dict[str, Any]]) -> str:
+def words_of(content: str | list[JsonObject]) -> str:
     """The text of a turn, without its media."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
-
-
-def _count_media(messages: Sequence[dict[str, Any]]) -> int:
-    contents = [message["content"] for message in messages]
-    return sum(part["type"] != "text" for content in contents if not isinstance(content, str) for part in content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -119,3 +120,12 @@ class SampleSize(NamedTuple):
     """The length that encoding gives."""
     patches: int
     """Work of the encoders: vision patches and audio frames."""
+
+
+def count_media(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Pictures, videos and sounds in messages: parts that are not text."""
+    count = 0
+    for message in messages:
+        if not isinstance(message["content"], str):
+            count += sum(part["type"] != "text" for part in message["content"])
+    return count

@@ -97,7 +97,7 @@ class SpokenRows(MMDataset):
         """A column of text. Raises `DataError` where there is none."""
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{text!r:.80} is no text", where=place, key=column, way_out="Repair or drop the row.")
+            raise DataError(f"{text!r:.80} is not text", where=place, key=column, way_out="Repair or drop the row.")
         return text
 
     def ids_of(self, text: str) -> list[int]:

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, Tur
 from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
-from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import chat_templates_of, check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -74,7 +74,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, processor: Any, source: str, *, enable_thinking: bool | None = True, ends_turns: bool = True
+        self, processor: object, source: str, *, enable_thinking: bool | None = True, ends_turns: bool = True
     ) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template  # after the processor, which is heavy
 
@@ -208,7 +208,7 @@ def without_thoughts(message: Message) -> Message:
     return message
 
 
-def build_template(processor: Any, basic: BasicParameters) -> ChatTemplate:
+def build_template(processor: object, basic: BasicParameters) -> ChatTemplate:
     """The template asked for: the file `chat_template`, else the name `template`, else the model's own.
 
     Args:
@@ -246,17 +246,12 @@ def _read_template(path: Path) -> str:
     return source
 
 
-def own_template(processor: Any) -> str | None:
+def own_template(processor: object) -> str | None:
     """The chat template that a processor, or the tokenizer inside it, brings; None: it brings none."""
-    for holder in (processor, tokenizer_of(processor)):
-        named = setting_of(holder, dict, "chat_template")
-        source = named.get("default") if named else setting_of(holder, str, "chat_template")
-        if source:
-            return source
-    return None
+    return chat_templates_of(processor).get("default")
 
 
-def _no_template(processor: Any, name: str | None) -> ModelFolderError:
+def _no_template(processor: object, name: str | None) -> ModelFolderError:
     known = ", ".join(sorted(name for name, source in FORMATS.items() if source))
     what = "the model's folder has no chat template"
     if name:

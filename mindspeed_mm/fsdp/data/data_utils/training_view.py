@@ -16,7 +16,10 @@ from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.params.value_types import Section
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
+View = dict[str, dict[str, Any]]
+"""Section → key → value, of what decides how rows look."""
 VIEW_FILE = "training_view.json"
 _PREPROCESS = (
     "use_fast_tokenizer",
@@ -42,14 +45,14 @@ class Override(NamedTuple):
     part: str
     """Attribute of the processor: `image_processor`, `video_processor`."""
     name: str
-    value: Any
-    before: Any
+    value: object
+    before: object
     key: str
     """Key in `preprocess_parameters`."""
 
 
 def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> DatasetParam:
-    """The section with what the folder's file says about keys that nobody gave.
+    """The section with what the folder's file says about keys that are not given.
 
     Raises:
         ModelFolderError: The file is broken.
@@ -59,7 +62,7 @@ def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> Dataset
     return dataset_param.model_copy(update=sections)
 
 
-def read_view(folder: Path) -> dict[str, dict[str, Any]]:
+def read_view(folder: Path) -> View:
     """What a model's folder says of how training looked at its rows: section → key → value; nothing where it does not.
 
     Raises:
@@ -80,12 +83,12 @@ def read_view(folder: Path) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def view_of(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
+def view_of(dataset_param: DatasetParam) -> View:
     """What is given of what decides how rows look: section → key → value."""
     return {name: _given(dataset_param[name], keys) for name, keys in _SECTIONS.items()}
 
 
-def told_view(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
+def told_view(dataset_param: DatasetParam) -> View:
     """What a trained model's folder says: as `view_of`, with the values that are the defaults, since a folder below it
     may say something else."""
     view = {}
@@ -95,7 +98,7 @@ def told_view(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
     return view
 
 
-def _only(keys: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def _only(keys: Iterable[str], values: Mapping[str, Any] | Section) -> dict[str, Any]:
     return {key: values[key] for key in keys if key in values}
 
 
@@ -104,8 +107,8 @@ def _given(section: Section, keys: Iterable[str]) -> dict[str, Any]:
     return {key: section[key] for key in keys if section[key] != defaults[key].default}
 
 
-def _filled(section: Section, found: Mapping[str, Any]) -> Section:
-    """The section with found values for keys that nobody gave, or gave as null."""
+def _filled(section: Section, found: Mapping[str, object]) -> Section:
+    """The section with found values for keys that are not given, or are null."""
     is_open = [key for key in found if section[key] is None or key not in section.model_fields_set]
     return section.model_copy(update=_only(is_open, found))
 
@@ -113,7 +116,7 @@ def _filled(section: Section, found: Mapping[str, Any]) -> Section:
 # --- what processors have settings for -------------------------------------------------------------------------------
 
 
-def processor_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
+def processor_settings(processor: object, preprocess: PreprocessParameters) -> list[Override]:
     """Settings of the processor that make it see what `preprocess_parameters` asks for, where it has such settings.
 
     Args:
@@ -124,30 +127,31 @@ def processor_settings(processor: Any, preprocess: PreprocessParameters) -> list
     return [setting for setting in found if setting.value != setting.before]
 
 
-def _image_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
+def _image_settings(processor: object, preprocess: PreprocessParameters) -> list[Override]:
     settings = []
-    images: Any = getattr(processor, "image_processor", None)  # processors differ in the parts that they have
+    images: Any = setting_of(processor, object, "image_processor")
     size_keys = _given_of(preprocess, "image_max_pixels", "image_min_pixels")
     if size_keys and type(images).__name__.startswith("Qwen2VLImageProcessor"):
         settings.append(_limits("image_processor", images, pixel_limits(images.size, preprocess), size_keys))
-    if preprocess.crop_to_patches is not None and hasattr(images, "crop_to_patches"):
-        asked = preprocess.crop_to_patches
-        settings.append(_override("image_processor", images, "crop_to_patches", asked, "crop_to_patches"))
-        for name in ("min_patches", "max_patches"):
-            # Processors may ask for tiles whatever their image processor says: then let there be one.
-            if not asked and hasattr(images, name):
-                settings.append(_override("image_processor", images, name, 1, "crop_to_patches"))
-    if preprocess.image_do_pan_and_scan is not None and hasattr(images, "do_pan_and_scan"):
-        key = "image_do_pan_and_scan"
-        settings.append(_override("image_processor", images, "do_pan_and_scan", preprocess.image_do_pan_and_scan, key))
+    # Setting → the key that decides it, and the value that it asks for.
+    asked: dict[str, tuple[str, int | None]] = {
+        "crop_to_patches": ("crop_to_patches", preprocess.crop_to_patches),
+        "do_pan_and_scan": ("image_do_pan_and_scan", preprocess.image_do_pan_and_scan),
+    }
+    if preprocess.crop_to_patches is False and hasattr(images, "crop_to_patches"):
+        # Processors may ask for tiles whatever their image processor says: then let there be one.
+        asked |= {"min_patches": ("crop_to_patches", 1), "max_patches": ("crop_to_patches", 1)}
+    for name, (key, value) in asked.items():
+        if value is not None and hasattr(images, name):
+            settings.append(Override("image_processor", name, value, getattr(images, name), key))
     return settings
 
 
-def _video_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
+def _video_settings(processor: object, preprocess: PreprocessParameters) -> list[Override]:
     """Limits of a frame; those of whole clips have no setting that says the same of every clip."""
-    videos: Any = getattr(processor, "video_processor", None)
+    videos: Any = setting_of(processor, object, "video_processor")
     keys = _given_of(preprocess, "video_max_pixels", "video_min_pixels")
-    is_told = "size" in getattr(processor, "videos_kwargs", {})
+    is_told = "size" in (setting_of(processor, Mapping, "videos_kwargs") or {})
     if not keys or is_told or type(videos).__name__ != "Qwen2VLVideoProcessor":
         return []
     return [_limits("video_processor", videos, frame_limits(videos.size, preprocess, 1), keys)]
@@ -163,11 +167,7 @@ def _limits(part: str, owner: Any, limits: tuple[int, int], key: str) -> Overrid
     return Override(part, "size", asked, before, key)
 
 
-def _override(part: str, owner: Any, name: str, value: Any, key: str) -> Override:
-    return Override(part, name, value, getattr(owner, name), key)
-
-
-def view_notes(dataset_param: DatasetParam, processor: Any) -> list[str]:
+def view_notes(dataset_param: DatasetParam, processor: object) -> list[str]:
     """For the log: what is given, and what the model's folder says instead."""
     preprocess = dataset_param.preprocess_parameters
     instead = {}

@@ -13,7 +13,7 @@ _FILE = "generation_config.json"
 _TASKS = ("transcribe", "translate")
 
 
-def is_whisper(processor: Any) -> bool:
+def is_whisper(processor: object) -> bool:
     """Whether all tokens of a conversation are those of a decoder, and the sound goes to an encoder of its own."""
     return type(processor).__name__ == "WhisperProcessor"
 
@@ -51,14 +51,14 @@ def tell_language(processor: Any, folder: Path) -> None:
 
 
 def detects_language(processor: Any, folder: Path) -> bool:
-    """Whether `generate` finds out the language of each sound by itself, because nobody has named one."""
+    """Whether `generate` finds out the language of each sound by itself, because none is named."""
     if not is_whisper(processor) or processor.tokenizer.language is not None:
         return False
     settings = _generation_settings(folder)
     return "lang_to_id" in settings and settings.get("is_multilingual") is not False
 
 
-def require_language(processor: Any, folder: Path) -> None:
+def require_language(processor: object, folder: Path) -> None:
     """Raise `ModelFolderError` for a Whisper that would be trained without a language and asked with one."""
     if detects_language(processor, folder):
         raise ModelFolderError(
@@ -82,5 +82,10 @@ def _forced(settings: dict[str, Any], tokenizer: Any) -> tuple[str | None, str |
     if forced.get(1) is None:
         return None, None
     names = [tokenizer.convert_ids_to_tokens(token).strip("<|>") for token in forced.values() if token is not None]
-    language = next((name for name in names if name not in (*_TASKS, "notimestamps")), None)
-    return language, next((name for name in names if name in _TASKS), None)
+    language = task = None
+    for name in reversed(names):  # the first of each kind counts
+        if name in _TASKS:
+            task = name
+        elif name != "notimestamps":
+            language = name
+    return language, task

@@ -79,11 +79,13 @@ class BucketOrder(Order):
             "max_tokens_per_batch": max_tokens,
             "shuffle": shuffle,
         }
-        numbers = {size: n for n, size in enumerate(dict.fromkeys(sizes))}
+        numbers = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
         self._bucket_of = np.array([numbers[size] for size in sizes], dtype=np.int64)
         self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
         self._layout = lru_cache(maxsize=2)(self._lay_out)
-        full = sum(len(range(0, n, self.buckets[b].rows)) for b, n in enumerate(np.bincount(self._bucket_of)))
+        full = 0
+        for bucket, samples in zip(self.buckets, np.bincount(self._bucket_of).tolist(), strict=True):
+            full += math.ceil(samples / bucket.rows)
         if full == 0 or (drop_last and full < deal.micro_batches):
             raise too_few(len(sizes), f"too few for {deal.micro_batches} micro-batches of one size each")
         whole, rest = divmod(full, deal.micro_batches)
@@ -135,17 +137,20 @@ class BucketOrder(Order):
             CheckpointError: None of today's steps begins there, and `may_skip` is False.
         """
         done = self._before(before)._layout(position.epoch)
-        if position.index == 0 or position.index >= done.samples:
-            return (position if position.index == 0 else DataPosition(position.epoch + 1, 0)), ""
+        next_epoch = DataPosition(position.epoch + 1, 0)
+        if position.index == 0:
+            return position, ""
+        if position.index >= done.samples:
+            return next_epoch, ""
         if self._layout(position.epoch).begins_alike(done, position.index):
             return position, ""
         left = done.samples - position.index
         if may_skip:
-            return (
-                DataPosition(position.epoch + 1, 0),
+            note = (
                 f"the run goes on with epoch {position.epoch + 1}: {left} samples of epoch {position.epoch} are left "
-                "out, since the steps of today would not take just them",
+                "out, since the steps of today would not take just them"
             )
+            return next_epoch, note
         raise CheckpointError(
             f"{left} samples of epoch {position.epoch} are left, and the steps of other micro-batches would not take "
             "just them",
@@ -177,10 +182,10 @@ class BucketOrder(Order):
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def _lay_out(self, epoch: int) -> Layout:
-        order = np.arange(len(self._bucket_of))
+        samples = len(self._bucket_of)
         if self._shuffle:
-            order = permutation(len(order), self._seed, epoch)
-        return self._arrange(order, epoch if self._shuffle else None, self._drop_last)
+            return self._arrange(permutation(samples, self._seed, epoch), epoch, self._drop_last)
+        return self._arrange(np.arange(samples), None, self._drop_last)
 
     def _arrange(self, order: np.ndarray, epoch: int | None, drop_last: bool) -> Layout:
         """The steps of an epoch; `epoch` also shuffles the steps, None sorts them by their first row."""
@@ -207,9 +212,9 @@ class BucketOrder(Order):
             steps = len(rows) // bucket.rows // self._deal.micro_batches
             taken = steps * bucket.rows * self._deal.micro_batches
             whole.append(_FullSteps(bucket, steps, rows[:taken]))
-            rest = rows[taken:]
-            parts = [rest[start : start + bucket.rows] for start in range(0, len(rest), bucket.rows)]
-            leftovers += [_Leftover(bucket.cost(len(part)), part) for part in parts]
+            for start in range(taken, len(rows), bucket.rows):
+                part = rows[start : start + bucket.rows]
+                leftovers.append(_Leftover(bucket.cost(len(part)), part))
         return whole, leftovers
 
     def _without_rest(self, leftovers: list[_Leftover], epoch: int | None) -> list[_Leftover]:
@@ -274,8 +279,10 @@ class Layout:
         borders = self.starts[number * count : (number + 1) * count + 1].tolist()
         step = []
         for start, end in itertools.pairwise(borders):
-            taken = self.rows[start:end] if end > start else self.rows[start - 1 : start]
-            step.append(MicroBatch(tuple(Pick(epoch, row) for row in taken.tolist()), int(end == start)))
+            is_blank = end == start
+            taken = self.rows[start - 1 : start] if is_blank else self.rows[start:end]
+            picks = tuple(Pick(epoch, row) for row in taken.tolist())
+            step.append(MicroBatch(picks, int(is_blank)))
         return step
 
 

@@ -172,7 +172,12 @@ def mean_tokens(sizes: SizeBook, first: int, end: int) -> float:
     """
     count = min(PROBED_ROWS, end - first)
     found = sizes.of([first + place * (end - first) // count for place in range(count)])
-    tokens = [size.tokens for size in found if not isinstance(size, DataError)]
+    tokens, errors = [], []
+    for size in found:
+        if isinstance(size, DataError):
+            errors.append(size)
+        else:
+            tokens.append(size.tokens)
     if not tokens:
-        raise next(size for size in found if isinstance(size, DataError))
+        raise errors[0]
     return sum(tokens) / len(tokens)

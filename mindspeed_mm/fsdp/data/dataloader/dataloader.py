@@ -223,7 +223,10 @@ class MMDataLoader:
             assert slots is not None
             batch = slots.read(batch, pin_memory=self._workers.pin_memory)
         elif self._workers.pin_memory:
-            batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in (batch or {}).items()}
+            batch = dict(batch or {})
+            for key, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    batch[key] = value.pin_memory()
         assert batch is not None
         self.counts.read += len(batch["sample_ids"])
         return batch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,7 +117,8 @@ class BatchMaker(Dataset[Delivery]):
             return self._all_or_others(request.picks, []), request.blank_rows  # whose faults are told where it counts
         if self._shape is None and self._replaces:
             return self._all_or_others(request.picks, faults), 0
-        if good := self._good(request.picks, faults):
+        good = self._good(request.picks, faults)
+        if good:
             return good, 0
         if self._replaces:
             return self._all_or_others(request.picks[:1], faults), 0
@@ -167,12 +167,17 @@ class BatchMaker(Dataset[Delivery]):
         return self._shape is None or self._shape.fits(self._measurer.size(row))
 
     def _read(self, pick: Pick, faults: list[SampleFault]) -> Taken:
-        with nullcontext() if self.dataset.is_deterministic else seeded(self._seed, pick):
+        if self.dataset.is_deterministic:
             sample = self.dataset.item(pick.row, pick.epoch)
-        own = sample if isinstance(sample, dict) else {}
-        if own.get("shrunk"):
-            faults.append(SampleFault("shrunk", self.name(pick.row)))
-        return Taken(sample, str(own.get("sample_id", self.name(pick.row))))
+        else:
+            with seeded(self._seed, pick):
+                sample = self.dataset.item(pick.row, pick.epoch)
+        name = self.name(pick.row)
+        if not isinstance(sample, dict):
+            return Taken(sample, name)
+        if sample.get("shrunk"):
+            faults.append(SampleFault("shrunk", name))
+        return Taken(sample, str(sample.get("sample_id", name)))
 
     def _unforeseen(self, error: Exception, request: Request) -> DataError:
         names = ", ".join(self.name(pick.row) for pick in request.picks)
@@ -185,7 +190,7 @@ class BatchMaker(Dataset[Delivery]):
 
 class SamplePeers:
     """Which samples may stand in for which: those of the same size, or all where sizes are not told; among streamed
-    rows, whose number nobody knows, those near by.
+    rows, whose number is not known, those near by.
 
     Args:
         seed: Of the choice.
@@ -208,7 +213,9 @@ class SamplePeers:
     def _like(self, row: int) -> Sequence[int]:
         if self._has is not None:
             end = row + _MOST_REPLACEMENTS
-            return range(max(0, row - _MOST_REPLACEMENTS), end if self._has(end - 1) else row + 1)
+            if not self._has(end - 1):
+                end = row + 1
+            return range(max(0, row - _MOST_REPLACEMENTS), end)
         return self._all if self._sizes is None else self._by_size[self._sizes[row]]
 
     def are_alone(self, row: int) -> bool:
@@ -221,7 +228,7 @@ class SamplePeers:
         return rows[derive_seed(self._seed, pick.epoch, pick.row, attempt) % len(rows)]
 
     def of_another_size(self, picks: Sequence[Pick], attempt: int) -> list[Pick]:
-        """As many samples, all of one other size that takes no more memory; none when there is no such size."""
+        """As many samples, all of one other size that takes no more memory; empty when there is no such size."""
         if self._sizes is None:
             return []
         own = self._sizes[picks[0].row]
@@ -229,8 +236,11 @@ class SamplePeers:
         if not others:
             return []
         rows = others[derive_seed(self._seed, *picks[0], attempt, "size") % len(others)]
-        numbers = (derive_seed(self._seed, *pick, attempt, "peer") for pick in picks)
-        return [Pick(pick.epoch, rows[number % len(rows)]) for pick, number in zip(picks, numbers, strict=True)]
+        stand_ins = []
+        for pick in picks:
+            number = derive_seed(self._seed, *pick, attempt, "peer")
+            stand_ins.append(Pick(pick.epoch, rows[number % len(rows)]))
+        return stand_ins
 
 
 def _volume(size: MediaSize) -> int:
@@ -246,10 +256,12 @@ def _blank(batch: Batch, samples: int) -> None:
     labels = [name for name in ("labels", "shift_labels") if name in batch]
     borders = batch.get("cu_seq_lens_q")
     for name in labels:
-        if borders is None:
-            rows = batch[name].unflatten(0, (2, batch["pairs"])) if "pairs" in batch else batch[name][None]
-            rows[:, -samples:] = IGNORED_LABEL
-        else:  # samples one after the other in a single row
-            batch[name][..., int(borders[len(batch["sample_ids"]) - samples]) :] = IGNORED_LABEL
+        if borders is not None:  # samples one after the other in a single row
+            first = int(borders[len(batch["sample_ids"]) - samples])
+            batch[name][..., first:] = IGNORED_LABEL
+        elif "pairs" in batch:  # the rows of the chosen answers, then those of the rejected ones
+            batch[name].unflatten(0, (2, batch["pairs"]))[:, -samples:] = IGNORED_LABEL
+        else:
+            batch[name][-samples:] = IGNORED_LABEL
     if not labels:
         batch["blank_rows"] = samples

@@ -64,7 +64,9 @@ class MixedBucketOrder(BucketOrder):
     ) -> None:
         self._strata = list(_strata(parts, shares, sizes))
         self._starts = list(itertools.accumulate((each.taken for each in self._strata), initial=0))
-        taken = [stratum.size for stratum in self._strata for _ in range(stratum.taken)]
+        taken: list[MediaSize] = []
+        for stratum in self._strata:
+            taken += [stratum.size] * stratum.taken
         super().__init__(taken, geometry, deal, seed=seed, shuffle=shuffle, **settings)
         self._all = BucketOrder(sizes, geometry, deal, seed=seed, shuffle=shuffle, max_tokens=self.most_tokens)
         total = sum(shares)
@@ -93,7 +95,9 @@ class MixedBucketOrder(BucketOrder):
 
     def _rows(self, which: int, epoch: int) -> np.ndarray:
         rows = len(self._strata[which].rows)
-        return permutation(rows, derive_seed(self._seed, "stratum", which), epoch) if self._shuffle else np.arange(rows)
+        if not self._shuffle:
+            return np.arange(rows)
+        return permutation(rows, derive_seed(self._seed, "stratum", which), epoch)
 
 
 def _strata(parts: Sequence[Part], shares: Sequence[float], sizes: Sequence[MediaSize]) -> Iterator[_Stratum]:
@@ -102,6 +106,6 @@ def _strata(parts: Sequence[Part], shares: Sequence[float], sizes: Sequence[Medi
         found: dict[MediaSize, list[int]] = {}
         for row in range(part.first, part.end):
             found.setdefault(sizes[row], []).append(row)
-        of_sizes = whole_numbers([len(rows) for rows in found.values()], max(of_part, len(found)))
+        of_sizes = whole_numbers(list(map(len, found.values())), max(of_part, len(found)))
         for (size, rows), count in zip(found.items(), of_sizes, strict=True):
             yield _Stratum(size, rows, count)

@@ -6,6 +6,7 @@ order that is drawn anew; so a position (samples drawn so far) tells how far eac
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -72,7 +73,9 @@ class MixedSampler:
 
     def _rows(self, which: int, epoch: int) -> np.ndarray:
         rows = self._parts[which].end - self._parts[which].first
-        return permutation(rows, derive_seed(self._seed, "part", which), epoch) if self._shuffle else np.arange(rows)
+        if not self._shuffle:
+            return np.arange(rows)
+        return permutation(rows, derive_seed(self._seed, "part", which), epoch)
 
 
 def whole_numbers(shares: Sequence[float], total: int) -> list[int]:
@@ -86,7 +89,7 @@ def whole_numbers(shares: Sequence[float], total: int) -> list[int]:
             counts[by_remainder[:missing]] += 1
         else:
             counts[int(np.argmax(counts))] += missing
-    return [int(count) for count in counts]
+    return list(map(int, counts))
 
 
 def weighted_parts(parts: Sequence[Part], weights: Mapping[str, float]) -> tuple[list[Part], list[float]]:
@@ -96,24 +99,29 @@ def weighted_parts(parts: Sequence[Part], weights: Mapping[str, float]) -> tuple
         ConfigError: A weight names no entry, an entry has no weight, or all are zero.
     """
     given: dict[int, float] = {}
+    names = [part.name for part in parts]
     for name, weight in weights.items():
         try:
             given[find_part(parts, name)] = float(weight)
         except KeyError:
-            names = [part.name for part in parts]
             raise ConfigError(
                 f"'{name}' is not an entry of dataset",
                 key=f"{_KEY}.{name}",
                 way_out=f"{did_you_mean(name, names)}The entries are {', '.join(names)}.",
             ) from None
-    if without := [part.name for number, part in enumerate(parts) if number not in given]:
+    without = [name for number, name in enumerate(names) if number not in given]
+    if without:
         raise ConfigError(
             f"{', '.join(without)} has no weight", key=_KEY, way_out="Give every entry of dataset one; 0 leaves it out."
         )
-    kept = [number for number, part in enumerate(parts) if given[number] > 0 and part.end > part.first]
+    kept, shares = [], []
+    for number, part in enumerate(parts):
+        if given[number] > 0 and part.end > part.first:
+            kept.append(part)
+            shares.append(given[number])
     if not kept:
         raise ConfigError("no weight is above 0", key=_KEY, way_out="Give some entry of dataset a weight.")
-    return [parts[number] for number in kept], [given[number] for number in kept]
+    return kept, shares
 
 
 class MixShares:
@@ -137,5 +145,6 @@ class MixShares:
 
     def achieved(self) -> dict[str, float]:
         """Share of each data set so far, by samples or by tokens as the weights are."""
-        weighed = [count * worth for count, worth in zip(self._counts, self._worth, strict=True)]
-        return {part.name: share / (sum(weighed) or 1.0) for part, share in zip(self._parts, weighed, strict=True)}
+        weighed = list(map(operator.mul, self._counts, self._worth))
+        total = sum(weighed) or 1.0
+        return {part.name: share / total for part, share in zip(self._parts, weighed, strict=True)}

@@ -51,17 +51,22 @@ class DataPosition:
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        waiting = {"pending": [list(pick) for pick in self.pending]} if self.pending else {}
-        carried = {"carried": list(self.carried)} if self.carried else {}
-        overdue = {"overdue": self.overdue} if self.overdue else {}
-        rollout = {"rollout": list(self.rollout)} if self.rollout is not None else {}
-        return {"epoch": self.epoch, "index": self.index, **waiting, **carried, **overdue, **rollout}
+        state: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
+        if self.pending:
+            state["pending"] = list(map(list, self.pending))
+        if self.carried:
+            state["carried"] = list(self.carried)
+        if self.overdue:
+            state["overdue"] = self.overdue
+        if self.rollout is not None:
+            state["rollout"] = list(self.rollout)
+        return state
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> DataPosition:
         """Back from a checkpoint."""
         pending = tuple(Pick(int(epoch), int(row)) for epoch, row in state.get("pending", ()))
-        carried = tuple(int(row) for row in state.get("carried", ()))
+        carried = tuple(map(int, state.get("carried", ())))
         rollout = RolloutPlace(*state["rollout"]) if "rollout" in state else None
         overdue = int(state.get("overdue", 0))
         return cls(int(state["epoch"]), int(state["index"]), pending, carried, overdue, rollout)
@@ -74,7 +79,7 @@ class MicroBatch(NamedTuple):
     blank_rows: int = 0
     """As many as there are samples where there was none for a rank: they only fill up, and count for nothing."""
     cost: float = 0.0
-    """What it takes beside others; 0: nobody knows."""
+    """What it takes relative to others; 0: not known."""
 
 
 Step = list[MicroBatch]
@@ -107,7 +112,7 @@ class Order(ABC):
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of one epoch; None: rows are streamed, and nobody knows how many there are."""
+        """Optimizer steps of one epoch; None: rows are streamed, and their number is not known."""
 
     @abstractmethod
     def step(self, position: DataPosition) -> Planned:
@@ -251,7 +256,7 @@ def too_few(size: int, why: str) -> DataError:
 
 
 def no_epochs() -> ConfigError:
-    """The error of epochs over rows that nobody has counted."""
+    """The error of epochs over rows whose number is not known."""
     return ConfigError(
         "the number of streamed rows is not known until all are read, so epochs cannot be counted in steps",
         key="training.train_epochs",

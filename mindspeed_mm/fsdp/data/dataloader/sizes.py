@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,13 @@ class SizeBook:
             if not self._expected:
                 self._expect(unknown)
             self._take_in(self._expected.popleft())
-        return [self._errors[row] if row in self._errors else self._known(row) for row in rows]
+        return [self._errors.get(row) or self._known(row) for row in rows]
 
     def expect(self, rows: Sequence[int]) -> None:
         """Begin to measure rows that will be asked for, where a process of its own does it; does not wait."""
         if self._process is None:
             return
-        coming = {row for window in self._expected for row in window}
+        coming = set(chain.from_iterable(self._expected))
         if unknown := [row for row in self._unknown(rows) if row not in coming]:
             self._expect(unknown)
 

@@ -1,4 +1,4 @@
-"""The order of rows that are found while they are read: nobody knows how many, so they are shuffled window by window.
+"""The order of rows that are found while they are read: their number is unknown, so windows of them are shuffled.
 
 Rows are numbered as they stand in the files. Every rank finds them for itself, which reads the files but parses
 nothing; a row is parsed only where it is trained on or measured.

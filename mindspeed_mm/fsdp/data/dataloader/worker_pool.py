@@ -156,7 +156,9 @@ class WorkerPool:
     def _died(self, number: int) -> DataError:
         worker = self._workers()[number]
         code = worker.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        how = f"ended with {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         return DataError(
             f"worker {number} (process {worker.pid}) {how} while it prepared {self._names(number)}",
             where=type(self._maker.dataset.origin).__name__,
@@ -173,8 +175,10 @@ class WorkerPool:
 
     def _names(self, worker: int) -> str:
         """The samples that a worker has before it."""
-        mine = [request for request in self._under_way if self._worker_of(request) == worker]
-        names = [self._maker.name(pick.row) for request in mine for pick in request.picks]
+        names = []
+        for request in self._under_way:
+            if self._worker_of(request) == worker:
+                names += [self._maker.name(pick.row) for pick in request.picks]
         return first_names(names, most=16) or "no sample"
 
     def _worker_of(self, request: Request) -> int:

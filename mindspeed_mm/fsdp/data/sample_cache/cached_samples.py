@@ -176,7 +176,8 @@ class _Preparation:
     def _encode(self, rows: np.ndarray) -> None:
         began = time.monotonic()
         self._progress.begin(len(rows))
-        most, workers = self._basic.preprocessing_batch_size, self._workers if len(rows) > _FEW_ROWS else 0
+        most = self._basic.preprocessing_batch_size
+        workers = self._workers if len(rows) > _FEW_ROWS else 0
         for encoded in encode_rows(
             self._dataset, self._keys, rows, self._folder.path, workers=workers, most_at_once=most
         ):

@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -22,10 +22,18 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatur
 
 _HEAD = struct.Struct("<I")
 _ALIGNMENT = 8
-_NARROW = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
+_NARROW = tuple(map(np.dtype, ("uint8", "uint16", "uint32")))
 _DTYPES = {
-    name: getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
 }
 
 
@@ -60,6 +68,10 @@ def unpack(record: bytearray, place: str) -> dict[str, Any]:
     return _Reader(record, _aligned(_HEAD.size + size), place).build(plan)
 
 
+Plan = Any
+"""JSON: how to build a value. Not typed further: a list holds what the function that it names takes."""
+
+
 class _Writer:
     """Turns values into a plan of JSON and blocks of numbers. A list of the plan that starts with a name of `_READ` is
     built by that function; every list of the sample is one of these."""
@@ -69,14 +81,16 @@ class _Writer:
         self.blocks: list[bytes] = []
         self._end = 0
 
-    def plan(self, value: Any) -> Any:
+    def plan(self, value: object) -> Plan:
         """How to build a value."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Mapping):
             return ["dict", {name: self._entry(value, name) for name in value}]
-        if isinstance(value, tuple | list):
-            return ["tuple" if isinstance(value, tuple) else "list", [self.plan(part) for part in value]]
+        if isinstance(value, tuple):
+            return ["tuple", list(map(self.plan, value))]
+        if isinstance(value, list):
+            return ["list", list(map(self.plan, value))]
         if isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
             return ["array", *self._numbers(value)]
         if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _DTYPES:
@@ -85,7 +99,7 @@ class _Writer:
             return ["media", [self.plan(getattr(value, entry.name)) for entry in fields(value)]]
         raise UnknownPart(f"{type(value).__name__} in a sample cannot be kept")
 
-    def _entry(self, owner: Mapping[str, Any], name: str) -> Any:
+    def _entry(self, owner: Mapping[str, Any], name: str) -> Plan:
         value = owner[name]
         if not isinstance(name, str):
             raise UnknownPart(f"the key {name!r} of a sample cannot be kept")
@@ -95,17 +109,17 @@ class _Writer:
             return ["labels", *self._numbers(spans)]
         return self.plan(value)
 
-    def _tensor(self, tensor: torch.Tensor) -> list[Any]:
+    def _tensor(self, tensor: torch.Tensor) -> list[Plan]:
         tensor = tensor.detach().contiguous()
         if tensor.dtype == torch.bfloat16:  # unknown to numpy
             return ["bfloat16", list(tensor.shape), *self._stored(tensor.view(torch.int16).numpy())]
         return self._numbers(tensor.numpy())
 
-    def _numbers(self, array: np.ndarray) -> list[Any]:
+    def _numbers(self, array: np.ndarray) -> list[Plan]:
         """Type, shape, and how the numbers are stored."""
         return [array.dtype.name, list(array.shape), *self._stored(array)]
 
-    def _stored(self, array: np.ndarray) -> list[Any]:
+    def _stored(self, array: np.ndarray) -> list[Plan]:
         """The type that is stored (none: one number stands for all) and where it starts, from the first block on."""
         if array.size > 1 and array.dtype == np.int64:
             low, high = int(array.min()), int(array.max())
@@ -124,11 +138,11 @@ class _Reader:
     def __init__(self, record: bytearray, start: int, place: str) -> None:
         self._record, self._start, self._place = record, start, place
 
-    def build(self, plan: Any) -> Any:
+    def build(self, plan: Plan) -> Any:
         """The value of a plan."""
         return _READ[plan[0]](self, *plan[1:]) if type(plan) is list else plan
 
-    def dict_(self, entries: dict[str, Any]) -> dict[str, Any]:
+    def dict_(self, entries: dict[str, Plan]) -> dict[str, Any]:
         """Labels come after the token ids that they repeat, whichever stands first."""
         built: dict[str, Any] = dict.fromkeys(entries)  # keeps the order of the keys
         spans = {}
@@ -155,15 +169,15 @@ class _Reader:
             return torch.from_numpy(self.array("int16", shape, stored, start)).view(torch.bfloat16)
         return torch.from_numpy(self.array(dtype, shape, stored, start))
 
-    def list_(self, parts: list[Any]) -> list[Any]:
+    def list_(self, parts: list[Plan]) -> list[Any]:
         """Its parts."""
         return [self.build(part) for part in parts]
 
-    def tuple_(self, parts: list[Any]) -> tuple[Any, ...]:
+    def tuple_(self, parts: list[Plan]) -> tuple[Any, ...]:
         """Its parts."""
         return tuple(self.build(part) for part in parts)
 
-    def media(self, parts: list[Any]) -> MediaFeatures:
+    def media(self, parts: list[Plan]) -> MediaFeatures:
         """Fields in their order."""
         return MediaFeatures(*[self.build(part) for part in parts])
 
@@ -183,7 +197,7 @@ _READ: dict[str, Callable[..., Any]] = {
 }
 
 
-def _trained_spans(input_ids: Any, labels: Any) -> np.ndarray | None:
+def _trained_spans(input_ids: object, labels: object) -> np.ndarray | None:
     """(2n,) first and end of each run of trained tokens; None where labels are something else."""
     if not (_is_row_of_tokens(input_ids) and _is_row_of_tokens(labels) and len(input_ids) == len(labels)):
         return None
@@ -193,7 +207,7 @@ def _trained_spans(input_ids: Any, labels: Any) -> np.ndarray | None:
     return np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 
-def _is_row_of_tokens(value: Any) -> bool:
+def _is_row_of_tokens(value: object) -> TypeGuard[np.ndarray]:
     return isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1
 
 
@@ -204,7 +218,7 @@ def _labels(input_ids: np.ndarray, spans: np.ndarray) -> np.ndarray:
     return labels
 
 
-def _narrowest(low: int, high: int) -> np.dtype[Any]:
+def _narrowest(low: int, high: int) -> np.dtype[np.integer]:
     for dtype in _NARROW:
         if low >= 0 and high <= np.iinfo(dtype).max:
             return dtype

@@ -155,7 +155,7 @@ class CacheFolder:
     # --- the table of a data set, for the processes that waited while it was made -------------------------------------
 
     def save_table(self, rows: str, table: Table) -> None:
-        """Keep the table of the rows named `rows`, for those that wait; nobody waits for an old one."""
+        """Keep the table of the rows named `rows`, for those that wait for it; an older one is not waited for."""
         content = io.BytesIO()
         np.savez(content, segments=np.array(table.segments), segment=table.segment, entries=table.entries)
         content_bytes = content.getvalue()

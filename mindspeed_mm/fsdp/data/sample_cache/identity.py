@@ -57,7 +57,7 @@ _WEIGHTS = frozenset(
 )
 
 
-def settings_of(dataset_param: DatasetParam, plugin: Any = None) -> dict[str, Any]:
+def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str, Any]:
     """Everything but the row that shapes a sample, as a person can read it.
 
     Args:
@@ -66,15 +66,19 @@ def settings_of(dataset_param: DatasetParam, plugin: Any = None) -> dict[str, An
     """
     basic, preprocess = dataset_param.basic_parameters, dataset_param.preprocess_parameters
     folder = preprocess.model_name_or_path
-    template = Path(basic.chat_template) if basic.chat_template else None
+    template = named_template = None
+    if basic.chat_template and Path(basic.chat_template).is_file():
+        template = sha256_file(Path(basic.chat_template))
+    if basic.template:
+        named_template = repr(TEMPLATES.get(basic.template))
     return {
         "format": _FORMAT,
         "dataset_type": dataset_param.dataset_type,
         "basic_parameters": basic.model_dump(mode="json", exclude=set(_CHOOSE_ROWS_ONLY)),
         "preprocess_parameters": preprocess.model_dump(mode="json", exclude={"model_name_or_path"}),
         "model_files": _model_files(Path(folder)) if folder else {},
-        "chat_template": sha256_file(template) if template and template.is_file() else None,
-        "named_template": repr(TEMPLATES.get(basic.template)) if basic.template else None,
+        "chat_template": template,
+        "named_template": named_template,
         "code": _code(plugin),
         "packages": {name: _version(name) for name in _PACKAGES},
     }
@@ -101,7 +105,9 @@ class SampleKeys:
         return hashlib.blake2b(content.encode(), digest_size=KEY_BYTES).digest()
 
     def _content(self, sample: Sample) -> list[Any]:
-        media = [(item.kind, item.source, [self._facts(name) for name in _names(item)]) for item in sample.media]
+        media = []
+        for item in sample.media:
+            media.append((item.kind, item.source, list(map(self._facts, _names(item)))))
         rejected = None if sample.rejected is None else self._content(sample.rejected)
         return [sample.messages, sample.weights, media, sample.tools, sample.text, rejected]
 
@@ -135,7 +141,7 @@ def _names(item: MediaItem) -> Iterator[str]:
             waiting += source
 
 
-def _of_bytes(value: Any) -> Any:
+def _of_bytes(value: object) -> Any:
     """Media that stand in the row itself, by content; times and the like of parquet files, as they print."""
     if isinstance(value, bytes | bytearray | memoryview):
         return {"sha256": hashlib.sha256(value).hexdigest()}
@@ -143,22 +149,22 @@ def _of_bytes(value: Any) -> Any:
 
 
 def _model_files(folder: Path) -> dict[str, str]:
-    """Content of all that a processor may read; weights are none of it."""
-    found = {*folder.glob("*"), *folder.glob("*/*.jinja"), *folder.rglob("*.py")}
-    return {
-        path.relative_to(folder).as_posix(): sha256_file(path)
-        for path in sorted(found)
-        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
-    }
+    """Content of all that a processor may read; weights do not belong to it."""
+    hashes = {}
+    for path in sorted({*folder.glob("*"), *folder.glob("*/*.jinja"), *folder.rglob("*.py")}):
+        is_of_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not is_of_weights:
+            hashes[path.relative_to(folder).as_posix()] = sha256_file(path)
+    return hashes
 
 
-def _code(plugin: Any) -> str:
+def _code(plugin: object) -> str:
     """Of the modules that make a sample: a change of ours, or of a plugin from outside, makes old samples void."""
     files = sorted(Path(str(data_utils.__file__)).parent.rglob("*.py"))
     module = sys.modules.get(type(plugin).__module__)
     if module is not None and getattr(module, "__file__", None):
         files.append(Path(str(module.__file__)))
-    return hashlib.sha256("".join(sha256_file(path) for path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, Problem
@@ -23,6 +22,7 @@ from mindspeed_mm.fsdp.params.rules.speed import speed_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
+from mindspeed_mm.fsdp.params.value_types import Section
 
 __all__ = ["check_cross_section", "unbuilt_features"]
 
@@ -68,8 +68,7 @@ def _adapters_have_a_base(arguments: Arguments) -> Iterator[Problem]:
 
 def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
     training = arguments.training
-    for name in ("lr_min", "lr_start"):
-        value = getattr(training, name)
+    for name, value in (("lr_min", training.lr_min), ("lr_start", training.lr_start)):
         if value > training.lr:
             yield Problem(f"{value} is above training.lr, {training.lr}", key=f"training.{name}", way_out="Lower it.")
     if training.lr_decay_style == "wsd" and training.lr_warmup_ratio + training.lr_decay_ratio > 1:
@@ -92,15 +91,15 @@ def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
 
 def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
     """Rows that are streamed have no number until all are read."""
-    for name in ("dataset_param", "val_dataset_param"):
-        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
-        if getattr(basic, "streaming", False) and not basic.preprocess_on_fly:
+    for key, dataset in arguments.data.described.items():
+        basic = dataset.basic_parameters
+        if basic.get("streaming") and not basic.preprocess_on_fly:
             yield Problem(
                 "streamed rows are not known before they are read",
-                key=f"data.{name}.basic_parameters.preprocess_on_fly",
+                key=f"{key}.basic_parameters.preprocess_on_fly",
                 way_out="Leave it true, or set streaming: false.",
             )
-    is_streamed = getattr(arguments.data.dataset_param.basic_parameters, "streaming", False)
+    is_streamed = arguments.data.dataset_param.basic_parameters.get("streaming")
     if is_streamed and arguments.training.train_epochs is not None:
         yield Problem(
             "the number of streamed rows is not known until all are read, so epochs cannot be counted in steps",
@@ -120,10 +119,10 @@ def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
 
 def _prior_has_a_weight(arguments: Arguments) -> Iterator[Problem]:
     """Samples of the prior are a loss term of their own, which has to be weighted."""
-    files = getattr(arguments.data.dataset_param.basic_parameters, "dataset", None)
-    entries = () if files is None or isinstance(files, str) else files
-    has_weight = arguments.training.diffusion.prior_loss_weight is not None
-    if any(getattr(entry, "prior", False) for entry in entries) and not has_weight:
+    if arguments.training.diffusion.prior_loss_weight is not None:
+        return
+    entries = arguments.data.dataset_param.basic_parameters.get("dataset") or ()
+    if any(isinstance(entry, Section) and entry.get("prior") for entry in entries):
         yield Problem(
             "null, but an entry of dataset is to preserve the prior",
             key="training.diffusion.prior_loss_weight",
@@ -142,47 +141,46 @@ def _weights_have_one_source(arguments: Arguments) -> Iterator[Problem]:
 
 
 def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
-    for name in ("dataset_param", "val_dataset_param"):
-        dataset = getattr(arguments.data, name)
-        for media in ("image", "video") if dataset else ():
-            least = getattr(dataset.preprocess_parameters, f"{media}_min_pixels")
-            most = getattr(dataset.preprocess_parameters, f"{media}_max_pixels")
+    for key, dataset in arguments.data.described.items():
+        for media in ("image", "video"):
+            least = dataset.preprocess_parameters[f"{media}_min_pixels"]
+            most = dataset.preprocess_parameters[f"{media}_max_pixels"]
             if least is not None and most is not None and least > most:
-                key = f"data.{name}.preprocess_parameters.{media}_min_pixels"
-                yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key, way_out="Lower it.")
+                key_of_least = f"{key}.preprocess_parameters.{media}_min_pixels"
+                yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key_of_least, way_out="Lower it.")
 
 
 def _prompts_and_history_do_not_contradict(arguments: Arguments) -> Iterator[Problem]:
-    for name in ("dataset_param", "val_dataset_param"):
-        dataset = getattr(arguments.data, name)
-        if dataset and dataset.basic_parameters.train_on_prompt and dataset.basic_parameters.mask_history:
+    for key, dataset in arguments.data.described.items():
+        if dataset.basic_parameters.train_on_prompt and dataset.basic_parameters.mask_history:
             yield Problem(
                 "true, but mask_history trains on the last answer only",
-                key=f"data.{name}.basic_parameters.train_on_prompt",
+                key=f"{key}.basic_parameters.train_on_prompt",
                 way_out="Keep one of them.",
             )
 
 
 def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
     basic = arguments.data.dataset_param.basic_parameters
-    has_own = basic.val_max_samples != 0
-    own_rows = basic.val_dataset or getattr(basic, "val_features_dir", None)
-    sources = {
-        "data.val_dataset_param": arguments.data.val_dataset_param,
-        "data.dataset_param.basic_parameters.val_dataset": own_rows if has_own else None,
-        "data.dataset_param.basic_parameters.val_rate": basic.val_rate if has_own else None,
-    }
-    given = [key for key, value in sources.items() if value]
+    has_room = basic.val_max_samples != 0
+    given = []
+    if arguments.data.val_dataset_param is not None:
+        given.append("data.val_dataset_param")
+    if has_room and (basic.val_dataset or basic.get("val_features_dir")):
+        given.append("data.dataset_param.basic_parameters.val_dataset")
+    if has_room and basic.val_rate:
+        given.append("data.dataset_param.basic_parameters.val_rate")
     if len(given) > 1:
         yield Problem(f"is given together with {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
     is_plugin = arguments.data.dataset_param.dataset_type not in dataset_cards()
     if arguments.training.val_interval and not given and not is_plugin:
+        way_out = "Raise data.dataset_param.basic_parameters.val_max_samples, which is 0."
+        if has_room:
+            way_out = "Give data.dataset_param.basic_parameters.val_dataset or val_rate."
         yield Problem(
             f"{arguments.training.val_interval}, but there are no rows for validation",
             key="training.val_interval",
-            way_out="Give data.dataset_param.basic_parameters.val_dataset or val_rate."
-            if has_own
-            else "Raise data.dataset_param.basic_parameters.val_max_samples, which is 0.",
+            way_out=way_out,
         )
 
 
@@ -208,7 +206,7 @@ def _prefetch_has_workers(arguments: Arguments) -> Iterator[Problem]:
 def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
     """The loader moves both keys to `features`; a tree made in code may still hold two answers."""
     for name in ("recompute", "recompute_plan"):
-        value, other = getattr(arguments.parallel, name), getattr(arguments.features, name)
+        value, other = arguments.parallel[name], arguments.features[name]
         if value is not None and value != other:
             yield Problem(f"differs from features.{name}", key=f"parallel.{name}", way_out="Keep one of them.")
 

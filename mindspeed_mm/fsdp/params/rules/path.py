@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ _INPUTS: dict[str, type[MMError]] = {
 def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMError]:
     """Inputs that do not exist, and a run folder that may not be written; `config` is the YAML. Data files are the data
     set's own to find."""
-    errors = [error for key, kind in _INPUTS.items() for error in _check_input(arguments, key, kind)]
+    errors: list[MMError] = []
+    for key, kind in _INPUTS.items():
+        errors += _check_input(arguments, key, kind)
     missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
     if missing_model:  # the processor's folder follows from it: said once
         errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
@@ -81,9 +83,12 @@ def check_writable(folder: Path, key: str) -> None:
 
 def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MMError]:
     value = value_at(arguments, key)
-    paths = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
-    missing = [path for path in paths if not Path(path).expanduser().exists()]
-    return [missing_input(Path(path), key, kind) for path in missing]
+    paths: Sequence[str] = ()
+    if isinstance(value, str):
+        paths = [value]
+    elif isinstance(value, tuple):
+        paths = value
+    return [missing_input(Path(path), key, kind) for path in paths if not Path(path).expanduser().exists()]
 
 
 def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:

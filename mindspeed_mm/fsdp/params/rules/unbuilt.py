@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import Problem
@@ -45,23 +46,31 @@ _INFERENCE: dict[str, str] = {
 }
 """Keys of `inference` that nothing reads yet → what counts instead. Their defaults are accepted."""
 
+Value = TypeVar("Value")
+
+
+def _below(section: str, entries: Mapping[str, Value]) -> dict[str, Value]:
+    """Keys of a section, dotted."""
+    return {f"{section}.{key}": value for key, value in entries.items()}
+
+
 _DEFAULTS = InferenceArguments()
 _ABSENT = object()
 """What a key has whose section is not given."""
 
 INSTEAD: dict[str, str] = {
-    **{f"inference.{key}": words for key, words in _INFERENCE.items()},
+    **_below("inference", _INFERENCE),
 }
 """Key → what to do instead, where that is more than to leave it out."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
-    **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
-    **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
+    **_below("data.dataset_param", _DATASET),
+    **_below("data.val_dataset_param", _DATASET),
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
-    **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
+    **_below("inference", {key: (value_at(_DEFAULTS, key),) for key in _INFERENCE}),
     "posttrain.rollout.weight_sync": ("disk",),
     "posttrain.method": (None, *sorted({method for methods in BUILT_METHODS.values() for method in methods})),
 }
@@ -75,14 +84,11 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
         value = value_at(arguments, key, _ABSENT)
         is_built = any(value == known and type(value) is type(known) for known in built)
         if value is not _ABSENT and not is_built and not _is_idle(arguments, key):
-            problems.append(
-                Problem(
-                    f"{show(value)} asks for a feature that this version does not have",
-                    key=key,
-                    way_out=f"This version takes {' or '.join(show(known) for known in built)}."
-                    + (f" {INSTEAD[key]}" if key in INSTEAD else ""),
-                )
-            )
+            way_out = f"This version takes {' or '.join(map(show, built))}."
+            if key in INSTEAD:
+                way_out += f" {INSTEAD[key]}"
+            what = f"{show(value)} asks for a feature that this version does not have"
+            problems.append(Problem(what, key=key, way_out=way_out))
     return problems
 
 
@@ -99,4 +105,4 @@ def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
     if acting is not None and getattr(arguments.data, name).dataset_type in acting:
         return True
     is_described = section == "data" and name != "dataloader_param"
-    return is_described and getattr(arguments.data, name).dataset_type not in dataset_cards()
+    return is_described and arguments.data[name].dataset_type not in dataset_cards()

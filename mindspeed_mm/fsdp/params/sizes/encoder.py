@@ -65,14 +65,13 @@ def resolve_encoder_sizes(parallel: ParallelArguments, data_ranks: int) -> Encod
     ring = plan.ring_attention_size or parallel.ring_attention_size
     ulysses = plan.ulysses_parallel_size or parallel.ulysses_parallel_size
     decoder_context = parallel.ring_attention_size, parallel.ulysses_parallel_size
-    is_own_context = (ring, ulysses) != decoder_context
-    sizes = EncoderSizes(
-        streams=data_ranks if plan.balance else 1,
-        parts=decoder_context[0] * decoder_context[1] if is_own_context else 1,
-        copies=parallel.tensor_parallel_size if tensor == 1 else 1,
-        ring=ring if is_own_context else 1,
-        ulysses=ulysses if is_own_context else 1,
-    )
+    streams = data_ranks if plan.balance else 1
+    copies = parallel.tensor_parallel_size if tensor == 1 else 1
+    if (ring, ulysses) == decoder_context:
+        sizes = EncoderSizes(streams=streams, parts=1, copies=copies, ring=1, ulysses=1)
+    else:
+        parts = decoder_context[0] * decoder_context[1]
+        sizes = EncoderSizes(streams=streams, parts=parts, copies=copies, ring=ring, ulysses=ulysses)
     _check_team(sizes, data_ranks)
     return None if sizes.ranks == 1 else sizes
 
@@ -81,11 +80,13 @@ def check_encoder_plan(parallel: ParallelArguments) -> None:
     """Raise `ConfigError` for what no number of ranks makes possible."""
     plan, decoder = parallel.encoder_plan, parallel.tensor_parallel_size
     if plan.tensor_parallel_size not in (None, 1, decoder):
-        only_one = "Set it to 1: towers stay whole, and the ranks that split the decoder share their media."
+        way_out = "Leave it out, or raise parallel.tensor_parallel_size."
+        if decoder > 1:
+            way_out = "Set it to 1: towers stay whole, and the ranks that split the decoder share their media."
         raise ConfigError(
             f"{plan.tensor_parallel_size} is neither 1 nor that of the decoder, {decoder}",
             key=f"{KEY}.tensor_parallel_size",
-            way_out=only_one if decoder > 1 else "Leave it out, or raise parallel.tensor_parallel_size.",
+            way_out=way_out,
         )
     if parallel.pipeline_parallel_size > 1 and is_given(plan):
         raise ConfigError(
@@ -104,11 +105,12 @@ def _check_team(sizes: EncoderSizes, data_ranks: int) -> None:
     if sizes.ranks % sizes.team == 0:
         return
     fitting = ", ".join(str(size) for size in range(1, sizes.ranks + 1) if sizes.ranks % size == 0)
-    could_balance = sizes.streams == 1 and (sizes.ranks * data_ranks) % sizes.team == 0
+    way_out = f"Their product can be {fitting}"
+    if sizes.streams == 1 and (sizes.ranks * data_ranks) % sizes.team == 0:
+        way_out += f"; with {KEY}.balance=true {sizes.team} can be had"
     raise ConfigError(
         f"{sizes.team} ranks are to share a medium's patches, but {sizes.ranks} share media "
         f"(data {sizes.streams} · context {sizes.parts} · tensor {sizes.copies})",
         key=f"{KEY}.ring_attention_size · {KEY}.ulysses_parallel_size",
-        way_out=f"Their product can be {fitting}"
-        + (f"; with {KEY}.balance=true {sizes.team} can be had." if could_balance else "."),
+        way_out=f"{way_out}.",
     )

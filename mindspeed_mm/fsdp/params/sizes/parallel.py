@@ -101,12 +101,14 @@ def _divide(ranks: int, sizes: Mapping[str, int], what: str) -> int:
     size = prod(sizes.values())
     if ranks % size == 0:
         return ranks // size
-    fitting = sorted((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))[:3]
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    nearest = sorted(divisors, key=lambda number: abs(number - size))[:3]
     given = [f"parallel.{name}" for name, factor in sizes.items() if factor > 1]
+    kind = "products" if len(given) > 1 else "sizes"
     raise ConfigError(
         f"{size} does not divide the {ranks} {what}",
         key=" · ".join(given),
-        way_out=f"Nearest {'products' if len(given) > 1 else 'sizes'} that do: {', '.join(map(str, sorted(fitting)))}.",
+        way_out=f"Nearest {kind} that do: {', '.join(map(str, sorted(nearest)))}.",
     )
 
 

@@ -16,8 +16,12 @@ ALIASES: tuple[tuple[str, str], ...] = (
     *((f"tools.profile.{name}", f"tools.profile.static_param.{name}") for name in StaticProfile.model_fields),
     ("tools.memory_profile.record_peak_memory", "tools.memory_profile.mem_info"),
     ("data.dataloader_param.collate_param.collator_id", "data.dataloader_param.collate_param.model_name"),
-    *((f"{section}moe_grouped_gemm", "model.use_grouped_expert_matmul") for section in ("", "model.", "parallel.")),
-    *((f"{section}ep_dispatcher", "parallel.ep_plan.dispatcher") for section in ("", "model.", "parallel.")),
+    ("moe_grouped_gemm", "model.use_grouped_expert_matmul"),
+    ("model.moe_grouped_gemm", "model.use_grouped_expert_matmul"),
+    ("parallel.moe_grouped_gemm", "model.use_grouped_expert_matmul"),
+    ("ep_dispatcher", "parallel.ep_plan.dispatcher"),
+    ("model.ep_dispatcher", "parallel.ep_plan.dispatcher"),
+    ("parallel.ep_dispatcher", "parallel.ep_plan.dispatcher"),
     ("parallel.recompute", "features.recompute"),
     ("parallel.recompute_plan", "features.recompute_plan"),
     ("training.quantization_plan.quant_recipe", "training.quantization_plan.recipe_name"),
@@ -86,7 +90,9 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
         declared: Keys of the model's plugin; they stay under `model` whatever their name.
     """
     for key, reason in MEANINGLESS.items():
-        entry = take(root, key) if key.removeprefix("model.") not in declared else None
+        if key.removeprefix("model.") in declared:
+            continue
+        entry = take(root, key)
         if entry is not None:
             notes.warnings.append(Problem("has no effect here and is ignored", str(entry.key), key, f"{reason}."))
     for key in OFF_WHEN_EMPTY:

@@ -23,7 +23,9 @@ class Origin:
     """file:line:column, or what it was derived from."""
 
     def __str__(self) -> str:
-        return self.where if self.kind == "yaml" else f"{self.kind}: {self.where}" if self.where else self.kind
+        if self.kind == "yaml":
+            return self.where
+        return f"{self.kind}: {self.where}" if self.where else self.kind
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,19 +54,22 @@ def _lines(tree: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str, 
             yield f"{text.ljust(48)}  # {origin}" if origin else text
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_flow(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(str(name))}: {_flow(item)}' for name, item in value.items())}}}"
+        entries = [f"{json.dumps(str(name))}: {_flow(item)}" for name, item in value.items()]
+        return f"{{{', '.join(entries)}}}"
     return _scalar(value)
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     """A scalar that every YAML reader reads back as it is: `1.0e-05` is a number to all of them, `1e-05` is not."""
     if isinstance(value, str):
-        is_plain = _PLAIN_TEXT.fullmatch(value) and value.lower() not in _WORDS_WITH_MEANING
-        return value if is_plain and "{" not in value else json.dumps(value, ensure_ascii=False)
+        has_meaning = value.lower() in _WORDS_WITH_MEANING or "{" in value
+        if _PLAIN_TEXT.fullmatch(value) and not has_meaning:
+            return value
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text

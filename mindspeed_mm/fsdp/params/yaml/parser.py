@@ -56,7 +56,10 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
         ConfigError: Not YAML, more than one document, too deep, too large once aliases are written out, or a tag that
             asks for more than a plain value.
     """
-    lines = [line.rstrip() if line.rstrip() != line.rstrip(" \r\n") else line for line in text.split("\n")]
+    lines = []
+    for line in text.split("\n"):
+        has_other_blanks = line.rstrip() != line.rstrip(" \r\n")
+        lines.append(line.rstrip() if has_other_blanks else line)
     while True:
         try:
             return _Builder(_events("\n".join(lines)), source).document()
@@ -152,7 +155,7 @@ class _Builder:
             raise self._fault(event, f"'*{event.anchor}' names no anchor that is complete before it", near.strip())
         return Node(node.value, self._place(event), node.size, node.depth, node.anchored)
 
-    def _sequence(self, event: Any, level: int) -> Node:
+    def _sequence(self, event: object, level: int) -> Node:
         self._check_tag(event, "seq")
         node = Node([], self._place(event))
         for item in iter(lambda: next(self.events), None):
@@ -163,7 +166,7 @@ class _Builder:
             _grow(node, child)
         return node
 
-    def _mapping(self, event: Any, level: int) -> Node:
+    def _mapping(self, event: object, level: int) -> Node:
         self._check_tag(event, "map")
         node = Node({}, self._place(event))
         merged: list[Node] = []
@@ -205,7 +208,9 @@ class _Builder:
         text: str = event.value
         tag = event.tag
         if tag is None:
-            tag = self.resolver.resolve(ScalarNode, text, (True, False)) if event.implicit[0] else f"{_CORE}str"
+            tag = f"{_CORE}str"
+            if event.implicit[0]:
+                tag = self.resolver.resolve(ScalarNode, text, (True, False))
         kind = str(tag).removeprefix(_CORE)
         try:
             return _SCALARS[kind](text)
@@ -218,11 +223,11 @@ class _Builder:
         if event.tag is not None and str(event.tag) != _CORE + kind:
             raise self._refused(event, str(event.tag))
 
-    def _refused(self, event: Any, tag: str) -> ConfigError:
+    def _refused(self, event: object, tag: str) -> ConfigError:
         short = tag.replace(_CORE, "!!")
         return self._fault(event, f"tag '{short}' is refused: a configuration holds plain values", "Remove the tag.")
 
-    def _fault(self, event: Any, what: str, way_out: str) -> ConfigError:
+    def _fault(self, event: object, what: str, way_out: str) -> ConfigError:
         return ConfigError(what, where=str(self._place(event)), way_out=way_out)
 
     def _place(self, event: Any) -> SourcePosition:

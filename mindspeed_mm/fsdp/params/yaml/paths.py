@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from mindspeed_mm.core.errors import Problem
@@ -19,25 +20,28 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
     value_at_key,
 )
 
+_INPUTS_OF_DATA = (
+    "basic_parameters.dataset",
+    "basic_parameters.dataset_dir",
+    "basic_parameters.val_dataset",
+    "basic_parameters.chat_template",
+    "basic_parameters.media_roots",
+    "basic_parameters.data_folder",
+    "basic_parameters.features_dir",
+    "basic_parameters.val_features_dir",
+    "preprocess_parameters.model_name_or_path",
+)
+_OUTPUTS_OF_DATA = (
+    "basic_parameters.features_dir",
+    "basic_parameters.val_features_dir",
+    "basic_parameters.cache_dir",
+)
 INPUT_PATHS = (
     "model.model_name_or_path",
     "model.checkpoint_path",
     "model.text_encoder_path",
-    *(
-        f"data.{dataset}.{key}"
-        for dataset in ("dataset_param", "val_dataset_param")
-        for key in (
-            "basic_parameters.dataset",
-            "basic_parameters.dataset_dir",
-            "basic_parameters.val_dataset",
-            "basic_parameters.chat_template",
-            "basic_parameters.media_roots",
-            "basic_parameters.data_folder",
-            "basic_parameters.features_dir",
-            "basic_parameters.val_features_dir",
-            "preprocess_parameters.model_name_or_path",
-        )
-    ),
+    *map("data.dataset_param.{}".format, _INPUTS_OF_DATA),
+    *map("data.val_dataset_param.{}".format, _INPUTS_OF_DATA),
     "training.load",
     "training.lora.pretrained_lora_path",
     "training.lora.frozen_adapters",
@@ -51,11 +55,8 @@ INPUT_PATHS = (
 """Keys whose paths exist already, or may (features are written and read under the same key)."""
 OUTPUT_PATHS = (
     "training.save",
-    *(
-        f"data.{dataset}.basic_parameters.{key}"
-        for dataset in ("dataset_param", "val_dataset_param")
-        for key in ("features_dir", "val_features_dir", "cache_dir")
-    ),
+    *map("data.dataset_param.{}".format, _OUTPUTS_OF_DATA),
+    *map("data.val_dataset_param.{}".format, _OUTPUTS_OF_DATA),
 )
 """Keys whose paths are written to, and need not exist."""
 
@@ -78,16 +79,14 @@ def derive_processor_folder(root: Node) -> None:
 
 def _derive(root: Node, source: str, key: str, dataset: str) -> None:
     given = find(root, source)
-    parents = [find(root, parent) for parent in ("data", dataset, key.rpartition(".")[0])]
     if given is None or not given.node.value or value_at_key(root, key) is not None:
         return
-    if all(_takes_keys(parent) for parent in parents):
-        place = SourcePosition(f"derived: {source}")
-        merge(root, nest(key, MappingEntry(place, Node(given.node.value, place))))
-
-
-def _takes_keys(entry: MappingEntry | None) -> bool:
-    return entry is None or entry.node.value is None or isinstance(entry.node.value, dict)
+    for section in ("data", dataset, key.rpartition(".")[0]):
+        entry = find(root, section)
+        if entry is not None and entry.node.value is not None and not isinstance(entry.node.value, dict):
+            return  # the schema says what is wrong with it
+    place = SourcePosition(f"derived: {source}")
+    merge(root, nest(key, MappingEntry(place, Node(given.node.value, place))))
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,19 @@ def locate_paths(root: Node, config: Path) -> list[Problem]:
     """
     if config.parent.resolve() == Path.cwd():
         return []
-    inputs = [each for key in INPUT_PATHS for each in _written(root, key, config)]
-    outputs = [each for key in OUTPUT_PATHS for each in _written(root, key, config)]
-    here = [each for each in inputs if each.is_here and not each.is_beside(config)]
-    beside = [each for each in inputs if each.is_beside(config) and not each.is_here]
+    inputs = list(chain.from_iterable(_written(root, key, config) for key in INPUT_PATHS))
+    outputs = list(chain.from_iterable(_written(root, key, config) for key in OUTPUT_PATHS))
+    here, beside, found = [], [], False
+    for each in inputs:
+        is_here, is_beside = each.is_here, each.is_beside(config)
+        found |= is_here or is_beside
+        if is_here and not is_beside:
+            here.append(each)
+        elif is_beside and not is_here:
+            beside.append(each)
     if here and beside:
         return [_two_bases(here[0], beside[0], config)]
-    found = any(each.is_here or each.is_beside(config) for each in inputs)
-    went_on = [each for each in outputs if each.is_beside(config) and not each.is_here]
+    went_on = any(each.is_beside(config) and not each.is_here for each in outputs)
     if beside or (went_on and not found):
         _move(inputs, config, only_existing=True)
         _move(outputs, config, only_existing=False)
@@ -149,9 +153,12 @@ def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
 def _written(root: Node, key: str, config: Path) -> Iterator[_Written]:
     """The relative paths that the YAML has under a key; what was put over it starts at the working directory."""
     entry = find(root, key)
-    for node in _text_nodes(entry.node) if entry is not None else ():
+    if entry is None:
+        return
+    for node in _text_nodes(entry.node):
         if node.place.source == str(config):
-            yield from (_Written(key, node, part) for part in _parts(node) if _is_relative(part))
+            for part in filter(_is_relative, _parts(node)):
+                yield _Written(key, node, part)
 
 
 def _text_nodes(node: Node) -> Iterator[Node]:
@@ -185,6 +192,9 @@ def _move(written: list[_Written], config: Path, *, only_existing: bool) -> None
     """Let paths begin at the YAML's folder."""
     moved = {each.text for each in written if not only_existing or each.is_beside(config)}
     for node in {id(each.node): each.node for each in written}.values():
-        text = ",".join(str(config.parent / part) if part in moved else part for part in _parts(node))
-        if text != ",".join(_parts(node)):
-            node.value, node.place = text, SourcePosition(f"derived: beside the YAML, {node.place}")
+        parts = _parts(node)
+        for number, part in enumerate(parts):
+            if part in moved:
+                parts[number] = str(config.parent / part)
+        if parts != _parts(node):
+            node.value, node.place = ",".join(parts), SourcePosition(f"derived: beside the YAML, {node.place}")

@@ -67,7 +67,9 @@ def _unchecked_sections(root: Node) -> list[str]:
     """Open sections whose owner is not known here: an outside plugin, or a model that has no card."""
     outside = _has_outside_plugin(root)
     model_id = text_at(root, "model.model_id")
-    sections = ["model"] if model_id not in model_cards() and (model_id in KNOWN_MODEL_IDS or outside) else []
+    sections = []
+    if model_id not in model_cards() and (model_id in KNOWN_MODEL_IDS or outside):
+        sections.append("model")
     for dataset in DATASETS:
         dataset_type = text_at(root, f"{dataset}.dataset_type") or "huggingface"
         if dataset_type not in dataset_cards() and (dataset_type.lower() in KNOWN_DATASET_TYPES or outside):

@@ -101,7 +101,8 @@ def take(root: Node, key: str) -> MappingEntry | None:
     if entry is not None:
         parent, _, name = key.rpartition(".")
         holder = find(root, parent) if parent else None
-        (holder.node if holder else root).value.pop(name)
+        section = holder.node if holder else root
+        del section.value[name]
     return entry
 
 

@@ -154,4 +154,6 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
     if meant in here:
         return f"Did you mean '{meant}'?"
     near = [meant] if meant in places else nearest(name, places, likeness=0.8)
-    return f"Did you mean '{places[near[0]][0]}'?" if near else f"Keys here: {', '.join(here)}."[:400]
+    if near:
+        return f"Did you mean '{places[near[0]][0]}'?"
+    return f"Keys here: {', '.join(here)}."[:400]

@@ -53,7 +53,9 @@ def _sentence(kind: str, value: Any, context: dict[str, Any], message: str) -> t
         name, words = _LIMITS[kind]
         return f"{show(value)} is out of range", f"It must be {words} {context[name]}."
     if kind in _WANTED:
-        quote = " Quote it to make it text." if kind == "string_type" and isinstance(value, bool | int | float) else ""
+        quote = ""
+        if kind == "string_type" and isinstance(value, bool | int | float):
+            quote = " Quote it to make it text."
         return f"{show(value)} is not {_WANTED[kind]}", quote.strip()
     if kind == "missing":
         return "is not given", "Add it."

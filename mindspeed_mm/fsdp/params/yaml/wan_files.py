@@ -44,15 +44,13 @@ MEDIA_KEYS = {
     "train_fps": "fps",
 }
 """Keys of `preprocess_parameters` of MindSpeed-MM's generators → here."""
+_PREPROCESS_READ_OTHERWISE = (
+    "video_processor_type", "video_reader_type", "image_reader_type", "image_processer_type", "min_num_frames",
+    "auto_interval", "max_hxw", "min_hxw", "speed_factor", "drop_short_ratio", "hw_stride", "use_aesthetic",
+    "force_resolution", "hw_aspect_thr", "truncate_t_by_sp", "train_pipeline",
+)  # fmt: skip
 _READ_OTHERWISE = (
-    *(
-        f"preprocess_parameters.{name}"
-        for name in (
-            "video_processor_type", "video_reader_type", "image_reader_type", "image_processer_type", "min_num_frames",
-            "auto_interval", "max_hxw", "min_hxw", "speed_factor", "drop_short_ratio", "hw_stride", "use_aesthetic",
-            "force_resolution", "hw_aspect_thr", "truncate_t_by_sp", "train_pipeline",
-        )
-    ),
+    *map("preprocess_parameters.{}".format, _PREPROCESS_READ_OTHERWISE),
     "use_text_processer", "enable_text_preprocessing", "text_preprocess_methods", "use_clean_caption",
     "support_chinese", "tokenizer_config",
 )  # fmt: skip
@@ -72,13 +70,17 @@ def settle_wan_files(root: Node, notes: Notes) -> None:
 def derive_expert_levels(root: Node) -> None:
     """Of two transformers that share the noise levels between them, one that is trained alone is trained on its own."""
     frozen, key = value_at_key(root, "model.freeze"), f"{_NOISE}.sigma_range"
-    alone = [part for part in EXPERT_PARTS if part not in frozen] if isinstance(frozen, list) else []
+    if not isinstance(frozen, list) or value_at_key(root, key) is not None:
+        return
+    trained = [part for part in EXPERT_PARTS if part not in frozen]
     index = Path(text_at(root, "model.model_name_or_path") or "") / GENERATOR_INDEX
-    if len(alone) != 1 or value_at_key(root, key) is not None or not index.is_file():
+    if len(trained) != 1 or not index.is_file():
         return
     boundary = read_json_object(index, ConfigError, key="model.model_name_or_path").get("boundary_ratio")
     if isinstance(boundary, int | float):
-        _put(root, key, [boundary, 1.0] if alone == [EXPERT_PARTS[0]] else [0.0, boundary], "derived: model.freeze")
+        is_of_high_noise = trained == [EXPERT_PARTS[0]]
+        levels = [boundary, 1.0] if is_of_high_noise else [0.0, boundary]
+        _put(root, key, levels, "derived: model.freeze")
 
 
 def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
@@ -137,19 +139,26 @@ def _settle_parts(root: Node, models: MappingEntry) -> None:
     for key in pattern_keys():
         entry = find(root, key)
         if entry is not None and isinstance(entry.node.value, list):
-            entry.node.value = [node for each in entry.node.value for node in _here(each, parts, others)]
+            here: list[Node] = []
+            for node in entry.node.value:
+                here += _here(node, parts, others)
+            entry.node.value = here
     frozen = value_at_key(models.node, f"{_TRAINED}.freeze")
-    names = frozen if isinstance(frozen, list) else []
-    patterns = [pattern for name in names for pattern in _names(f"{_TRAINED}.{name}", (trained,) if is_pair else ("",))]
-    patterns += [part for part in EXPERT_PARTS if is_pair and part != trained]
+    patterns: list[str] = []
+    for name in frozen if isinstance(frozen, list) else ():
+        patterns += _names(f"{_TRAINED}.{name}", (trained,) if is_pair else ("",))
+    if is_pair:
+        patterns += [part for part in EXPERT_PARTS if part != trained]
     if patterns:
         _put(root, "model.freeze", patterns, models.key)
 
 
 def _here(node: Node, parts: tuple[str, ...], others: list[str]) -> list[Node]:
     """A pattern of the container as those of the model here; none for components that are no part of it."""
-    if not isinstance(node.value, str) or node.value.partition(".")[0] in others:
-        return [] if isinstance(node.value, str) else [node]
+    if not isinstance(node.value, str):
+        return [node]
+    if node.value.partition(".")[0] in others:
+        return []
     return [Node(name, node.place) for name in _names(node.value, parts)]
 
 
@@ -160,8 +169,8 @@ def _names(pattern: str, parts: tuple[str, ...]) -> list[str]:
     for theirs, ours in _INSIDE.items():
         if inside == theirs or inside.startswith(f"{theirs}."):
             inside = ours + inside.removeprefix(theirs)
-    names = [".".join(filter(None, (part, inside))) for part in parts]
-    return [name for name in names if name]
+    names = (".".join(filter(None, (part, inside))) for part in parts)
+    return list(filter(None, names))
 
 
 def _move(root: Node, theirs: str, ours: str) -> None:
@@ -176,11 +185,13 @@ def _put(root: Node, key: str, value: object, place: SourcePosition | str) -> No
 
 
 def _put_entry(root: Node, key: str, entry: MappingEntry) -> None:
-    """A value, unless the file gives another; where the section is none, the schema says so."""
+    """A value, unless the file gives another; where the section is not a section, the schema says so."""
     names = key.split(".")
-    sections = [find(root, ".".join(names[:length])) for length in range(1, len(names))]
-    is_open = all(each is None or each.node.value is None or isinstance(each.node.value, dict) for each in sections)
-    if is_open and value_at_key(root, key) is None:
+    for length in range(1, len(names)):
+        section = find(root, ".".join(names[:length]))
+        if section is not None and section.node.value is not None and not isinstance(section.node.value, dict):
+            return
+    if value_at_key(root, key) is None:
         merge(root, nest(key, entry))
 
 

@@ -84,8 +84,11 @@ class SoundLengths:
             frames = [features.shape[-1]] * sounds
         else:
             frames = mask.sum(dim=-1).tolist()
-        pieces = [length for each in frames for length in self._windows(each)]
-        tokens = sum(self._pooled(each) for each in frames)
+        pieces: list[int] = []
+        tokens = 0
+        for each in frames:
+            pieces += self._windows(each)
+            tokens += self._pooled(each)
         return {units.SOUND: pieces, units.SOUND_TOKENS: [tokens]}
 
     def _windows(self, frames: int) -> list[int]:

@@ -69,7 +69,7 @@ class FlopCount:
     lengths: Callable[[Batch], Lengths]
     """What a batch on the host is made of."""
     uncounted: tuple[str, ...] = ()
-    """Modules whose work nobody here knows."""
+    """Modules whose work is not known here."""
 
     def beside(self, other: FlopCount, name: str) -> FlopCount:
         """With the forward pass of another model over the same batches, without its adapters and its backward pass.

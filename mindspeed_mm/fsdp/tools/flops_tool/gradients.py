@@ -77,14 +77,19 @@ class Differentiation:
                 yield product, float(fed) + float(product.trained)
 
     def _first_of(self, side: str) -> str:
-        inside = (product.module for product in self._products if self._sequences.side_of(product.module) == side)
-        return next(inside, "")
+        for product in self._products:
+            if self._sequences.side_of(product.module) == side:
+                return product.module
+        return ""
 
     def block_of(self, name: str) -> str:
-        """The block that a module is in; empty outside."""
-        parts = name.split(".")
-        starts = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        return next((start for start in starts if start in self._blocks), "")
+        """The block that a module is in, the outermost one; empty outside."""
+        start = ""
+        for part in name.split("."):
+            start = f"{start}.{part}" if start else part
+            if start in self._blocks:
+                return start
+        return ""
 
     def _note(self, name: str, *, is_norm: bool) -> None:
         """Remember a module that is trained."""
@@ -101,7 +106,8 @@ class Differentiation:
         sequence = self._sequences.of(name)
         if sequence in (units.MEDIA, units.SOUND_TOKENS, units.LABELS):
             return sequence
-        return sequence if sequence in self._sequences.memory and not in_block else _MAIN
+        is_memory = sequence in self._sequences.memory and not in_block
+        return sequence if is_memory else _MAIN
 
     def _is_fed(self, block: str, before: Sequence[Product], product: Product) -> bool:
         """Whether the input of a product has a gradient."""
@@ -113,25 +119,28 @@ class Differentiation:
         if sequence in self._sequences.memory and not self._sequences.side_of(name):
             return self._is_trained_before(name, sequence, *self._sequences.sides)
         path = self._path(name, bool(block))
-        behind = () if path in self._sequences.sides else self._sequences.sides
+        feeding: list[str] = []  # paths that end in this one: whatever is trained on them is in front of it
+        if path not in self._sequences.sides:
+            feeding += self._sequences.sides
         if path in (_MAIN, units.LABELS):
-            behind = (*behind, units.MEDIA, units.SOUND_TOKENS)
+            feeding += [units.MEDIA, units.SOUND_TOKENS]
         if path == units.LABELS:
-            behind = (*behind, _MAIN)
-        if self._is_trained_before(block or name, path) or any(each in self._first for each in behind):
+            feeding.append(_MAIN)
+        if self._is_trained_before(block or name, path, *feeding) or block in self._blocks_with_norms:
             return True
-        return block in self._blocks_with_norms or any(each.trained and _leads(each, product) for each in before)
+        return any(each.trained and _leads(each, product) for each in before)
 
-    def _is_trained_before(self, name: str, path: str, *whole_paths: str) -> bool:
-        return self._first.get(path, sys.maxsize) < self._order.get(name, sys.maxsize) or any(
-            each in self._first for each in whole_paths
-        )
+    def _is_trained_before(self, name: str, path: str, *feeding: str) -> bool:
+        """Whether something is trained on a path in front of a module, or anywhere on the paths that feed it."""
+        if self._first.get(path, sys.maxsize) < self._order.get(name, sys.maxsize):
+            return True
+        return not self._first.keys().isdisjoint(feeding)
 
 
 def _of_attention(product: Product, has_gradient: Mapping[str, bool]) -> float:
     """Two for each product where all of queries, keys and values have a gradient; less in the first layers that train
     only some of them."""
-    queries, keys, values = (any(has_gradient.get(name) for name in names) for names in product.attends)
+    queries, keys, values = (any(map(has_gradient.get, names)) for names in product.attends)
     if product.kind != "attention":
         return 2.0 * (queries or keys or values)
     scores = (queries + keys) * (1 - product.value_share)

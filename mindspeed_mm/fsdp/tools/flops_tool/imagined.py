@@ -1,4 +1,4 @@
-"""A batch that nobody has: what a sample of so many tokens, images, frames and seconds of sound would be made of.
+"""An imagined batch: what a sample of so many tokens, images, frames and seconds of sound would be made of.
 
 Only what lengths are read from is there, without values, so that the same code counts it as counts a real batch.
 """

@@ -15,7 +15,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 
 
 class Peak(NamedTuple):
-    """TFLOP/s of one device by format; 0 where it has none, or where nobody states it."""
+    """TFLOP/s of one device by format; 0 where it has none, or where it is not published."""
 
     half: float
     """bf16 and fp16."""
@@ -64,7 +64,7 @@ _ONLY_HALF = ("V100", "T4")
 
 
 def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
-    """The peak of a device that calls itself so, in one of `PRECISIONS`; None when nobody here knows it."""
+    """The peak of a device that calls itself so, in one of `PRECISIONS`; None when it is not known here."""
     words = device_name.lower()
     name = next((name for name in PEAKS if _fits(name.lower(), words)), None)
     if name is None or (precision == "bf16" and name in _ONLY_HALF):
@@ -79,7 +79,7 @@ def known_peak(device_name: str, precision: str = "bf16") -> float:
     """As `peak_tflops`, for a name that a person typed.
 
     Raises:
-        ConfigError: Nobody here knows the device, or its peak in this format.
+        ConfigError: The device, or its peak in this format, is not known here.
     """
     found = peak_tflops(device_name, precision)
     if found is None:

@@ -120,7 +120,7 @@ class Reader:
             yield from self._of_other_weights(name, own)
 
     def _of_other_weights(self, name: str, own: Mapping[str, nn.Parameter]) -> Iterator[Product]:
-        """Matrices of a module that is no layer of torch, such as a router; what is not known is noted."""
+        """Matrices of a module that is not a layer of torch, such as a router; what is not known is noted."""
         for each, weight in own.items():
             if weight.dim() == 2 and each.endswith("weight"):
                 yield self._linear(name, weight.numel(), weight.requires_grad)
@@ -139,7 +139,7 @@ class Reader:
         yield Product(owner(name), "adapter", WorkUnit(units.PASSES), flops, own["weight"].requires_grad, "B")
 
     def _note_unknown(self, name: str, module: nn.Module) -> None:
-        """Remember a part of the model that nobody here knows, once, by the beginning of its name."""
+        """Remember a part of the model that is not known here, once, by the beginning of its name."""
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             part = ".".join(name.split(".")[:2])
             if part not in self.uncounted:

@@ -20,7 +20,7 @@ def count_flops(
     recompute: Collection[str] = (),
     keeps: Collection[str] = (),
 ) -> FlopCount | None:
-    """FLOPs of a training step of a model; None where nobody here knows how its modules are fed.
+    """FLOPs of a training step of a model; None where it is not known how its modules are fed.
 
     Args:
         model: Built and not split or sharded, with its adapters and with what is frozen frozen. Parameters may be on
@@ -55,4 +55,5 @@ def _shown(product: Product) -> str:
     if product.attends:
         return product.module
     parent = product.module.rpartition(".")[0]
-    return parent if any(part.isdigit() for part in parent.split(".")) else product.module
+    is_in_block = any(map(str.isdigit, parent.split(".")))
+    return parent if is_in_block else product.module

@@ -162,13 +162,15 @@ class _DecoderParts:
 
 
 def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
-    towers = {tower.module: tower.name for tower in find_towers(model)}
-    hearing = tuple(name for name, kind in towers.items() if kind == "audio")
-    seeing = tuple(name for name in towers if name not in hearing)
+    kinds = {tower.module: tower.name for tower in find_towers(model)}  # the last one, where several share a module
+    seeing: list[str] = []
+    hearing: list[str] = []
+    for name, kind in kinds.items():
+        (hearing if kind == "audio" else seeing).append(name)
     sound = SoundLengths.of(model.get_submodule(hearing[0])) if hearing else None
     vision = vision_lengths(model) if seeing else None
-    parts = _DecoderParts(head, head_sequence, _decoder_name(model), seeing, hearing, vision, sound)
-    return Sequences(parts.of, parts.lengths, sides=tuple(towers), sound=sound)
+    parts = _DecoderParts(head, head_sequence, _decoder_name(model), tuple(seeing), tuple(hearing), vision, sound)
+    return Sequences(parts.of, parts.lengths, sides=tuple(kinds), sound=sound)
 
 
 def _of_talker(head: str, head_sequence: str) -> Sequences:

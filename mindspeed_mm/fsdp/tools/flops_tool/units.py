@@ -6,6 +6,7 @@ has before a step begins.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -77,8 +78,10 @@ class WorkUnit(NamedTuple):
             full = float(sum(rows))
             return Amount(full, full / 2 if self.mask == "causal" else full)
         keys = rows if self.keys == self.rows else _joined(self.keys, lengths)
-        full = float(sum(row * key for row, key in zip(rows, keys, strict=False)))
-        return Amount(full, full if self.mask == "none" else sum(self._visible(length) for length in rows))
+        full = float(sum(map(operator.mul, rows, keys)))
+        if self.mask == "none":
+            return Amount(full, full)
+        return Amount(full, sum(map(self._visible, rows)))
 
     def _visible(self, length: float) -> float:
         """Pairs that a causal mask with or without a window leaves of length², the diagonal counted by half."""
@@ -92,5 +95,7 @@ class WorkUnit(NamedTuple):
 
 
 def _joined(names: str, lengths: Lengths) -> Sequence[float]:
-    parts = [lengths.get(name, ()) for name in names.split("+")]
-    return parts[0] if len(parts) == 1 else [sum(each) for each in zip_longest(*parts, fillvalue=0)]
+    first, *others = (lengths.get(name, ()) for name in names.split("+"))
+    if not others:
+        return first
+    return list(map(sum, zip_longest(first, *others, fillvalue=0)))

@@ -39,8 +39,11 @@ def vision_lengths(model: nn.Module) -> VisionLengths | None:
     patch = side_of(config, "patch_size")
     if patch is None or hasattr(model.config, "high_res_vision_config"):
         return None
-    found = (setting_of(model.config, int, name) for name in _MARKERS)
-    markers = {token for token in found if token is not None}
+    markers: set[int] = set()
+    for name in _MARKERS:
+        token = setting_of(model.config, int, name)
+        if token is not None:
+            markers.add(token)
     extra = int(any(name.endswith(("class_embedding", "cls_token")) for name, _ in model.named_parameters()))
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
@@ -113,4 +116,6 @@ def _placeholders(batch: Batch, markers: set[int]) -> int:
     ids, marks = batch.get("input_ids"), batch.get("mm_token_type_ids")
     if not markers and marks is not None:  # a model that is told where its media stand
         return int((marks > 0).sum())
-    return 0 if ids is None else sum(int((ids == marker).sum()) for marker in markers)
+    if ids is None:
+        return 0
+    return sum(int((ids == marker).sum()) for marker in markers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +90,10 @@ class Gathering:
     def gathered_in_backward(self, running: _RunningUnit) -> None:
         """As above; here the buffer of the unit that comes next stays while this one computes."""
         ahead, self._ahead = self._ahead, None
-        buffer = ahead[1] if ahead is not None and ahead[0] is running else self._buffer(running)
+        if ahead is not None and ahead[0] is running:
+            buffer = ahead[1]
+        else:
+            buffer = self._buffer(running)
         running.take()
         self.ledger.give_back(buffer)
         if ahead is not None and ahead[1] != buffer:
@@ -169,14 +171,14 @@ class _RunningUnit:
             self._ledger.give_back(self._gathered)
             self._gathered = None
 
-    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, _module: nn.Module, args: object, kwargs: object) -> None:
         self._gather(in_forward=True)
         if self._trained or not torch.is_grad_enabled():
             return
         for tensor in _tensors_with_gradients((args, kwargs)):  # frozen: its backward ends with its inputs' gradients
             tensor.register_hook(lambda _: self.after_backward())
 
-    def _after_forward(self, _module: nn.Module, _args: Any, outputs: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _args: object, outputs: object) -> None:
         if self._unit.frees_after_forward:
             self._free()
         for tensor in _tensors_with_gradients(outputs):
@@ -227,5 +229,5 @@ class _RunningUnit:
             parameter.grad = None
 
 
-def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
+def _tensors_with_gradients(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -105,4 +105,7 @@ class MemoryLedger:
 
     def phase_at(self, moment: int) -> str:
         """The phase that a moment belongs to."""
-        return next((phase for start, phase in reversed(self._phases) if start < max(moment, 1)), "")
+        for start, phase in reversed(self._phases):
+            if start < max(moment, 1):
+                return phase
+        return ""

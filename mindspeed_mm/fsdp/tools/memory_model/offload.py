@@ -44,7 +44,7 @@ class SimulatedOffload:
             replace_forward(module, ForwardKind.SIMULATION, forward)
 
     def _travelling(self, forward: Callable[..., Any], *, stays: bool) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             number = len(self._stops)
@@ -71,7 +71,7 @@ class SimulatedOffload:
         self._stops[number].append(weakref.ref(parcel))
         return _Ticket(parcel, number, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def _unpack(self, ticket: Any) -> torch.Tensor:
+    def _unpack(self, ticket: object) -> torch.Tensor:
         if not isinstance(ticket, _Ticket):
             return ticket
         for number in (ticket.number, ticket.number - 1):
@@ -84,7 +84,7 @@ class SimulatedOffload:
 
     def _alive(self, number: int) -> list[_Parcel]:
         stop = self._stops[number] if number >= 0 else []
-        return [parcel for ref in stop if (parcel := ref()) is not None]
+        return list(filter(None, (ref() for ref in stop)))
 
 
 class _Parcel:

@@ -163,7 +163,7 @@ def predict_memory(
         arguments: The configuration.
         batch: One micro-batch, prepared by the objective; real, or fake floats of the same shapes.
         loss: What is minimised.
-        device_type: Where it will run: on a CPU what is "on the host" is no other memory.
+        device_type: Where it will run: on a CPU what is "on the host" is the same memory.
         media: Batch keys that feed what a pipeline's first stage alone has.
 
     Returns:
@@ -468,8 +468,7 @@ def _part(held: HeldParameter, simulated: nn.Parameter) -> float:
 
 
 def _bytes_of(batch: Batch) -> int:
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weights: int) -> int:

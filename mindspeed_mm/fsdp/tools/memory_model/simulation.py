@@ -249,8 +249,9 @@ def _may_be_large(args: Values, tensors: list[torch.Tensor]) -> bool:
     if any(tensor.numel() > _REAL_NUMEL for tensor in tensors):
         return True
     if not tensors:  # it makes something new, of the shape that is its first list
-        sizes = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
-        return all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _REAL_NUMEL
+        for arg in args:
+            if isinstance(arg, (list, tuple)):
+                return all(isinstance(size, int) for size in arg) and math.prod(arg) > _REAL_NUMEL
     if len(tensors) > 1:
         try:
             return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) > _REAL_NUMEL

@@ -114,8 +114,9 @@ class _Cuts:
     def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
         self._sizes, self._sharding = plan.sizes, plan.sharding
         self._rules: dict[str, SplitRule] = {}
-        for name, rule in (plan.tensor.rules if plan.tensor is not None else {}).items():
-            self._rules |= with_adapters(model, name, rule, in_sequence=False)
+        if plan.tensor is not None:
+            for name, rule in plan.tensor.rules.items():
+                self._rules |= with_adapters(model, name, rule, in_sequence=False)
 
     def held(self, name: str, parameter: nn.Parameter, shards: int) -> HeldParameter:
         """One parameter of a unit that is cut over `shards` ranks; 0: not at all."""
@@ -160,14 +161,19 @@ def static_part(
         state_bytes: The optimizer's, of a trained parameter.
         averages: Whether a moving average of the weights is kept.
     """
-    held = [parameter for unit in units for parameter in unit.parameters]
+    parameters = average = 0
+    for unit in units:
+        parameters += sum(parameter.bytes for parameter in unit.parameters)
     trained = trained_of(units)
+    if averages:
+        average = sum(parameter.numel * max(FP32_BYTES, parameter.dtype.itemsize) for parameter in trained)
+    trained_bytes = sum(parameter.bytes for parameter in trained)
     return StaticPart(
-        parameters=sum(parameter.bytes for parameter in held),
-        trained=sum(parameter.bytes for parameter in trained),
+        parameters=parameters,
+        trained=trained_bytes,
         optimizer=sum(map(state_bytes, trained)),
-        average=sum(p.numel * max(FP32_BYTES, p.dtype.itemsize) for p in trained) if averages else 0,
-        gradients=sum(parameter.bytes for parameter in trained),
+        average=average,
+        gradients=trained_bytes,
     )
 
 

@@ -75,8 +75,9 @@ class BestSoFar:
         return {"metric": self.metric, **found, "history": self.history}
 
     def _is_better(self, value: float, best: float) -> bool:
-        rises = self.metric.startswith("eval_accuracy")
-        return value > best + self.min_delta if rises else value < best - self.min_delta
+        if self.metric.startswith("eval_accuracy"):  # the only one that rises
+            return value > best + self.min_delta
+        return value < best - self.min_delta
 
 
 def best_hook(
@@ -190,11 +191,14 @@ class BestHook(Hook):
         self._manager.kept_step = best[0] if best is not None else None
 
     def _read(self) -> list[tuple[int, float | None]]:
-        """What was measured before by the same metric; nothing where the file is none of ours."""
+        """What was measured before by the same metric; empty where the file was not written by us."""
         try:
             found = parse_json(self._path.read_text(encoding="utf-8"))
             if found["metric"] == self._known.metric:
-                return [(int(step), None if value is None else float(value)) for step, value in found["history"]]
+                history: list[tuple[int, float | None]] = []
+                for step, value in found["history"]:
+                    history.append((int(step), None if value is None else float(value)))
+                return history
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:

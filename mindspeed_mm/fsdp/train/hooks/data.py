@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
@@ -34,7 +36,7 @@ class DataHook(Hook):
         """Ranks tell each other of bad samples, so that all of them stop or none; people are told when an epoch is
         over."""
         if result.tally.bad_samples:
-            found = {sample: reason for each in self._over_ranks() for sample, reason in each.bad.items()}
+            found = _bad_samples(self._over_ranks())
             self._loader.learn_bad_samples(found)
         if self._loader.position.epoch != self._epoch:
             self._epoch = self._loader.position.epoch
@@ -53,8 +55,9 @@ class DataHook(Hook):
             shown = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
             self._record.event("mix", engine.iteration, f"mix so far: {shown}", shares=shares)
         counts = self._over_ranks()
-        bad = {sample: reason for each in counts for sample, reason in each.bad.items()}
-        shrunk, too_long = sum(each.shrunk for each in counts), sum(each.too_long for each in counts)
+        bad = _bad_samples(counts)
+        shrunk = sum(each.shrunk for each in counts)
+        too_long = sum(each.too_long for each in counts)
         if not (bad or shrunk or too_long):
             return
         line = (
@@ -71,3 +74,11 @@ class DataHook(Hook):
         gathered = [self._loader.counts] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, self._loader.counts, group=self._group)
         return gathered
+
+
+def _bad_samples(counts: Sequence[DataCounts]) -> dict[str, str]:
+    """Sample → reason, of all ranks."""
+    bad: dict[str, str] = {}
+    for each in counts:
+        bad |= each.bad
+    return bad

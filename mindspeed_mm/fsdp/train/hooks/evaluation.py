@@ -83,10 +83,13 @@ class HeldOutQuestions:
         metric, slash, task = (asked.best_metric or "").partition("/")
         tasks = dict.fromkeys(question.task for question in self.questions)
         if slash and metric.startswith("eval_") and (task not in tasks or len(tasks) == 1):
+            choices = [metric]
+            if len(tasks) > 1:
+                choices += [f"{metric}/{each}" for each in tasks]
             raise ConfigError(
                 f"'{asked.best_metric}' is not measured: there is no task '{task}' beside others",
                 key=f"{KEY}.best_metric",
-                way_out=f"Choose {metric}" + "".join(f", {metric}/{each}" for each in tasks if len(tasks) > 1) + ".",
+                way_out=f"Choose {', '.join(choices)}.",
             )
 
     @cached_property
@@ -108,15 +111,19 @@ def evaluation_hook(parts: RunParts) -> EvaluationHook:
     """
     asked, state = parts.arguments.training.evaluate, parts.job.state
     check_generates(parts.assembled.model)
-    save, holds_experts = parts.arguments.training.save, state.sizes.ep > 1
-    of_layers = dist.group.WORLD if holds_experts else state.axis_group("tp") if state.sizes.tp > 1 else None
+    save = parts.arguments.training.save
+    rank, world_size, of_layers = state.data_rank, state.data_size, None
+    if state.sizes.ep > 1:  # all ranks hold experts of every layer, so that all answer the same questions
+        rank, world_size, of_layers = 0, 1, dist.group.WORLD
+    elif state.sizes.tp > 1:
+        of_layers = state.axis_group("tp")
     return EvaluationHook(
         HeldOutQuestions.of(parts.arguments),
         asked,
         parts.record,
         RunFolder(save).evaluation / FOLDER if save else None,
-        rank=0 if holds_experts else state.data_rank,
-        world_size=1 if holds_experts else state.data_size,
+        rank=rank,
+        world_size=world_size,
         group=of_layers,
         keeps=state.is_first_of_its_samples,
         timeout_s=parts.arguments.training.step_timeout_s,
@@ -191,7 +198,9 @@ class EvaluationHook(Hook):
         with engine.evaluating(), resident(engine.model), whole_logits(engine.model):
             answers = self._ranks.each("answering the held-out questions", lambda: self._answer_own(engine))
         restore_rng(random_state)
-        by_row = {row: answer for share in answers for row, answer in share.items()}
+        by_row: dict[int, Answer] = {}
+        for share in answers:
+            by_row |= share
         evaluation = self._scored(by_row, began, engine.iteration)
         metrics = metrics_of(evaluation, self._asked.metric)
         engine.note_validation(metrics)
@@ -250,8 +259,11 @@ class EvaluationHook(Hook):
 def metrics_of(evaluation: Evaluation, metric: str) -> dict[str, float]:
     """The scores by the names of the log; of tasks where there are several."""
     name = METRIC_NAMES[metric]
-    tasks = evaluation.tasks if len(evaluation.tasks) > 1 else {}
-    return {name: _value(evaluation.overall)} | {f"{name}/{task}": _value(score) for task, score in tasks.items()}
+    metrics = {name: _value(evaluation.overall)}
+    if len(evaluation.tasks) > 1:
+        for task, score in evaluation.tasks.items():
+            metrics[f"{name}/{task}"] = _value(score)
+    return metrics
 
 
 def _value(score: Score | ErrorRate) -> float:

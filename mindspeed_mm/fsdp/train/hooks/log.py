@@ -78,34 +78,40 @@ class LogHook(Hook):
         self._record.progress.end_steps()
 
     def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, float]:
-        seconds = sum(r.seconds for r in self._window)
-        tokens = sum(r.tally.tokens for r in self._window)
-        slots = sum(r.tally.slots for r in self._window)
-        samples = sum(r.tally.samples for r in self._window)
+        seconds = data_seconds = 0.0
+        tokens = slots = samples = label_tokens = 0
+        for each in self._window:
+            seconds += each.seconds
+            data_seconds += each.data_seconds
+            tokens += each.tally.tokens
+            slots += each.tally.slots
+            samples += each.tally.samples
+            label_tokens += each.tally.label_tokens
         done = result.step - self._first_step
         # By the wall clock: validation and saves are part of the time left, though not of a step's.
         pace = (time.perf_counter() - self._begun) / done
-        losses = {name: value for name, value in result.losses.items() if not is_measured(name)}
-        terms = {f"loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
-        terms |= {name: value for name, value in result.losses.items() if name not in losses}
-        return {
-            "step": result.step,
-            "loss": result.loss,
-            **terms,
-            **(self._media.take_metrics() if self._media is not None else {}),
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
+        # The order of the names is that of the table and of the records.
+        metrics = {"step": result.step, "loss": result.loss, **_terms(result)}
+        if self._media is not None:
+            metrics |= self._media.take_metrics()
+        metrics |= {"grad_norm": result.grad_norm, "lr": result.lr}
+        if result.loss_scale is not None:
+            metrics["loss_scale"] = result.loss_scale
+        metrics |= {
             "tokens_per_s": tokens / seconds,
             "samples_per_s": samples / seconds,
             "step_ms": 1000 * seconds / len(self._window),
-            **self._use_of_devices(seconds),
-            "data_share": sum(r.data_seconds for r in self._window) / seconds,
-            **_peak_memory(),
-            "tokens": tokens,
-            **({"useful": tokens / slots} if slots else {}),
-            **(self._loader.take_metrics() if self._loader is not None else {}),
-            "label_tokens": sum(r.tally.label_tokens for r in self._window),
+        }
+        metrics |= self._use_of_devices(seconds)
+        metrics["data_share"] = data_seconds / seconds
+        metrics |= _peak_memory()
+        metrics["tokens"] = tokens
+        if slots:
+            metrics["useful"] = tokens / slots
+        if self._loader is not None:
+            metrics |= self._loader.take_metrics()
+        return metrics | {
+            "label_tokens": label_tokens,
             "samples": samples,
             "global_batch": result.tally.samples,
             "consumed_samples": engine.consumed_samples,
@@ -118,8 +124,21 @@ class LogHook(Hook):
         return self._utilisation.metrics([result.tally.flops for result in self._window], seconds)
 
 
+def _terms(result: StepResult) -> dict[str, float]:
+    """The terms of a loss that has several, and what is measured beside the loss."""
+    minimised, measured = {}, {}
+    for name, value in result.losses.items():
+        if is_measured(name):
+            measured[name] = value
+        else:
+            minimised[f"loss/{name}"] = value
+    return measured if len(minimised) == 1 else minimised | measured
+
+
 def _peak_memory() -> dict[str, float]:
     """Of this rank, since the last line."""
     peak = take_peak_memory()
-    reserved = {} if peak.reserved is None else {"memory_reserved_gib": peak.reserved / GIB}
-    return {"memory_gib": peak.allocated / GIB, **reserved}
+    metrics = {"memory_gib": peak.allocated / GIB}
+    if peak.reserved is not None:
+        metrics["memory_reserved_gib"] = peak.reserved / GIB
+    return metrics

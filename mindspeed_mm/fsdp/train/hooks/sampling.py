@@ -158,8 +158,11 @@ class SampleHook(Hook):
             return share
         shares = [share] * self._world_size
         dist.all_gather_object(shares, share, group=self._group)
-        entries = [entry for each in shares for entry in each.entries]
-        return RankSamples(entries, [problem for each in shares for problem in each.problems])
+        whole = RankSamples([], [])
+        for each in shares:
+            whole.entries.extend(each.entries)
+            whole.problems.extend(each.problems)
+        return whole
 
     def _tell(self, share: RankSamples, step: int, seconds: float) -> None:
         """Rank 0 writes the manifest and says how it went."""
@@ -174,7 +177,10 @@ class SampleHook(Hook):
             atomic_write_text(folder / SAMPLES_MANIFEST, "".join(lines))
         except OSError as error:
             problems.append(str(error))
-        self._record.show({f"samples/{Path(e['file']).stem}": folder / e["file"] for e in entries[:_MOST_SHOWN]}, step)
+        shown = {}
+        for entry in entries[:_MOST_SHOWN]:
+            shown[f"samples/{Path(entry['file']).stem}"] = folder / entry["file"]
+        self._record.show(shown, step)
         for problem in dict.fromkeys(problems):
             self._record.note(f"warning: sampling: {problem}", step)
         line = f"step {step}: {len(lines)} samples in {folder} ({seconds:.1f} s)"

@@ -47,7 +47,10 @@ def record_step(model: nn.Module, loss: torch.Tensor, grad_norm: torch.Tensor) -
     """
     copies = first_names(model)  # of a weight on two stages the copy is what is looked at
     parameters = {copies.get(name, name): p for name, p in model.named_parameters()}
-    gradients = {name: None if (g := gradient_of(p)) is None else full(g) for name, p in parameters.items()}
+    gradients: dict[str, torch.Tensor | None] = {}
+    for name, parameter in parameters.items():
+        gradient = gradient_of(parameter)
+        gradients[name] = None if gradient is None else full(gradient)
     return {"loss": full(loss), "grad_norm": full(grad_norm), "gradients": gradients, "weights": {}}
 
 
@@ -60,7 +63,9 @@ def record_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A plain copy of a tensor, gathered when it is sharded."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.clone()
 
 
 def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
@@ -70,4 +75,7 @@ def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
         return own
     parts = [own] * state.axis_size("pp")
     dist.all_gather_object(parts, own, group=state.axis_group("pp"))
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    whole: dict[str, Any] = {}
+    for part in parts:
+        whole |= part
+    return whole

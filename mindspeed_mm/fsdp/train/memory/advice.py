@@ -37,7 +37,9 @@ class Change:
 
     def __str__(self) -> str:
         words = [f"{key}={_yaml(value)}" for key, value in self.settings.items()]
-        return " ".join(words + ([f"{self.ranks} times the ranks"] if self.ranks > 1 else []))
+        if self.ranks > 1:
+            words.append(f"{self.ranks} times the ranks")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,13 @@ def forecast_plan(
     if "pixels" in batch and not is_prepared:
         batch = features_of(batch, outline.adapter)
         notes = ["the encoders of raw media, which stay loaded beside the model"]
+    if not is_prepared:
+        batch = objective.prepare(batch)
     prediction = predict_memory(
         model,
         plan,
         arguments,
-        batch if is_prepared else objective.prepare(batch),
+        batch,
         partial(_loss, objective),
         device_type=device_type or get_device_type(),
         media=[tower.key for tower in outline.spec.towers],
@@ -93,19 +95,21 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     rows, _, *sides = batch["pixels"].shape
     latents = torch.zeros(rows, *adapter.geometry.latent_shape(MediaSize(*sides)))
     config = adapter.transformer_config
-    widths = (config.get(name) for name in ("joint_attention_dim", "text_dim", "caption_channels"))
-    width = next((width for width in widths if width), _TEXT_WIDTH)
+    width = _TEXT_WIDTH
+    for name in ("joint_attention_dim", "text_dim", "caption_channels"):
+        if config.get(name):
+            width = config[name]
+            break
     made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, adapter.text_tokens, width)}
     made["prompt_mask"] = torch.ones(rows, adapter.text_tokens, dtype=torch.int64)
-    made |= {key: torch.zeros(rows, *shape) for key, shape in adapter.text_shapes().items()}
+    shapes = adapter.text_shapes() | adapter.condition_shapes(tuple(latents.shape[1:]))
+    made |= {key: torch.zeros(rows, *shape) for key, shape in shapes.items()}
     if adapter.sound is not None:
         positions = batch[SOUND.batch_key].shape[-1] // adapter.sound.samples_per_position
         made["audio_latents"] = torch.zeros(rows, *adapter.sound.latent_shape(positions))
     if "joint_attention_dim" in config:
         made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
-    made |= {
-        key: torch.zeros(rows, *shape) for key, shape in adapter.condition_shapes(tuple(latents.shape[1:])).items()
-    }
+
     if REJECTED.batch_key in batch:
         made[REJECTED_LATENTS] = latents
     encoded = {"captions", SOUND.batch_key, *(key for key in batch if key.startswith("pixels"))}

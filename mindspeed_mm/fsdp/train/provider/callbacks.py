@@ -7,15 +7,20 @@ they return; every form that those libraries accept is accepted here, any other 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, told_as
+from mindspeed_mm.fsdp.utils.settings import setting_of
+
+Function = Callable[..., Any]
+"""One of the user."""
 
 
 class Provided(NamedTuple):
@@ -42,16 +47,18 @@ class Callbacks:
         """Call the model provider.
 
         Raises:
-            ConfigError: It asks for an argument that nobody gives, or returns no module.
+            ConfigError: It asks for an argument that is not given, or returns no module.
         """
         assert self.model_provider is not None
         stages = {"pre_process": True, "post_process": True}
         takes = _parameters(self.model_provider)
+        kinds = {parameter.kind for parameter in takes}
         # A class that has no parameters of its own has those of nn.Module, which takes none.
-        takes_any = not isinstance(self.model_provider, type) and any(
-            p.kind is inspect.Parameter.VAR_KEYWORD for p in takes
-        )
-        given = {name: value for name, value in stages.items() if takes_any or name in {p.name for p in takes}}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not isinstance(self.model_provider, type)
+        given = stages
+        if not takes_any:
+            names = {parameter.name for parameter in takes}
+            given = {name: value for name, value in stages.items() if name in names}
         _refuse_unfilled(self.model_provider, "model_provider", given)
         model: Any = self.model_provider(**given)
         if isinstance(model, (list, tuple)) and len(model) == 1:
@@ -75,12 +82,12 @@ class Callbacks:
             ConfigError: It asks for further arguments, or returns more than three values or no training data.
         """
         assert self.data_provider is not None
-        takes = [p for p in _parameters(self.data_provider) if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        positional = takes and takes[0].kind is not inspect.Parameter.KEYWORD_ONLY
-        first = (list(num_samples),) if positional and takes[0].default is inspect.Parameter.empty else ()
+        first = (list(num_samples),) if _asks_for_value(self.data_provider) else ()
         _refuse_unfilled(self.data_provider, "train_valid_test_datasets_provider", (), first)
         returned = self.data_provider(*first)
-        parts = tuple(returned) if isinstance(returned, tuple) or _holds_loaders(returned) else (returned,)
+        parts: tuple[Any, ...] = (returned,)
+        if isinstance(returned, tuple) or _holds_loaders(returned):
+            parts = tuple(returned)
         if len(parts) > len(Provided._fields):
             raise ConfigError(
                 f"returned {len(parts)} values",
@@ -96,7 +103,7 @@ class Callbacks:
             )
         return provided
 
-    def run_forward(self, batch: Any, model: nn.Module) -> LossValue:
+    def run_forward(self, batch: object, model: nn.Module) -> LossValue:
         """Call the forward step on one micro-batch, and the loss function that it returns.
 
         Args:
@@ -133,7 +140,7 @@ class LossValue:
     """Numbers to show: name → tensor or number, or a pair of a sum and what it is divided by."""
 
 
-def read_loss(returned: Any, name: str = "") -> LossValue:
+def read_loss(returned: object, name: str = "") -> LossValue:
     """`loss`, `(loss, report)` or `(loss, number of tokens, report)` as one value.
 
     Args:
@@ -141,14 +148,16 @@ def read_loss(returned: Any, name: str = "") -> LossValue:
         name: The function's, for messages, where it is not `loss_func`.
 
     Raises:
-        ConfigError: It is none of them, or one of its parts is not a number.
+        ConfigError: It has another form, or one of its parts is not a number.
     """
     with told_as(lambda problem: replace(problem, where=name)):
         return _read_loss(returned)
 
 
-def _read_loss(returned: Any) -> LossValue:
-    parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned, {})
+def _read_loss(returned: object) -> LossValue:
+    parts: tuple[Any, ...] = (returned, {})
+    if isinstance(returned, (tuple, list)):
+        parts = tuple(returned)
     if len(parts) not in (2, 3) or not isinstance(parts[0], torch.Tensor) or not isinstance(parts[-1], dict):
         raise ConfigError(
             f"returned {_described(returned)}",
@@ -185,7 +194,8 @@ def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
 
 def _check_report(report: dict[Any, Any]) -> None:
     for name, value in report.items():
-        parts = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value,)
+        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+        parts = value if is_pair else (value,)
         if not all(map(_is_number, parts)):
             raise ConfigError(
                 f"reports {_described(value)} as '{name}'",
@@ -194,16 +204,18 @@ def _check_report(report: dict[Any, Any]) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float)) or (hasattr(value, "item") and getattr(value, "size", 0) == 1)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.size == 1
+    return isinstance(value, (int, float))
 
 
 class _OneBatch(Iterator[Any]):
     """One micro-batch as the iterator that a forward step takes."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         self._waiting = [batch]
 
     def __next__(self) -> Any:
@@ -216,25 +228,36 @@ class _OneBatch(Iterator[Any]):
         return self._waiting.pop()
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Function) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _refuse_unfilled(function: Callable[..., Any], key: str, names: Any, first: Sequence[Any] = ()) -> None:
-    """Raise for parameters that nobody fills."""
+def _asks_for_value(function: Function) -> bool:
+    """Whether a function must be given a value, by its place."""
+    for parameter in _parameters(function)[:1]:
+        by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        return not by_name and parameter.default is inspect.Parameter.empty
+    return False
+
+
+def _refuse_unfilled(function: Function, key: str, names: Collection[str], first: Sequence[object] = ()) -> None:
+    """Raise for parameters that are given no value."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    waiting = [p for p in _parameters(function)[len(first) :] if p.kind not in kinds and p.name not in names]
-    missing = [p.name for p in waiting if p.default is inspect.Parameter.empty]
+    missing = []
+    for parameter in _parameters(function)[len(first) :]:
+        is_filled = parameter.kind in kinds or parameter.name in names
+        if not is_filled and parameter.default is inspect.Parameter.empty:
+            missing.append(parameter.name)
     if missing:
         raise ConfigError(
-            f"takes {', '.join(map(repr, missing))}, which nobody gives",
+            f"takes {', '.join(map(repr, missing))}, which is not given",
             key=key,
             way_out="Give it a default, or read it from get_args().",
         )
 
 
-def _check_takes(function: Callable[..., Any], key: str, count: int, what: str) -> None:
-    """Raise for a function that cannot be called with so many values; of built-in ones nobody can tell."""
+def _check_takes(function: Function, key: str, count: int, what: str) -> None:
+    """Raise for a function that cannot be called with so many values; built-in ones do not tell."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -250,25 +273,35 @@ def _check_takes(function: Callable[..., Any], key: str, count: int, what: str) 
         ) from None
 
 
-def _named(function: Any, role: str) -> str:
-    """The name of a user's function, where it has another than its role."""
+def name_of(function: object) -> str:
+    """What a user's function is called; of an object that can be called, its class."""
     while isinstance(function, partial):
         function = function.func
-    name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+    return setting_of(function, str, "__qualname__") or type(function).__name__
+
+
+def _named(function: Function, role: str) -> str:
+    """The name of a user's function, where it has another than its role."""
+    name = name_of(function).rpartition("<locals>.")[2]
     return "" if name == role else name
 
 
-def _holds_loaders(returned: Any) -> bool:
+def _holds_loaders(returned: object) -> bool:
     """Whether a list is one of loaders, and not a data set that is a list of samples."""
+    if not isinstance(returned, list) or not 0 < len(returned) <= 3:
+        return False
     is_loader = (torch.utils.data.DataLoader, torch.utils.data.Dataset, type(None))
-    return isinstance(returned, list) and 0 < len(returned) <= 3 and all(isinstance(e, is_loader) for e in returned)
+    return all(isinstance(each, is_loader) for each in returned)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, (tuple, list)):
-        return f"{len(value)} values ({', '.join(type(each).__name__ for each in value)})"
+        kinds = ", ".join(type(each).__name__ for each in value)
+        return f"{len(value)} values ({kinds})"
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return f"{value.item()}"
     if isinstance(value, torch.Tensor):
-        return "a tensor of shape " + str(tuple(value.shape)) if value.numel() != 1 else f"{value.item()}"
+        return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (str, bool, int, float)):
         return repr(value)
     return type(value).__name__

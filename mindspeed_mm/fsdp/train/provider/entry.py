@@ -22,7 +22,7 @@ def run_entry(call: Callable[[], object]) -> None:
     Args:
         call: `pretrain` with its functions, for one.
     """
-    # Of a script inside the package Python puts the folder in front: its `models` and `core` are nobody's packages.
+    # Python puts a script's folder first: inside the package, `models` and `core` would become top-level packages.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != PACKAGE]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -56,10 +56,15 @@ def reported(reports: Sequence[dict[str, Any]], ranks: dist.ProcessGroup | None)
     if ranks is not None:
         everyone = [own] * dist.get_world_size(ranks)
         dist.all_gather_object(everyone, own, group=ranks)
-    names = dict.fromkeys(name for each in everyone for name in each)
-    zero = torch.zeros(2, dtype=torch.float64)
-    sums = {name: torch.stack([each.get(name, zero) for each in everyone]).sum(0).tolist() for name in names}
-    return {name: total / divisor if divisor else 0.0 for name, (total, divisor) in sums.items()}
+    sums: dict[str, torch.Tensor] = {}
+    for report in everyone:
+        for name, number in report.items():
+            sums[name] = sums[name] + number if name in sums else number
+    means = {}
+    for name, number in sums.items():
+        total, divisor = number.tolist()
+        means[name] = total / divisor if divisor else 0.0
+    return means
 
 
 class SaveLineHook(Hook):

@@ -23,7 +23,7 @@ class JsonSection(Namespace):
     def __iter__(self) -> Iterator[str]:
         return iter(vars(self))
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key, or `default`."""
         return vars(self).get(key, default)
 
@@ -40,13 +40,17 @@ class JsonSection(Namespace):
         return {key: _as_plain(value) for key, value in vars(self).items()}
 
 
-def _as_section(value: Any) -> Any:
+def _as_section(value: object) -> Any:
     if isinstance(value, Mapping):
         return JsonSection(value)
-    return [_as_section(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_as_section(each) for each in value]
+    return value
 
 
-def _as_plain(value: Any) -> Any:
+def _as_plain(value: object) -> Any:
     if isinstance(value, JsonSection):
         return value.to_dict()
-    return [_as_plain(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_as_plain(each) for each in value]
+    return value

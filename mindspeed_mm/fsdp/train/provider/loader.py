@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.train.provider.objective import RAW
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 PROVIDER = "train_valid_test_datasets_provider"
 
@@ -71,7 +73,7 @@ class ProvidedLoader:
         self._drawn = 0
         self._steps = range(0)
 
-    def open(self, source: Any, steps: range) -> None:
+    def open(self, source: object, steps: range) -> None:
         """Take what the function returned; it is called when the model has its values.
 
         Args:
@@ -88,11 +90,11 @@ class ProvidedLoader:
     def describe(self) -> str:
         """For the log."""
         length = length_of(self._source)
-        kind = type(self._source).__name__
-        return f"{kind} of the caller" + (f", {length:,} micro-batches an epoch on each rank" if length else "")
+        named = f"{type(self._source).__name__} of the caller"
+        return f"{named}, {length:,} micro-batches an epoch on each rank" if length else named
 
     def steps_for(self, epochs: float) -> int:
-        """Raises `ConfigError`: nobody knows how long an epoch is before the model is built."""
+        """Raises `ConfigError`: how long an epoch is, is not known before the model is built."""
         raise ConfigError(
             f"{epochs:g}, but the data are provided by a function, whose epochs are not known",
             key="training.train_epochs",
@@ -118,12 +120,12 @@ class ProvidedLoader:
 
     @property
     def bad_samples(self) -> dict[str, str]:
-        """None: what a user's loader leaves out is not told."""
+        """Empty: what a user's loader leaves out is not told."""
         return {}
 
     @property
     def untold_bad_samples(self) -> int:
-        """None."""
+        """Always 0: see `bad_samples`."""
         return 0
 
     def learn_bad_samples(self, found: dict[str, str]) -> None:
@@ -142,17 +144,13 @@ class ProvidedLoader:
         batches = self._endless()
         size, steps = self.deal.gradient_accumulation_steps, 0
         while True:
-            step = []
-            for _ in range(size):
-                try:
-                    step.append(next(batches))
-                except StopIteration:
-                    raise self._ended(steps) from None
+            step = list(islice(batches, size))
+            if len(step) < size:
+                raise self._ended(steps)
             if steps == 0:
                 check_different(step, self._group)
             steps += 1
-            prepared = [self._prepare(batch) for batch in step]
-            yield prepared
+            yield [self._prepare(batch) for batch in step]
 
     def _endless(self) -> Iterator[Any]:
         """Micro-batches of this rank, epoch after epoch; `position` is behind the one that was yielded last."""
@@ -170,7 +168,7 @@ class ProvidedLoader:
                 return
             epoch, skip = epoch + 1, 0
 
-    def _prepare(self, batch: Any) -> Batch:
+    def _prepare(self, batch: object) -> Batch:
         self._drawn += 1
         return as_batch(batch, self._drawn, self.deal.micro_batch_size)
 
@@ -185,7 +183,7 @@ class ProvidedLoader:
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    def one_pass(self, source: Any, micro_batches: int) -> Callable[[], Iterator[list[Batch]]]:
+    def one_pass(self, source: object, micro_batches: int) -> Callable[[], Iterator[list[Batch]]]:
         """Makes passes over held-out data: the same micro-batches each time, where the source can begin again, and as
         many on every rank.
 
@@ -212,7 +210,7 @@ class ProvidedLoader:
         return batches
 
 
-def as_batch(given: Any, number: int, rows: int) -> Batch:
+def as_batch(given: object, number: int, rows: int) -> Batch:
     """What a user's loader yielded, as the engine takes it: tensors of a dict to plan by, and what was yielded. Labels
     are shifted for the suite's own cross-entropy, where the user's forward step is not what computes the loss.
 
@@ -221,7 +219,9 @@ def as_batch(given: Any, number: int, rows: int) -> Batch:
         number: Of the micro-batch, for messages.
         rows: In it, where it does not tell.
     """
-    planned = {key: value for key, value in given.items() if isinstance(key, str)} if isinstance(given, Mapping) else {}
+    planned: Batch = {}
+    if isinstance(given, Mapping):
+        planned = {key: value for key, value in given.items() if isinstance(key, str)}
     if isinstance(planned.get("sample_ids"), list):  # of the suite's own collator
         return planned
     labels = planned.get("labels")
@@ -254,29 +254,37 @@ class ShardedBatches(Sampler[list[int]]):
             yield list(range(first, first + size))
 
 
-def as_loader(source: Any, deal: Deal, loading: DataloaderParam) -> Any:
+def as_loader(source: object, deal: Deal, loading: DataloaderParam) -> Any:
     """A data set as a loader of it; loaders and iterators as they are.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: It is neither of them.
     """
     if isinstance(source, (DataLoader, Iterator)):
         return source
     if isinstance(source, (str, bytes, Mapping)):
         raise _no_data(source)
-    is_map = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
-    if is_map or (hasattr(source, "__getitem__") and hasattr(source, "__len__") and not hasattr(source, "__iter__")):
+    if isinstance(source, IterableDataset):
+        return DataLoader(source, batch_size=deal.micro_batch_size, num_workers=loading.num_workers)
+    if isinstance(source, Dataset) or (isinstance(source, _Samples) and not isinstance(source, Iterable)):
         batches = ShardedBatches(len(source), deal)
         collate = getattr(source, "collate_fn", None)
         return DataLoader(source, batch_sampler=batches, num_workers=loading.num_workers, collate_fn=collate)
-    if isinstance(source, IterableDataset):
-        return DataLoader(source, batch_size=deal.micro_batch_size, num_workers=loading.num_workers)
-    if hasattr(source, "__iter__"):
+    if isinstance(source, Iterable):
         return source
     raise _no_data(source)
 
 
-def _no_data(source: Any) -> ConfigError:
+@runtime_checkable
+class _Samples(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def _no_data(source: object) -> ConfigError:
     shown = repr(source) if isinstance(source, str) else type(source).__name__
     return ConfigError(
         f"returned {shown}",
@@ -285,18 +293,18 @@ def _no_data(source: Any) -> ConfigError:
     )
 
 
-def check_sharded(loader: Any, ranks: int) -> None:
+def check_sharded(loader: object, ranks: int) -> None:
     """Raise `ConfigError` for a loader whose sampler knows nothing of ranks."""
     if ranks == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return
-    plain = (SequentialSampler, RandomSampler)
-    of_batches = loader.batch_sampler
-    own = loader.sampler if type(of_batches) in (torch.utils.data.BatchSampler, type(None)) else of_batches
-    if type(own) in plain:
+    own = loader.batch_sampler
+    if own is None or type(own) is torch.utils.data.BatchSampler:  # torch's own, around a sampler of rows
+        own = loader.sampler
+    if type(own) in (SequentialSampler, RandomSampler):
         raise same_rows()
 
 
-def check_different(step: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+def check_different(step: Sequence[object], group: dist.ProcessGroup | None) -> None:
     """Raise `ConfigError` when the first step of all data ranks is the same, to the last number."""
     if group is None:
         return
@@ -319,7 +327,7 @@ def same_rows() -> ConfigError:
     )
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _feed(digest: hashlib._Hash, value: object) -> None:
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         digest.update(str((plain.dtype, tuple(plain.shape))).encode())
@@ -335,33 +343,41 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(repr(value).encode())
 
 
-def rows_of(batch: Any) -> int | None:
+def rows_of(batch: object) -> int | None:
     """Rows of a batch: the length of its token ids, or of its first tensor; None where it has none."""
+    values: Sequence[object] = [batch]
     if isinstance(batch, Mapping):
-        first = [batch["input_ids"]] if "input_ids" in batch else []
-        values = [*first, *batch.values()]
-    else:
-        values = list(batch) if isinstance(batch, (list, tuple)) else [batch]
-    return next((len(each) for each in values if isinstance(each, torch.Tensor) and each.ndim), None)
+        values = [batch.get("input_ids"), *batch.values()]
+    elif isinstance(batch, (list, tuple)):
+        values = batch
+    for each in values:
+        if isinstance(each, torch.Tensor) and each.ndim:
+            return len(each)
+    return None
 
 
 def length_of(loader: Any) -> int | None:
-    """Micro-batches of an epoch; None where nobody knows."""
+    """Micro-batches of an epoch; None where it is not known."""
     try:
         return len(loader)
     except TypeError:
         return None
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
+def _samplers(loader: object) -> Iterator[object]:
+    """A loader, and what chooses its samples: one of them knows of epochs and positions."""
+    yield loader
+    for name in ("sampler", "batch_sampler"):
+        yield setting_of(loader, object, name)
+
+
+def set_epoch(loader: object, epoch: int) -> None:
     """Tell a sampler that draws anew in each epoch which one begins."""
-    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        tell = getattr(part, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+    for part in _samplers(loader):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
-def positions_itself(loader: Any) -> bool:
+def positions_itself(loader: object) -> bool:
     """Whether a loader was built to begin where the run stands, by a sampler of Megatron's kind."""
-    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return any(getattr(part, "consumed_samples", None) for part in parts)
+    return any(setting_of(part, object, "consumed_samples") for part in _samplers(loader))

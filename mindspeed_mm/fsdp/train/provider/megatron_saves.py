@@ -85,7 +85,10 @@ def division_of(sizes: ParallelSizes, stages: StagePlan | None, folder: Path) ->
     config = model_config(folder)
     depths = family_of(config, str(folder)).model(config).depths
     laps = range(stages.stages // stages.ranks)
-    text = [[len(stages.layers_of(lap * stages.ranks + rank)) for rank in range(stages.ranks)] for lap in laps]
+    text = []
+    for lap in laps:
+        own = range(lap * stages.ranks, (lap + 1) * stages.ranks)
+        text.append([len(stages.layers_of(stage)) for stage in own])
     towers: dict[str, Any] = {}
     for tower, key in (("vision", "vit_pp_layers"), ("audio", "audio_pp_layers")):
         if tower in depths:

@@ -12,7 +12,7 @@ from torch import nn
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
-from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue
+from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue, name_of
 
 RAW = "_provided"
 """Key of the batch as the user's loader yielded it, in a prepared one."""
@@ -74,7 +74,7 @@ class ProviderObjective:
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Token ids that are not padding; zeros where a batch has none."""
-        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
         trained = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
         if not isinstance(ids, torch.Tensor):
             return BatchTokens(0, trained)
@@ -104,9 +104,8 @@ class ProviderObjective:
 
     def describe(self) -> str:
         """For the log."""
-        step = self._callbacks.forward_step
-        name = getattr(step, "__qualname__", type(step).__name__)
-        return f"of {name}, {'per token of the step' if self._per_token else 'the mean over micro-batches'}"
+        mean = "per token of the step" if self._per_token else "the mean over micro-batches"
+        return f"of {name_of(self._callbacks.forward_step)}, {mean}"
 
     def _scaled(self, value: LossValue) -> torch.Tensor:
         if not self._per_token:
@@ -125,14 +124,18 @@ def _own_part(batch: Batch) -> Any:
     """The user's batch, its tensors on the device where it is a plain dict; a new one each time, as a forward step may
     change it and stages call it several times."""
     raw = batch[RAW]
-    if type(raw) is dict:
-        # A stage behind the first is given no media: it has no towers.
-        kept = {key: value for key, value in raw.items() if key in batch or not isinstance(key, str)}
-        return {key: batch.get(key, value) for key, value in kept.items()}
-    return raw
+    if type(raw) is not dict:
+        return raw
+    own = {}
+    for key, value in raw.items():
+        if key in batch:  # a stage behind the first is given no media: it has no towers
+            own[key] = batch[key]
+        elif not isinstance(key, str):
+            own[key] = value
+    return own
 
 
-def _detached(number: Any) -> Any:
+def _detached(number: object) -> Any:
     if isinstance(number, torch.Tensor):
         return number.detach()
     if isinstance(number, (tuple, list)):
@@ -146,7 +149,8 @@ def reduce_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tens
     found: dict[str, torch.Tensor] = {}
     for report in reports:
         for name, number in report.items():
-            pair = number if isinstance(number, tuple) and len(number) == 2 else (number, 1)
+            is_pair = isinstance(number, tuple) and len(number) == 2
+            pair = number if is_pair else (number, 1)
             values = [torch.as_tensor(each).double().sum().cpu() for each in pair]
             found[name] = found.get(name, torch.zeros(2, dtype=torch.float64)) + torch.stack(values)
     return found

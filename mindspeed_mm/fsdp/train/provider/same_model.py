@@ -11,7 +11,7 @@ from mindspeed_mm.core.errors import MachineError
 
 def check_same_model(model: nn.Module) -> None:
     """Raise `MachineError` where ranks have built different models: sharding keeps of each rank's values its own part,
-    and nobody would notice. Compared are names, shapes, and sums of the values, before anything is sharded."""
+    which would go unnoticed. Names, shapes and sums of the values are compared before anything is sharded."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     own = {name: _mark(parameter) for name, parameter in model.named_parameters()}

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family
-from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, Provided
+from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, Provided, name_of
 from mindspeed_mm.fsdp.train.provider.front import ModelFront
 from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, SaveLineHook, TestSetHook
 from mindspeed_mm.fsdp.train.provider.live import LIVE
@@ -103,7 +103,7 @@ class ProviderTrainer(Trainer):
         provider = self.callbacks.data_provider
         if provider is None:
             return super()._build_data(job)
-        return RunData(ProvidedDataset(getattr(provider, "__qualname__", type(provider).__name__)))
+        return RunData(ProvidedDataset(name_of(provider)))
 
     def _build_loader(self, job: Job, data: RunData) -> RunLoader:
         if not isinstance(data.train, ProvidedDataset):
@@ -165,8 +165,9 @@ class ProviderTrainer(Trainer):
         return replace(parts, arguments=arguments, write_beside=saves)
 
     def _divide_by_tokens(self, engine: TrainEngine, objective: ProviderObjective, job: Job) -> None:
-        stages = [engine.pipeline.group] if engine.pipeline is not None else []
-        groups = [group for group in (job.data_group, *stages) if group is not None]
+        groups = [] if job.data_group is None else [job.data_group]
+        if engine.pipeline is not None:
+            groups.append(engine.pipeline.group)
         engine.forward_backward = PerTokenForwardBackward(
             engine.forward_backward, engine.model, objective, groups, job.state.data_size, job.device
         )
@@ -204,8 +205,9 @@ class ProviderTrainer(Trainer):
         seed_everything(training.seed, 0)
         with parameters_on_meta() if training.init_model_with_meta_device else nullcontext():
             built = self.callbacks.build_model()
-        self.front = built if isinstance(built, ModelFront) else None
-        model = built.model if isinstance(built, ModelFront) else built
+        self.front, model = None, built
+        if isinstance(built, ModelFront):
+            self.front, model = built, built.model
         check_same_model(model)
         self.notes += self._notes_on_types(model)
         return model

@@ -87,9 +87,8 @@ class RunData:
 def build_data(arguments: Arguments, job: Job) -> RunData:
     """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
     that wait for it wait in no collective, and nothing limits them."""
-    data = arguments.data if not draws_samples(arguments) else prompts_of(arguments.data)
-    sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
-    is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
+    data = prompts_of(arguments.data) if draws_samples(arguments) else arguments.data
+    is_short = all(section.basic_parameters.preprocess_on_fly for section in data.described.values())
     with job.setup("reading the data") if is_short else nullcontext():
         train, validation = build_mm_dataset(
             data.dataset_param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param

@@ -26,7 +26,9 @@ def has_lost_peers(error: BaseException) -> bool:
     """Whether an error, or the one that caused it, is a collective's that another rank did not come to."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, PeersLost | dist.DistError) or (isinstance(seen, RuntimeError) and _GLOO.search(str(seen))):
+        if isinstance(seen, PeersLost | dist.DistError):
+            return True
+        if isinstance(seen, RuntimeError) and _GLOO.search(str(seen)):
             return True
         seen = seen.__cause__
     return False
@@ -34,9 +36,9 @@ def has_lost_peers(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or the host, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def explained() -> Iterator[None]:
             raise
         raise known from error
     except (RuntimeError, MemoryError) as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
         if is_out_of_memory(error):
             raise MachineError(
                 f"out of memory outside of the steps: {first_line}",
@@ -99,9 +101,13 @@ def explained_out_of_memory(
         used, savings = _examined(autopsy, largest)
         headline = f"out of memory on rank {rank} in step {step}"
         if used:
-            lines = [*([held] if held else []), f"in work: {sizes_of_samples(largest)}", *used]
-            lines += ["what would help most:", *(f"  {line}" for line in savings)] if savings else [_LEVERS]
-            raise MachineError("\n".join([headline, *(f"  {line}" for line in lines)])) from error
+            lines = [held] if held else []
+            lines += [f"in work: {sizes_of_samples(largest)}", *used]
+            if savings:
+                lines += ["what would help most:", *(f"  {line}" for line in savings)]
+            else:
+                lines.append(_LEVERS)
+            raise MachineError("\n  ".join([headline, *lines])) from error
         raise MachineError(
             f"{headline}, on batches {[_shapes(batch) for batch in batches]}",
             where=f"samples {shortened(sample_ids(batches))}",
@@ -133,8 +139,11 @@ def sizes_of_samples(batch: Batch) -> str:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and len(mask) == len(ids):
         ids = [f"{name} ({int(row.sum())} tokens)" for name, row in zip(ids, mask, strict=True)]
     media = ("pixel_values", "pixel_values_videos", "input_features", "latents", "pixels")
-    shapes = [f"{key} {tuple(batch[key].shape)}" for key in media if isinstance(batch.get(key), torch.Tensor)]
-    return "; ".join([shortened(ids), *shapes])
+    words = [shortened(ids)]
+    for key in media:
+        if isinstance(batch.get(key), torch.Tensor):
+            words.append(f"{key} {tuple(batch[key].shape)}")
+    return "; ".join(words)
 
 
 def ending_of(error: BaseException) -> tuple[str, int]:
@@ -143,16 +152,22 @@ def ending_of(error: BaseException) -> tuple[str, int]:
         return "stopped", int(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return "stopped", INTERRUPTED
-    if isinstance(error, SystemExit):  # foreign code may end the process
-        return "failed", error.code if isinstance(error.code, int) else int(ExitCode.BUG)
-    return "failed", int(error.exit_code if isinstance(error, MMError) else ExitCode.BUG)
+    if isinstance(error, SystemExit) and isinstance(error.code, int):  # foreign code may end the process
+        return "failed", error.code
+    if isinstance(error, MMError):
+        return "failed", int(error.exit_code)
+    return "failed", int(ExitCode.BUG)
 
 
 def sample_ids(batches: Sequence[Batch]) -> list[str]:
     """Ids of all samples of the batches."""
-    return [str(sample_id) for batch in batches for sample_id in batch["sample_ids"]]
+    ids: list[str] = []
+    for batch in batches:
+        ids += map(str, batch["sample_ids"])
+    return ids
 
 
 def shortened(ids: Sequence[str], most: int = 8) -> str:
     """The ids, or the first of many."""
-    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+    first = ", ".join(ids[:most])
+    return first if len(ids) <= most else f"{first} and {len(ids) - most} more"

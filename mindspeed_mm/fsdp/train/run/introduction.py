@@ -56,8 +56,10 @@ def introduce(
 
 def _run_folder(save: Path, config: ResolvedConfig, *, is_new: bool) -> str:
     others = others_files(save, config.path) if is_new else 0
+    if not others:
+        return f"{save.resolve()}"
     verb = "file lies" if others == 1 else "files lie"
-    return f"{save.resolve()}" + (f"; {others} other {verb} there and will be left alone" if others else "")
+    return f"{save.resolve()}; {others} other {verb} there and will be left alone"
 
 
 def global_batch(training: TrainingArguments, data_ranks: int) -> int:
@@ -67,8 +69,11 @@ def global_batch(training: TrainingArguments, data_ranks: int) -> int:
 
 def _model(config: ResolvedConfig, assembled: Assembled) -> str:
     whole = whole_of(assembled.model)
-    parameters = sum(p.numel() for p in whole.parameters())
-    trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    parameters = trainable = 0
+    for parameter in whole.parameters():
+        parameters += parameter.numel()
+        if parameter.requires_grad:
+            trainable += parameter.numel()
     dtype = assembled.plan.precision.name
     return (
         f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
@@ -78,7 +83,9 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
 
 def _parts(assembled: Assembled) -> dict[str, str]:
     """A line for each thing that was done to the model."""
-    described = {"lora": str(assembled.lora) if assembled.lora is not None else ""}
+    described = {}
+    if assembled.lora is not None:
+        described["lora"] = str(assembled.lora)
     described |= {word: line for word, line in assembled.plan.describe().items() if word in ("split", "media")}
     described["layers"] = describe_forwards(assembled.model)
     described["flops"] = assembled.utilisation.describe()

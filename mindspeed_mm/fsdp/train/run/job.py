@@ -48,7 +48,7 @@ Phase = Callable[[str, float], AbstractContextManager[None]]
 
 
 def without_limit(_name: str, _limit_s: float) -> AbstractContextManager[None]:
-    """A phase that nobody watches."""
+    """A phase without a watchdog."""
     return nullcontext()
 
 

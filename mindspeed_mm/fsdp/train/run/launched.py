@@ -30,7 +30,7 @@ LOOK_S = 10.0
 
 
 def starts_ranks(nproc: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this command is to start ranks: it is none itself, and the job has others, here or on further hosts."""
+    """Whether this command is to start ranks: it is not one itself, and the job has several, also on other hosts."""
     if "RANK" in environment:
         return False
     if nproc > 1:
@@ -90,11 +90,12 @@ class LaunchFolder:
 
     def grace_s(self) -> float:
         """How long ranks have to end once one has failed: of several hosts they first ask who is still there."""
-        reported = [path.stem.removeprefix("rank") for path in self.path.glob("rank*.json")]
-        failures = [self.failure_of(int(rank)) for rank in reported]
-        if any(failure is not None and failure.hangs for failure in failures):
-            return 1.0
-        return 5.0 if os.environ.get("NNODES", "1") == "1" and "PET_NNODES" not in os.environ else 20.0
+        for path in self.path.glob("rank*.json"):
+            failure = self.failure_of(int(path.stem.removeprefix("rank")))
+            if failure is not None and failure.hangs:
+                return 1.0
+        is_one_host = os.environ.get("NNODES", "1") == "1" and "PET_NNODES" not in os.environ
+        return 5.0 if is_one_host else 20.0
 
     def note_record(self, run_json: Path) -> None:
         """Called by rank 0 once its run has begun: where the run is recorded."""

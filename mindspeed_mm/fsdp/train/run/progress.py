@@ -61,14 +61,15 @@ HEADER = header_line()
 
 def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
     """A line for people who search logs of older tools: the same words, the same numbers."""
-    per_sample = metrics["tokens"] / max(metrics["samples"], 1)
-    return (
+    line = (
         f"iteration {metrics['step']:>8}/{total_steps:>8} | consumed samples: {metrics['consumed_samples']:>12} | "
         f"elapsed time per iteration (ms): {metrics['step_ms']:.1f} | learning rate: {metrics['lr']:.6E} | "
         f"loss: {metrics['loss']:.6E} | grad norm: {metrics['grad_norm']:.3f} | "
         f"global batch size: {metrics['global_batch']} |"
-        + (f" tokens per sample: {per_sample:.1f} |" if per_sample else "")  # of data that have token ids
     )
+    if metrics["tokens"]:  # of data that have token ids
+        line += f" tokens per sample: {metrics['tokens'] / max(metrics['samples'], 1):.1f} |"
+    return line
 
 
 def short_count(value: float) -> str:
@@ -127,13 +128,15 @@ class Progress:
             self._write_log(line)
             return
         further = [name for name in OF_POSTTRAINING if name in metrics or name in self._further]
-        is_due = self._lines % LINES_PER_HEADER == 0 or further != self._further
+        lines = [format_line(metrics, further)]
+        if self._lines % LINES_PER_HEADER == 0 or further != self._further:
+            lines.insert(0, header_line(further))
         self._further = further  # a step that draws nothing has no reward: its cell is empty
-        header = header_line(further) + "\n" if is_due else ""
         self._lines += 1
-        live = bar(int(metrics["step"]), last_step, metrics["eta_s"]) if self._live else ""
-        self._print(header + format_line(metrics, further) + "\n" + live)
-        self._bar_stands = bool(live)
+        # The bar stands in a line without end, which the next output takes away.
+        lines.append(bar(int(metrics["step"]), last_step, metrics["eta_s"]) if self._live else "")
+        self._print("\n".join(lines))
+        self._bar_stands = self._live and bool(lines[-1])
         self._write_log(log_line(metrics, total_steps))
 
     def end_steps(self) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
@@ -87,14 +87,14 @@ class RunRecord:
             plain_lines: Show steps as lines for scripts instead of a table.
         """
         folder = RunFolder(save) if save else None
-        with folder.lock(run_id) if folder is not None and rank == 0 else nullcontext():
+        with ExitStack() as held:
+            if folder is not None and rank == 0:
+                held.enter_context(folder.lock(run_id))
             log_file = folder.log / "train.log" if folder is not None else None
             progress = Progress(rank, log_file=log_file, stream=stream, plain_lines=plain_lines)
-            try:
-                following = Trackers.of(report_to if rank == 0 else (), trackers, progress.note)
-                yield cls(folder, rank, progress, following)
-            finally:
-                progress.close()
+            held.callback(progress.close)
+            following = Trackers.of(report_to if rank == 0 else (), trackers, progress.note)
+            yield cls(folder, rank, progress, following)
 
     def begin(self, config: ResolvedConfig, facts: Mapping[str, object], first_step: int = 1) -> None:
         """Write the configuration as given and as resolved, and `run.json`, all without secrets; tell the trackers."""
@@ -114,7 +114,8 @@ class RunRecord:
             self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
         self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
         self._write_run()
-        if (launcher := LaunchFolder.of_this_rank()) is not None:
+        launcher = LaunchFolder.of_this_rank()
+        if launcher is not None:
             launcher.note_record(self.folder.run_json)
 
     def end(self, status: str, exit_code: int) -> None:
@@ -190,10 +191,9 @@ class RunRecord:
     def _tracked(self, config: ResolvedConfig, first_step: int) -> TrackedRun:
         values = dict(leaves(redact(resolved_dict(config))))
         settings = {key: value for key, value in values.items() if config.origins[key].kind != "default"}
-        folder = self.folder.path if self.folder is not None else None
-        return TrackedRun(
-            folder.resolve().name if folder is not None else config.path.stem, settings, folder, first_step
-        )
+        if self.folder is None:
+            return TrackedRun(config.path.stem, settings, None, first_step)
+        return TrackedRun(self.folder.path.resolve().name, settings, self.folder.path, first_step)
 
     def _write_run(self) -> None:
         if self.folder is not None:
@@ -212,13 +212,14 @@ class RunRecord:
 
 def trusted_code(arguments: Arguments) -> dict[str, str]:
     """SHA-256 of the foreign code that the run executes: plugins, and Python files of folders that it trusts."""
-    preprocess = arguments.data.dataset_param.preprocess_parameters
-    folders = {
-        arguments.model.model_name_or_path if arguments.model.trust_remote_code else None,
-        getattr(preprocess, "model_name_or_path", None) if getattr(preprocess, "trust_remote_code", False) else None,
-    }
-    hashes = {folder: code_hash(Path(folder)) for folder in sorted(filter(None, folders))}
-    return plugin_hashes(arguments.training.plugin) | {folder: digest for folder, digest in hashes.items() if digest}
+    hashes = plugin_hashes(arguments.training.plugin)
+    for section in (arguments.model, arguments.data.dataset_param.preprocess_parameters):
+        folder = section.get("model_name_or_path")
+        if folder and section.get("trust_remote_code"):
+            digest = code_hash(Path(folder))
+            if digest:
+                hashes[folder] = digest
+    return hashes
 
 
 def environment() -> dict[str, object]:

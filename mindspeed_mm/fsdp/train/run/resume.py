@@ -74,11 +74,12 @@ class ResumePoint:
 def _check_state(state: Mapping[str, Any], path: Path) -> None:
     """Raise `CheckpointError` when the loop's state lacks something or holds another kind of value. Files are compared
     with the manifest before, but not under `training.verify_checkpoint: size` or `none`."""
-    wrong = [name for name in ("iteration", "consumed_samples", "skipped_in_a_row") if type(state.get(name)) is not int]
-    wrong += [name for name in ("data_position", "bad_samples") if not isinstance(state.get(name), dict)]
+    numbers = {name: state.get(name) for name in ("iteration", "consumed_samples", "skipped_in_a_row")}
+    wrong = [name for name in ("data_position", "bad_samples") if not isinstance(state.get(name), dict)]
     if "data_position" not in wrong:
-        position = state["data_position"]
-        wrong += [f"data_position.{name}" for name in ("epoch", "index") if type(position.get(name)) is not int]
+        for name in ("epoch", "index"):
+            numbers[f"data_position.{name}"] = state["data_position"].get(name)
+    wrong += [name for name, number in numbers.items() if type(number) is not int]
     if wrong:
         raise CheckpointError(
             f"is not a state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
@@ -111,7 +112,9 @@ def find_resume_point(
         CheckpointError: Checkpoints exist and none may be used; the message says why and what to do.
     """
     training = arguments.training
-    manager = CheckpointManager(Path(training.save), training, context=context, note=note) if training.save else None
+    manager = None
+    if training.save:
+        manager = CheckpointManager(Path(training.save), training, context=context, note=note)
     if manager is not None and not options.resume:
         refuse_used_folder(manager.save_folder)
     elif manager is not None:
@@ -124,7 +127,7 @@ def find_resume_point(
 
 
 def refuse_used_folder(save: Path) -> None:
-    """Raise when the run folder holds checkpoints and nobody wants to continue them."""
+    """Raise when the run folder holds checkpoints and the run does not go on from them."""
     if iterations := list_iterations(save):
         raise CheckpointError(
             f"holds a run already, saved up to step {iterations[-1]}",

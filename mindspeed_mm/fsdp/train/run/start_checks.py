@@ -84,7 +84,8 @@ def check_ranks_agree(arguments: Arguments, world_size: int) -> None:
 
 def check_same_data(datasets: Mapping[str, MMDataset | None], world_size: int) -> None:
     """Raise when ranks have read different rows, as hosts with files of their own may: each would train on its own
-    idea of sample 17, and nobody would notice. What a resume compares is compared; the message is the difference.
+    idea of sample 17, which would go unnoticed. The same facts are compared as for a resume; the message tells the
+    difference.
 
     Args:
         datasets: Name → data set; None where there is none.
@@ -122,7 +123,10 @@ def check_rows_of_features(datasets: Sequence[MMDataset | None], *, accept: bool
     Raises:
         DataError: Rows have changed, and that is not accepted; every difference is listed.
     """
-    found = [problem for dataset in datasets if dataset is not None for problem in dataset.row_changes()]
+    found: list[Problem] = []
+    for dataset in datasets:
+        if dataset is not None:
+            found += dataset.row_changes()
     problems = list(dict.fromkeys(found))  # two parts of one set tell the same
     if problems and not accept:
         verdict = Problem(

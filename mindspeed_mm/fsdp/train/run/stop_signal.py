@@ -28,7 +28,7 @@ class StopSignal:
         record_end: Called with status and exit code before a second signal ends the process.
         raises: Raise `KeyboardInterrupt` at the second signal instead of ending the process.
 
-    A rank whose launcher (that command's, or torchrun) is gone has nobody to end it: it stops too.
+    A rank whose launcher (that command's, or torchrun) is gone stops too: nothing else would end it.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from PIL import Image
 
@@ -24,6 +24,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.utils.media_files import clip_gif
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 PROJECT = "mindspeed-mm"
 """Name of the project, or experiment, where a tracker's own variable names no other."""
@@ -66,6 +67,24 @@ class Tracker:
         """The run has ended."""
 
 
+class _RunOfService(Protocol):
+    """What wandb and trackio give for a run."""
+
+    def log(self, metrics: dict[str, Any], *, step: int) -> None:
+        """Send what a step has."""
+
+
+def _send(
+    run: _RunOfService, kinds: Mapping[str, Callable[[str], object]], media: Mapping[str, Path], step: int
+) -> None:
+    """Send pictures and clips, each as the kind of object that its service takes for the ending of its name."""
+    sent = {}
+    for name, path in media.items():
+        if path.suffix in kinds:
+            sent[name] = kinds[path.suffix](str(path))
+    run.log(sent, step=step)
+
+
 _SHOWN = frozenset({".png", ".mp4"})
 
 
@@ -79,7 +98,7 @@ def quiet_thread(kind: str) -> None:
     """Have no traceback printed for threads of a class: TensorBoard's writer ends with one when its folder goes, and
     hands the error to the next call as well, which is where it is told."""
     before = threading.excepthook
-    if getattr(before, "quiet_about", "") == kind:
+    if setting_of(before, str, "quiet_about") == kind:
         return
 
     def report(args: threading.ExceptHookArgs) -> None:
@@ -159,9 +178,7 @@ class WandB(Tracker):
         """Send pictures and clips."""
         import wandb
 
-        kinds = {".png": wandb.Image, ".mp4": wandb.Video}
-        sent = {name: kinds[path.suffix](str(path)) for name, path in media.items() if path.suffix in kinds}
-        self._run.log(sent, step=step)
+        _send(self._run, {".png": wandb.Image, ".mp4": wandb.Video}, media, step)
 
     def end(self, exit_code: int) -> None:
         """Mark the run as finished or failed."""
@@ -178,18 +195,19 @@ class SwanLab(Tracker):
         import swanlab
 
         self._module = swanlab
-        logs = {"logdir": str(run.folder / "swanlab")} if run.folder is not None else {}
-        if "SWANLAB_LOG_DIR" in os.environ:
-            logs = {}
+        options = {}
+        if run.folder is not None and "SWANLAB_LOG_DIR" not in os.environ:
+            options["logdir"] = str(run.folder / "swanlab")
         known = run.identities.get(self.package)
+        if known:
+            options |= {"id": known, "resume": "allow"}
         started = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
             experiment_name=run.name,
             config=dict(run.settings),
-            **logs,
-            **({"id": known, "resume": "allow"} if known else {}),
+            **options,
         )
-        identity = getattr(getattr(started, "public", None), "run_id", None)
+        identity = setting_of(setting_of(started, object, "public"), object, "run_id")
         if identity:
             run.identities[self.package] = str(identity)
 
@@ -209,7 +227,10 @@ class SwanLab(Tracker):
 
     def end(self, exit_code: int) -> None:
         """Mark the experiment as finished or failed."""
-        self._module.finish(**({} if exit_code == 0 else {"state": "crashed", "error": f"exit code {exit_code}"}))
+        if exit_code == 0:
+            self._module.finish()
+        else:
+            self._module.finish(state="crashed", error=f"exit code {exit_code}")
 
 
 class MLflow(Tracker):
@@ -230,7 +251,10 @@ class MLflow(Tracker):
         if known is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             experiment = self._client.get_experiment_by_name(name)
-            number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+            if experiment is not None:
+                number = experiment.experiment_id
+            else:
+                number = self._client.create_experiment(name)
             known = self._client.create_run(number, run_name=run.name).info.run_id
             params = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
             for first in range(0, len(params), self._most_params):
@@ -279,9 +303,7 @@ class Trackio(Tracker):
         """Send pictures and clips."""
         import trackio
 
-        kinds = {".png": trackio.Image, ".mp4": trackio.Video}
-        sent = {name: kinds[path.suffix](str(path)) for name, path in media.items() if path.suffix in kinds}
-        self._run.log(sent, step=step)
+        _send(self._run, {".png": trackio.Image, ".mp4": trackio.Video}, media, step)
 
     def end(self, exit_code: int) -> None:
         """Write what waits."""
@@ -325,8 +347,10 @@ class Trackers:
     @classmethod
     def of(cls, names: Sequence[str], further: Sequence[Tracker], warn: Callable[[str], None]) -> Trackers:
         """Those of `training.report_to`, and further ones."""
-        named = {name: TRACKERS[name]() for name in names}
-        return cls(named | {type(tracker).__name__: tracker for tracker in further}, warn)
+        trackers: dict[str, Tracker] = {name: TRACKERS[name]() for name in names}
+        for tracker in further:
+            trackers[type(tracker).__name__] = tracker
+        return cls(trackers, warn)
 
     def begin(self, run: TrackedRun) -> None:
         """Tell all of them that the run starts."""
@@ -343,11 +367,11 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """The numbers among a step's metrics."""
-        numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
-        }
+        numbers = {}
+        for name, value in metrics.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and name != "step":
+                numbers[name] = float(value)
         self._each(lambda tracker: tracker.log(numbers, int(metrics["step"])), "stops here")
 
     def show(self, media: Mapping[str, Path], step: int) -> None:

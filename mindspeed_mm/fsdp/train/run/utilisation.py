@@ -33,7 +33,7 @@ class Utilisation:
     """Knows the FLOPs of a model and the peak of its devices."""
 
     count: FlopCount | None
-    """None where nobody knows how the model's modules are fed."""
+    """None where it is not known how the model's modules are fed."""
     devices: int
     peak_tflops: float | None
     """Peak TFLOP/s of one device; None where it is not known."""
@@ -72,23 +72,29 @@ class Utilisation:
             seconds: Of all of them.
         """
         found = list(steps)
-        if not any(sum(step.values()) for step in found):  # nobody counts, or batches are of no kind that is known
+        if not any(sum(step.values()) for step in found):  # nothing is counted, or the kind of batch is not known
             return {}
-        each_s = {name: sum(step[name] for step in found) / seconds / self.devices / 1e12 for name in found[0]}
+        each_s = {}  # TFLOP/s of a device
+        for name in found[0]:
+            each_s[name] = sum(step[name] for step in found) / seconds / self.devices / 1e12
         achieved = {
             "mfu": each_s["causal"],
             "mfu_full": each_s["full"],
             "hfu": each_s["causal"] + each_s["recompute"],
             "hfu_full": each_s["full"] + each_s["recompute_full"],
         }
-        shares = {name: value / self.peak_tflops for name, value in achieved.items()} if self.peak_tflops else {}
-        return {"tflops": each_s["causal"], "tflops_full": each_s["full"], **shares}
+        metrics = {"tflops": each_s["causal"], "tflops_full": each_s["full"]}
+        if self.peak_tflops:
+            metrics |= {name: value / self.peak_tflops for name, value in achieved.items()}
+        return metrics
 
     def describe(self) -> str:
         """One line for the log."""
         if self.count is None:
             return "no MFU: how this model's modules are fed is not known"
-        missing = f"; not counted: {', '.join(self.count.uncounted[:3])}" if self.count.uncounted else ""
+        missing = ""
+        if self.count.uncounted:
+            missing = f"; not counted: {', '.join(self.count.uncounted[:3])}"
         if self.peak_tflops is None:
             return f"no MFU: the peak of {self.peak_source} is not known (tools.peak_tflops sets it){missing}"
         return (
@@ -101,8 +107,8 @@ def device_name() -> str:
     """What this process's device calls itself."""
     if get_device_type() == "cpu":
         return "a CPU"
-    ask = getattr(get_torch_device(), "get_device_name", None)
-    return str(ask()) if ask is not None else get_device_type()
+    device = get_torch_device()
+    return str(device.get_device_name()) if hasattr(device, "get_device_name") else get_device_type()
 
 
 def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> FlopCount | None:

@@ -27,6 +27,12 @@ class ForwardBackward(Protocol):
         ...
 
 
+def add_terms(totals: Terms, terms: Terms) -> None:
+    """Add terms to totals, name by name."""
+    for name, value in terms.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
 class PlainForwardBackward:
     """Forward and backward of each micro-batch in turn; gradients are communicated after the last one only.
 
@@ -54,16 +60,14 @@ class PlainForwardBackward:
                 normalised = {name: value / denominators[name] for name, value in terms.items()}
             with named(ranges.BACKWARD):
                 torch.stack(list(normalised.values())).sum().backward()
-            for name, value in normalised.items():
-                totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+            add_terms(totals, {name: value.detach() for name, value in normalised.items()})
         return totals
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
         """See `ForwardBackward`."""
         sums: Terms = {}
         for batch in micro_batches:
-            for name, value in self._objective.terms(self._model, batch).items():
-                sums[name] = sums[name] + value if name in sums else value
+            add_terms(sums, self._objective.terms(self._model, batch))
         return sums
 
 

@@ -68,8 +68,11 @@ class PipelineForwardBackward:
         work.crossings = self._crossings(work)
         for stage, module in zip(self._stages, self._pipeline.stages, strict=True):
             module.work = work
-            before = [entering[module.index] for entering in work.crossings]
-            after = [[] if module.is_last else entering[module.index + 1] for entering in work.crossings]
+            before: list[list[Passed]] = []
+            after: list[list[Passed]] = []
+            for entering in work.crossings:
+                before.append(entering[module.index])
+                after.append([] if module.is_last else entering[module.index + 1])
             stage.lay_out(before, after)
         if count not in self._schedules:
             self._schedules[count] = build_pipeline_schedule(self._plan.schedule, self._stages, count)
@@ -90,7 +93,9 @@ class PipelineForwardBackward:
         stage.work = work
         sent = stage(*received, mb=torch.tensor([number]))
         stage.work = None
-        for tensor in () if stage.is_last else sent:
+        if stage.is_last:
+            return
+        for tensor in sent:
             self._pass_on(tensor, plan.rank_of(stage.index + 1), group, sends=True, key=(number, stage.index + 1))
 
     def _pass_on(

@@ -30,7 +30,7 @@ class Tally:
     towers: dict[str, int]
     """Modality → how many ranks hold it in this step."""
     flops: dict[str, float] = field(default_factory=dict)
-    """What the step costs, by the names of `flops_tool`; empty where nobody counts."""
+    """What the step costs, by the names of `flops_tool`; empty where they are not counted."""
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -48,13 +48,20 @@ class Tally:
         meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None,
     ) -> Tally:
         """Tally of this rank's prepared micro-batches."""
-        tokens = [objective.tokens(batch) for batch in batches]
+        samples = real = slots = trained = 0
+        for batch in batches:
+            samples += len(batch["sample_ids"]) - batch.get("blank_rows", 0)
+            if "input_ids" in batch:
+                slots += batch["input_ids"].numel()
+            tokens = objective.tokens(batch)
+            real += tokens.real
+            trained += tokens.trained
         return cls(
             counts=dict(objective.count(batches)),
-            samples=sum(len(batch["sample_ids"]) - batch.get("blank_rows", 0) for batch in batches),
-            tokens=sum(each.real for each in tokens),
-            slots=sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch),
-            label_tokens=sum(each.trained for each in tokens),
+            samples=samples,
+            tokens=real,
+            slots=slots,
+            label_tokens=trained,
             bad_samples=bad_samples,
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
@@ -68,21 +75,27 @@ class Tally:
             group: All ranks.
             counts_samples: False when another rank counts these samples: then only the wish to stop is this rank's.
         """
-        names, towers, flops = sorted(self.counts), sorted(self.towers), sorted(self.flops)
-        counted = [self.counts[n] for n in names] + [self.towers[t] for t in towers] + [self.flops[f] for f in flops]
-        counted += [self.samples, self.tokens, self.slots, self.label_tokens, self.bad_samples]
-        numbers = [*(number * counts_samples for number in counted), int(self.stop_requested)]
-        vector = torch.tensor(numbers, dtype=torch.float64)  # whole numbers are exact in it, and so are their sums
+        # The same numbers in the same order on every rank: those with names in the order of their names.
+        tables = [dict(sorted(table.items())) for table in (self.counts, self.towers, self.flops)]
+        numbers: list[float] = [self.samples, self.tokens, self.slots, self.label_tokens, self.bad_samples]
+        for table in tables:
+            numbers += table.values()
+        if not counts_samples:
+            numbers = [0] * len(numbers)
+        # Whole numbers are exact in fp64, and so are their sums.
+        vector = torch.tensor([*numbers, self.stop_requested], dtype=torch.float64)
         dist.all_reduce(vector, group=group)
-        *varying, samples, tokens, slots, label_tokens, bad_samples, stop = vector.tolist()
+        samples, tokens, slots, label_tokens, bad_samples, *varying, stop = vector.tolist()
+        summed = iter(varying)  # each table takes as many as it has names
+        counts, towers, flops = (dict(zip(table, summed, strict=False)) for table in tables)
         return Tally(
-            counts=dict(zip(names, varying, strict=False)),
+            counts=counts,
             samples=int(samples),
             tokens=int(tokens),
             slots=int(slots),
             label_tokens=int(label_tokens),
             bad_samples=int(bad_samples),
             stop_requested=bool(stop),
-            towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=False)},
-            flops=dict(zip(flops, varying[len(names) + len(towers) :], strict=True)),
+            towers={name: int(ranks) for name, ranks in towers.items()},
+            flops=flops,
         )

@@ -54,7 +54,7 @@ def test_model_provider_gets_what_it_takes(provider: Any, expected: Any) -> None
 
 
 def test_model_provider_that_asks_for_more() -> None:
-    with pytest.raises(ConfigError, match="takes 'config', which nobody gives"):
+    with pytest.raises(ConfigError, match="takes 'config', which is not given"):
         Callbacks(lambda config: nn.Linear(1, 1)).build_model()
     with pytest.raises(ConfigError, match="returned 'a model', not a module"):
         Callbacks(lambda: "a model").build_model()  # type: ignore[arg-type, return-value]

@@ -20,6 +20,7 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import readable_start
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 OPEN_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,aac",
@@ -213,7 +214,7 @@ class _Resampler:
         track = np.concatenate([np.zeros((self._channels, 0), np.float32), *self._pieces], axis=1)[:, :length]
         return np.pad(track, ((0, 0), (0, length - track.shape[1])))
 
-    def _take(self, frame: Any) -> None:
+    def _take(self, frame: object) -> None:
         assert self._resampler is not None
         self._pieces += [made.to_ndarray() for made in self._resampler.resample(frame)]
 
@@ -329,8 +330,10 @@ def _container(file: BinaryIO, start: bytes, name: str) -> Iterator[_Track]:
 def _declared_by_stream(container: Any, stream: Any, rate: int) -> int | None:
     if stream.duration is not None and stream.duration > 0:
         return math.floor(stream.duration * stream.time_base * rate)
-    is_only = len(container.streams) == 1  # the container's length is that of its longest stream
-    return math.floor(container.duration / 1e6 * rate) if is_only and container.duration else None
+    # The container's length is that of its longest stream.
+    if len(container.streams) > 1 or not container.duration:
+        return None
+    return math.floor(container.duration / 1e6 * rate)
 
 
 def _stream_blocks(container: Any, stream: Any, name: str) -> Iterator[np.ndarray]:
@@ -348,7 +351,8 @@ def _stream_blocks(container: Any, stream: Any, name: str) -> Iterator[np.ndarra
 
 
 def _why_unreadable(start: bytes, error: Exception) -> str:
+    reason = setting_of(error, str, "strerror") or str(error)
     if start[4:8] == b"ftyp" or start.startswith(_SOUND_STARTS):
-        return f"is broken or cut ({getattr(error, 'strerror', None) or error})"
-    words, reason = readable_start(start), getattr(error, "strerror", None) or str(error)
+        return f"is broken or cut ({reason})"
+    words = readable_start(start)
     return f"is not a sound (starts with {words})" if words else f"is not a sound of an allowed format ({reason})"

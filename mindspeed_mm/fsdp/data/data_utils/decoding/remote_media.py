@@ -68,7 +68,9 @@ def _ask(
             raise DataError(f"'{url[:100]}' answers {response.status} {response.reason}", way_out=_WAY_OUT)
         return _body(response, connection, url, most_bytes, deadline_s)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        reason = _too_late() if time.monotonic() >= deadline_s else str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if time.monotonic() >= deadline_s:
+            reason = _too_late()
         raise DataError(f"'{url[:100]}' cannot be fetched: {reason}", way_out=_WAY_OUT) from error
     finally:
         cut.cancel()
@@ -128,7 +130,9 @@ def _lies_in(parts: urllib.parse.SplitResult, url_root: str) -> bool:
 
 def _is_public(address: str) -> bool:
     found = ipaddress.ip_address(address.split("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None) or found
+    inner = found
+    if isinstance(found, ipaddress.IPv6Address):  # it may stand for an address of the older kind
+        inner = found.ipv4_mapped or found.sixtofour or found
     return inner.is_global and not inner.is_multicast
 
 

@@ -12,13 +12,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
+from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
 
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""
@@ -149,6 +155,7 @@ def read_clip(
         start_s, step_s = sampling.start_s(header.frames, header.fps, frames), sampling.step_s(header.fps)
         _check_reach(frames * step_s * header.fps, name)
         if start_s > 0:
+            assert stream.time_base is not None  # every stream of frames has one
             container.seek(int((first_second(stream) + start_s) / stream.time_base), stream=stream, backward=True)
             played = decode_frames(container, stream, name)
         shown = ShownFrames(frames, shape)
@@ -166,10 +173,10 @@ class ShownFrames:
         self.asked, self._shape = frames, shape
         self._reformatter = VideoReformatter()  # a frame of its own accord would set up a conversion anew each time
         self._clip_CTHW: np.ndarray | None = None
-        self._last: tuple[Any, np.ndarray] | None = None
+        self._last: tuple[VideoFrame, np.ndarray] | None = None
         self.count = 0
 
-    def add(self, frame: Any) -> None:
+    def add(self, frame: VideoFrame) -> None:
         """Show a frame once more."""
         if self._last is None or self._last[0] is not frame:
             frame_rgb = self._reformatter.reformat(frame, format="rgb24")
@@ -189,7 +196,7 @@ class ShownFrames:
 
 
 def play(
-    frames: Iterator[Any], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: ShownFrames, name: str
+    frames: Iterator[VideoFrame], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: ShownFrames, name: str
 ) -> float:
     """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins.
 
@@ -252,11 +259,11 @@ def too_short(name: str, found: int, asked: int) -> DataError:
 
 
 @contextmanager
-def open_video(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
+def open_video(file: BinaryIO, name: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The container and its first video stream.
 
     Raises:
-        DataError: It cannot be read, is no video, has no video stream, or is cut off.
+        DataError: It cannot be read, is not a video, has no video stream, or is cut off.
     """
     import av  # here and not above: importing a data set of language should not load FFmpeg
 
@@ -278,7 +285,7 @@ def open_video(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         yield container, streams[0]
 
 
-def decode_frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
+def decode_frames(container: InputContainer, stream: VideoStream, name: str) -> Iterator[VideoFrame]:
     """All frames from where the container stands. Raises `DataError` where one is damaged or too large."""
     import av
 
@@ -293,7 +300,7 @@ def decode_frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
         raise DataError(f"'{name}' is broken: {error}", way_out=REPLACE) from error
 
 
-def read_start(container: Any, stream: Any, name: str) -> tuple[VideoHeader, Iterator[Any]]:
+def read_start(container: InputContainer, stream: VideoStream, name: str) -> tuple[VideoHeader, Iterator[VideoFrame]]:
     """The header, and all frames from the first on.
 
     Raises:
@@ -306,12 +313,12 @@ def read_start(container: Any, stream: Any, name: str) -> tuple[VideoHeader, Ite
     return _header(container, stream, first, name), itertools.chain([first], played)
 
 
-def first_second(stream: Any) -> float:
+def first_second(stream: VideoStream) -> float:
     """When the first frame is shown, by the file's clock."""
-    return float((stream.start_time or 0) * stream.time_base)
+    return float((stream.start_time or 0) * (stream.time_base or 0))
 
 
-def _header(container: Any, stream: Any, first: Any, name: str) -> VideoHeader:
+def _header(container: InputContainer, stream: VideoStream, first: VideoFrame, name: str) -> VideoHeader:
     height, width = first.height, first.width
     if quarter_turns(first) % 2:
         height, width = width, height
@@ -325,20 +332,20 @@ def _header(container: Any, stream: Any, first: Any, name: str) -> VideoHeader:
     return VideoHeader(height, width, max(1, frames), fps)
 
 
-def _frame_rate(stream: Any) -> float | None:
+def _frame_rate(stream: VideoStream) -> float | None:
     for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
         if rate is not None and _LEAST_FPS <= rate <= _MOST_FPS:
             return float(rate)
     return None
 
 
-def _duration_s(container: Any, stream: Any) -> float:
-    if stream.duration is not None and stream.duration > 0:
+def _duration_s(container: InputContainer, stream: VideoStream) -> float:
+    if stream.duration is not None and stream.duration > 0 and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
     return max(0, container.duration or 0) / 1e6
 
 
-def _check_not_cut(stream: Any, size_bytes: int, name: str) -> None:
+def _check_not_cut(stream: VideoStream, size_bytes: int, name: str) -> None:
     """A file whose index stands at its start opens although its end is missing; the index says where frames lie."""
     entries = list(getattr(stream, "index_entries", ()))
     if not stream.frames or len(entries) < stream.frames:
@@ -360,14 +367,14 @@ def _refuse_other_kinds(start: bytes, name: str) -> None:
 def _why_unreadable(start: bytes, error: Exception) -> str:
     if start[4:8] == b"ftyp":
         return "is broken or cut: its index (moov) cannot be read"
-    words, reason = readable_start(start), getattr(error, "strerror", None) or str(error)
+    words, reason = readable_start(start), setting_of(error, str, "strerror") or str(error)
     return f"is not a video (starts with {words})" if words else f"is not a video of an allowed container ({reason})"
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 
-def quarter_turns(frame: Any) -> int:
+def quarter_turns(frame: VideoFrame) -> int:
     """Turns by 90° against the clock that make a frame upright. Mirrored display matrices are not undone."""
     return round(getattr(frame, "rotation", 0) / 90) % 4
 

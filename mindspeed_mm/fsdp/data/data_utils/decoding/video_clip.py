@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     probe_video,
     read_start,
 )
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 JUMP_S = 10.0
 """Frames so far apart are sought, not decoded through; above the distance of key frames in most files."""
@@ -84,7 +85,9 @@ class VideoClip:
     def at_least(self, frames: int) -> VideoClip:
         """The last frame repeated until there are so many: towers take pairs of frames."""
         missing = max(0, frames - len(self.frames))
-        padded = np.concatenate([self.frames, np.repeat(self.frames[-1:], missing, axis=0)]) if missing else self.frames
+        padded = self.frames
+        if missing:
+            padded = np.concatenate([padded, np.repeat(padded[-1:], missing, axis=0)])
         return replace(self, frames=padded, header=self.header.at_least(frames))
 
 
@@ -110,7 +113,7 @@ class FramePicker:
             picked = self._processor.sample_frames(metadata=metadata, **settings)
         except ValueError as error:
             raise DataError(f"the processor refuses the video: {error}", way_out="Drop the row.") from error
-        return tuple(int(index) for index in picked)
+        return tuple(map(int, picked))
 
 
 _NO_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
@@ -137,14 +140,14 @@ class ClipRule:
             preprocess: The section.
             processor: The video processor; None where the model has none.
         """
-        samples = bool(getattr(processor, "do_sample_frames", False))
-        fps, most = (getattr(processor, name, None) if samples else None for name in ("fps", "max_frames"))
-        is_given = preprocess.video_fps is not None or preprocess.video_maxlen is not None
-        return cls(
-            preprocess.video_fps or fps or DEFAULT_FPS,
-            preprocess.video_maxlen or most or DEFAULT_FRAMES,
-            FramePicker(processor) if samples and not is_given else None,
-        )
+        fps = preprocess.video_fps
+        frames = preprocess.video_maxlen
+        if not setting_of(processor, bool, "do_sample_frames"):
+            return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None)
+        picker = FramePicker(processor) if fps is None and frames is None else None
+        own_fps = setting_of(processor, float, "fps") or setting_of(processor, int, "fps")
+        own_frames = setting_of(processor, int, "max_frames")
+        return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker)
 
     def header(self, video: VideoHeader) -> ClipHeader:
         """The clip that a video gives. Where no processor picks, frame numbers are those that LLaMA-Factory takes, the

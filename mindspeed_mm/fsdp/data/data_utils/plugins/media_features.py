@@ -11,8 +11,11 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,11 @@ class MediaPlugin(Protocol):
     def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Encode an RGB picture. Raises `DataError` for a size that the processor refuses."""
 
-    def encode_video(self, clip: Any) -> MediaFeatures:
-        """Encode a `VideoClip`."""
+    def encode_video(self, clip: VideoClip) -> MediaFeatures:
+        """Encode a clip."""
 
-    def encode_audio(self, sound: Any) -> MediaFeatures:
-        """Encode an `AudioClip`."""
+    def encode_audio(self, sound: AudioClip) -> MediaFeatures:
+        """Encode a sound."""
 
     def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """The size that encoding would give, from what `MediaLoader.probe` read; None: encode it to know.
@@ -90,12 +93,13 @@ def no_such_media(kind: str) -> DataError:
     )
 
 
-def placeholders_of(processor: Any) -> dict[str, Placeholder]:
+def placeholders_of(processor: object) -> dict[str, Placeholder]:
     """Kind of media → the token that stands for an item in a processor's chat template."""
     found: dict[str, Placeholder] = {}
     for kind in MEDIA_KINDS:
-        text = getattr(processor, f"{kind}_token", None)
-        if text is not None:
+        token = setting_of(processor, object, f"{kind}_token")
+        if token is not None:
+            text = str(token)
             found[kind] = Placeholder(int(tokenizer_of(processor).convert_tokens_to_ids(text)), text)
     return found
 
@@ -129,28 +133,31 @@ class TokenMarks:
         return np.asarray(self._processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)
 
 
-def tells_replacements(processor: Any) -> bool:
+def tells_replacements(processor: object) -> bool:
     """Whether a processor says what takes a placeholder's place. The omni models' do not in transformers 5.17."""
     return _owner_of(processor, "replace_video_token") != "ProcessorMixin"
 
 
-def defaults_of(processor: Any, part: str) -> dict[str, Any]:
-    """What a processor tells its tokenizer or the processor of a kind of media, where nobody says otherwise.
+def defaults_of(processor: object, part: str) -> dict[str, Any]:
+    """What a processor tells its tokenizer or the processor of a kind of media, unless a call says otherwise.
 
     Args:
         processor: The model's processor.
         part: `text_kwargs`, `videos_kwargs` and so on.
     """
-    own = getattr(processor, part, None)
+    own = setting_of(processor, Mapping, part)
     if own is not None:
         return dict(own)
-    return dict(getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {}).get(part, {}))
+    of_class = setting_of(setting_of(processor, object, "valid_processor_kwargs"), Mapping, "_defaults") or {}
+    return dict(of_class.get(part, {}))
 
 
-def _asks_for_marks(processor: Any) -> bool:
+def _asks_for_marks(processor: object) -> bool:
     """transformers says it on the processor; 5.17 among what it tells the tokenizer."""
-    told = getattr(processor, "return_mm_token_type_ids", None)
-    return bool(defaults_of(processor, "text_kwargs").get("return_mm_token_type_ids") if told is None else told)
+    told = setting_of(processor, bool, "return_mm_token_type_ids")
+    if told is not None:
+        return told
+    return bool(defaults_of(processor, "text_kwargs").get("return_mm_token_type_ids"))
 
 
 def _name_of_marks(processor: Any) -> str:
@@ -160,6 +167,9 @@ def _name_of_marks(processor: Any) -> str:
     return "token_type_ids" if is_listed and "mm_token_type_ids" not in names else "mm_token_type_ids"
 
 
-def _owner_of(processor: Any, attribute: str) -> str:
+def _owner_of(processor: object, attribute: str) -> str:
     """Name of the class that a processor has an attribute from."""
-    return next((kind.__name__ for kind in type(processor).__mro__ if attribute in vars(kind)), "")
+    for kind in type(processor).__mro__:
+        if attribute in vars(kind):
+            return kind.__name__
+    return ""

@@ -7,12 +7,13 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from mindspeed_mm.core.batch import Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
@@ -27,7 +28,12 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     tells_replacements,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from transformers.video_utils import VideoMetadata
 
 _KEY = "data.dataset_param.preprocess_parameters"
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
@@ -59,11 +65,11 @@ class ProcessorPlugin:
     frame_sizes: FrameSizes | None = None
     """How large frames are kept; None: within the pixel limits of the configuration."""
 
-    def __init__(self, processor: Any, preprocess: Any) -> None:
+    def __init__(self, processor: Any, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
         self._marks = TokenMarks(processor)
-        self._hears = getattr(processor, "feature_extractor", None)
+        self._hears: Any = setting_of(processor, object, "feature_extractor")
         if not self.placeholders and self._hears is None:
             raise ConfigError(
                 f"{type(processor).__name__} does not say how media become tokens",
@@ -73,9 +79,7 @@ class ProcessorPlugin:
         self._special_ids = np.array(sorted(self._tokenizer.get_added_vocab().values()), dtype=np.int64)
         self._image_options = _image_options(processor, preprocess)
         self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
-        images = getattr(processor, "image_processor", None)
-        one = 1 if _PICTURES_OF_ROWS in getattr(images, "model_input_names", ()) else None
-        self.pictures_seen_alone: int | None = getattr(processor, "pictures_seen_alone", one)
+        self.pictures_seen_alone: int | None = _pictures_seen_alone(processor)
         """Pictures of a row beyond which the processor would show each otherwise than alone, which is not done."""
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
@@ -101,13 +105,16 @@ class ProcessorPlugin:
 
     def _encode_clip(self, clip: VideoClip) -> MediaFeatures:
         what = f"a video of {len(clip.frames)} frames of {clip.frames.shape[2]} × {clip.frames.shape[1]}"
+        around = ("", "")
         inputs: dict[str, Any] = {"videos_kwargs": self._video_options(clip.header)}
         if clip.sound is not None:
             inputs |= {"audio": [clip.sound.samples], "audio_kwargs": {"sampling_rate": clip.sound.rate}}
-            inputs |= {"audio_from_video_indices": [0], "load_audio_from_video": True}
-            if not tells_replacements(self._processor):
-                inputs = self._in_older_words(inputs)
-        made = self._asked("video", clip.frames, what, **inputs)
+            if tells_replacements(self._processor):
+                inputs |= {"audio_from_video_indices": [0], "load_audio_from_video": True}
+            else:  # as the processors of transformers 5.17 take a video with its sound: with the marks around it
+                inputs["videos_kwargs"] |= {"use_audio_in_video": True}
+                around = (self._processor.vision_bos_token, self._processor.vision_eos_token)
+        made = self._asked("video", clip.frames, what, around, **inputs)
         if clip.sound is not None:
             self._check_window(clip.sound, made.tensors)
         return made
@@ -129,20 +136,22 @@ class ProcessorPlugin:
         self._check_window(sound, made.tensors)
         return made
 
-    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+    def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
         """A processor does not tell."""
-        if kind not in self.placeholders and not (kind == "audio" and self._hears is not None):
+        is_heard = kind == "audio" and self._hears is not None
+        if kind not in self.placeholders and not is_heard:
             raise no_such_media(kind)
         return None
 
     # --- many --------------------------------------------------------------------------------------------------------
 
-    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, Any]:
+    def collate(self, media: Sequence[MediaFeatures]) -> Batch:
         """Join along the first axis, that of items or patches."""
-        names = dict.fromkeys(name for item in media for name in item.tensors)
-        batch: dict[str, Any] = {
-            name: self._joined(name, [item.tensors[name] for item in media if name in item.tensors]) for name in names
-        }
+        values: dict[str, list[object]] = {}
+        for item in media:
+            for name, value in item.tensors.items():
+                values.setdefault(name, []).append(value)
+        batch: Batch = {name: self._joined(name, of_items) for name, of_items in values.items()}
         if self.hears_videos and any(item.kind == "video" for item in media):
             batch["use_audio_in_video"] = True
         return batch
@@ -151,10 +160,11 @@ class ProcessorPlugin:
         """As the processor marks them."""
         return self._marks(input_ids)
 
-    def _joined(self, name: str, values: Sequence[Any]) -> torch.Tensor:
+    def _joined(self, name: str, values: Sequence[object]) -> torch.Tensor:
         tensors = [torch.as_tensor(value) for value in values]
         shapes = {tensor.shape[1:] for tensor in tensors}
-        if len(shapes) > 1 and name in _PADDED and len({len(shape) for shape in shapes}) == 1:
+        have_same_axes = len(set(map(len, shapes))) == 1
+        if len(shapes) > 1 and name in _PADDED and have_same_axes:
             tensors = _padded(tensors)
         try:
             return torch.cat(tensors)
@@ -164,14 +174,8 @@ class ProcessorPlugin:
 
     # --- the processor -----------------------------------------------------------------------------------------------
 
-    def _in_older_words(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A video with its sound, as the processors of transformers 5.17 take it: with the marks around it."""
-        inputs = {name: value for name, value in inputs.items() if not name.endswith(("_indices", "_from_video"))}
-        inputs["videos_kwargs"] |= {"use_audio_in_video": True}
-        return inputs | {"around": (self._processor.vision_bos_token, self._processor.vision_eos_token)}
-
     def _asked(
-        self, kind: MediaKind, item: Any, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
+        self, kind: MediaKind, item: object, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
     ) -> MediaFeatures:
         """Call the processor with one item and its placeholder."""
         if kind not in self.placeholders:
@@ -190,7 +194,7 @@ class ProcessorPlugin:
         tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
         return self._features(kind, replacement, tensors)
 
-    def _written(self, made: Any) -> str:
+    def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
         if "text_replacement_offsets" in made:
             return made["text_replacement_offsets"][0][0]["replacement"]
@@ -204,9 +208,9 @@ class ProcessorPlugin:
 
     @property
     def _frames_at_once(self) -> int:
-        return getattr(getattr(self._processor, "video_processor", None), "temporal_patch_size", 1) or 1
+        return setting_of(setting_of(self._processor, object, "video_processor"), int, "temporal_patch_size") or 1
 
-    def _video_options(self, header: ClipHeader) -> dict[str, Any]:
+    def _video_options(self, header: ClipHeader) -> dict[str, object]:
         return {
             "do_sample_frames": False,
             "video_metadata": [video_metadata(header)],
@@ -214,8 +218,8 @@ class ProcessorPlugin:
             "fps": header.sampled_fps,
         }
 
-    def _check_sound(self, preprocess: Any) -> None:
-        takes = getattr(self._hears, "sampling_rate", None)
+    def _check_sound(self, preprocess: PreprocessParameters) -> None:
+        takes = setting_of(self._hears, int, "sampling_rate")
         if takes is not None and preprocess.audio_sampling_rate not in (None, takes):
             raise ConfigError(
                 f"the model takes {takes} samples per second",
@@ -231,10 +235,10 @@ class ProcessorPlugin:
 
     def _check_window(self, sound: AudioClip, tensors: Mapping[str, Any]) -> None:
         """Feature extractors cut what is too long without a word."""
-        hop, most = getattr(self._hears, "hop_length", None), getattr(self._hears, "n_samples", None)
+        hop, most = setting_of(self._hears, int, "hop_length"), setting_of(self._hears, int, "n_samples")
         if hop is None or most is None or len(sound.samples) <= most:
             return
-        mask = tensors.get("feature_attention_mask", tensors.get("input_features_mask"))
+        mask = first_of(tensors, ("feature_attention_mask", "input_features_mask"))
         heard = int(mask.sum()) * hop if mask is not None else most
         if heard < len(sound.samples) - 2 * hop:
             raise DataError(
@@ -243,7 +247,16 @@ class ProcessorPlugin:
             )
 
 
-def video_metadata(header: ClipHeader) -> Any:
+def _pictures_seen_alone(processor: object) -> int | None:
+    """How many pictures a row may have for each to be shown as if it were alone; None: any number."""
+    own = setting_of(processor, int, "pictures_seen_alone")
+    if own is not None:
+        return own
+    inputs = setting_of(setting_of(processor, object, "image_processor"), Sequence, "model_input_names") or ()
+    return 1 if _PICTURES_OF_ROWS in inputs else None
+
+
+def video_metadata(header: ClipHeader) -> VideoMetadata:
     """A clip's times as the processors of transformers take them."""
     from transformers.video_utils import VideoMetadata  # loaded with the processor
 
@@ -257,11 +270,11 @@ def video_metadata(header: ClipHeader) -> Any:
     )
 
 
-def _image_options(processor: Any, preprocess: Any) -> dict[str, bool]:
+def _image_options(processor: object, preprocess: PreprocessParameters) -> dict[str, bool]:
     """Steps of image processors that the configuration turns on and off."""
     steps = {"crop_to_patches": "crop_to_patches", "do_pan_and_scan": "image_do_pan_and_scan"}
-    images = getattr(processor, "image_processor", None)
-    known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
+    images = setting_of(processor, object, "image_processor")
+    known = setting_of(setting_of(images, type, "valid_kwargs"), dict, "__annotations__") or {}
     options = {}
     for step, key in steps.items():
         asked = preprocess[key]
@@ -274,10 +287,11 @@ def _image_options(processor: Any, preprocess: Any) -> dict[str, bool]:
 
 def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Filled up with zeros at the end of each axis but the first."""
-    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    shapes = [tensor.shape[1:] for tensor in tensors]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     padded = []
     for tensor in tensors:
         whole = tensor.new_zeros(len(tensor), *largest)
-        whole[tuple(slice(size) for size in tensor.shape)] = tensor
+        whole[tuple(map(slice, tensor.shape))] = tensor
         padded.append(whole)
     return padded

@@ -6,7 +6,7 @@ finding out what they were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +17,16 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import defaults_of
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _IMAGE_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
 _OF_SOUND = frozenset({"seconds_per_chunk", "position_id_per_seconds", "use_audio_in_video"})
 """What the omni models' processors are told beside their videos, in transformers 5.17: it leaves the frames alone."""
 _KEY = "data.dataset_param.preprocess_parameters"
 
+Limits = Mapping[str, int]
+"""`shortest_edge` and `longest_edge` as Qwen's processors mean them: least and most pixels."""
 Resize = Callable[[int, int, int], tuple[int, int]]
 """(frames, height, width) → (height, width) in whole blocks of patches; raises `ValueError` for an aspect beyond."""
 
@@ -36,7 +40,7 @@ class PatchGrid:
     merge_size: int
     temporal_patch_size: int
     target: Resize
-    resample: Any
+    resample: object
     mean: torch.Tensor
     """(3,) in units of bytes."""
     std: torch.Tensor
@@ -123,15 +127,15 @@ class PatchGrid:
         return resized.permute(1, 2, 0).contiguous().numpy()
 
 
-def build_image_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
+def build_image_grid(processor: object, preprocess: PreprocessParameters) -> PatchGrid | None:
     """The grid of pictures, or None when the image processor is of another kind or does not do all its steps.
 
     Args:
         processor: The model's processor.
         preprocess: `preprocess_parameters`: the pixel limits narrow those of the processor.
     """
-    images: Any = getattr(processor, "image_processor", None)
-    if type(images).__name__ not in _IMAGE_PROCESSORS or not getattr(processor, "image_token", None):
+    images: Any = setting_of(processor, object, "image_processor")
+    if type(images).__name__ not in _IMAGE_PROCESSORS or not setting_of(processor, object, "image_token"):
         return None
     if not _does_all_steps(images):
         return None
@@ -140,19 +144,19 @@ def build_image_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
     return _grid(images, partial(_size_of_picture, factor=factor, least=least, most=most))
 
 
-def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
+def build_video_grid(processor: object, preprocess: PreprocessParameters) -> PatchGrid | None:
     """The grid of videos, or None when the video processor is of another kind or does not do all its steps.
 
     Args:
         processor: The model's processor.
         preprocess: `preprocess_parameters`: the pixel limits of a frame narrow those of the processor.
     """
-    videos: Any = getattr(processor, "video_processor", None)
+    videos: Any = setting_of(processor, object, "video_processor")
     build_target = {"Qwen2VLVideoProcessor": _frame_target, "Qwen3VLVideoProcessor": _clip_target}.get(
         type(videos).__name__
     )
     own = {name: value for name, value in defaults_of(processor, "videos_kwargs").items() if name not in _OF_SOUND}
-    if build_target is None or not _does_all_steps(videos) or getattr(videos, "cap_pixels_per_frame", None):
+    if build_target is None or not _does_all_steps(videos) or setting_of(videos, bool, "cap_pixels_per_frame"):
         return None
     if set(own) - {"size", "return_metadata"}:
         return None
@@ -160,13 +164,13 @@ def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
     return _grid(videos, build_target(videos, size, preprocess))
 
 
-def _frame_target(videos: Any, size: Any, preprocess: Any) -> Resize:
+def _frame_target(videos: Any, size: Limits, preprocess: PreprocessParameters) -> Resize:
     """Qwen2-VL: the limits are of a frame."""
     least, most = frame_limits(size, preprocess, 1)
     return partial(_size_of_picture, factor=videos.patch_size * videos.merge_size, least=least, most=most)
 
 
-def _clip_target(videos: Any, size: Any, preprocess: Any) -> Resize:
+def _clip_target(videos: Any, size: Limits, preprocess: PreprocessParameters) -> Resize:
     """Qwen3-VL: the limits are of all frames together."""
     factor, limits = videos.patch_size * videos.merge_size, dict(size)
     return partial(_size_of_clip, factor=factor, deep=videos.temporal_patch_size, limits=limits, preprocess=preprocess)
@@ -180,7 +184,7 @@ def _size_of_picture(frames: int, height: int, width: int, *, factor: int, least
 
 
 def _size_of_clip(
-    frames: int, height: int, width: int, *, factor: int, deep: int, limits: Any, preprocess: Any
+    frames: int, height: int, width: int, *, factor: int, deep: int, limits: Limits, preprocess: PreprocessParameters
 ) -> tuple[int, int]:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize  # loaded with the processor
 
@@ -205,7 +209,7 @@ def _grid(part: Any, target: Resize) -> PatchGrid:
     )
 
 
-def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
+def pixel_limits(size: Limits, preprocess: PreprocessParameters) -> tuple[int, int]:
     """Least and most pixels of an image: the processor's own limits, narrowed by those that are configured.
 
     Raises:
@@ -224,7 +228,7 @@ def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
     return shortest, longest
 
 
-def frame_limits(size: Any, preprocess: Any, frames: int) -> tuple[int, int]:
+def frame_limits(size: Limits, preprocess: PreprocessParameters, frames: int) -> tuple[int, int]:
     """Least and most pixels of a video, by the same rule; the keys are of one frame.
 
     Where the processor's least is above the configured most, the processor's stands.
@@ -251,7 +255,7 @@ def frame_limits(size: Any, preprocess: Any, frames: int) -> tuple[int, int]:
     return least, max(least, most)
 
 
-def _interpolation(resample: Any) -> Any:
+def _interpolation(resample: object) -> object:
     from transformers.image_utils import pil_torch_interpolation_mapping  # loaded with the processor
 
     return pil_torch_interpolation_mapping.get(resample, resample)

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, M
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds of a patch: as Qwen2.5-VL and as the omni models call it."""
@@ -37,7 +38,7 @@ class QwenVLPlugin(ProcessorPlugin):
         self._image_grid = grid
         self._video_grid = build_video_grid(processor, preprocess) if "video" in self.placeholders else None
         self.frame_sizes = self._video_grid
-        inputs = getattr(processor, "model_input_names", ())
+        inputs = setting_of(processor, Sequence, "model_input_names") or ()
         self._seconds_key = next((key for key in _SECONDS_KEYS if key in inputs), None)
         self._is_run = self._video_grid is not None and self._is_run_of_tokens(self._video_grid)
 
@@ -59,7 +60,7 @@ class QwenVLPlugin(ProcessorPlugin):
             tensors[self._seconds_key] = [self._video_grid.temporal_patch_size / clip.header.sampled_fps]
         return MediaFeatures("video", ids, tensors, text)
 
-    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+    def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
         """Exactly, of pictures and of videos without sound."""
         if isinstance(header, ImageHeader):
             height, width = self._image_grid.size(1, header.height, header.width)

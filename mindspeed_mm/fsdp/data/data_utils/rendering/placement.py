@@ -43,8 +43,11 @@ class Placed(NamedTuple):
         return self._moved(span[0]), self._moved(span[1])
 
     def _moved(self, position: int) -> int:
-        found = bisect.bisect_right(self.shifts, (position, 1 << 62)) if self.shifts else 0
-        return position + (self.shifts[found - 1][1] if found else 0)
+        found = bisect.bisect_right(self.shifts, (position, 1 << 62))  # those at or before the position
+        if not found:
+            return position
+        _, shift = self.shifts[found - 1]
+        return position + shift
 
 
 class MediaPlaces:
@@ -76,7 +79,10 @@ class MediaPlaces:
         Raises:
             DataError: There are more or fewer placeholders than items.
         """
-        waiting = {kind: [e for e in expansions if e.kind == kind] for kind in self._placeholders}
+        waiting: dict[str, list[Expansion]] = {kind: [] for kind in self._placeholders}
+        for expansion in expansions:
+            if expansion.kind in waiting:
+                waiting[expansion.kind].append(expansion)
         found = list(self._pattern.finditer(text)) if self._pattern is not None else []
         for kind, items in waiting.items():
             count = sum(match.lastgroup == kind for match in found)

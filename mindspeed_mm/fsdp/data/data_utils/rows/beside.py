@@ -1,4 +1,4 @@
-"""Media that lie beside the file of their rows, where nobody has said where media are."""
+"""Media that lie beside the file of their rows, where the configuration does not say where media are."""
 
 from __future__ import annotations
 

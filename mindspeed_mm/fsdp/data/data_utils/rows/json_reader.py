@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 from array import array
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -315,8 +316,8 @@ def _has_lone_surrogate(row: dict[str, Any]) -> bool:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key '{next(n for n in names if names.count(n) > 1)}'")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key '{name}'")
     return row
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, first_given, short
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
@@ -29,7 +30,7 @@ _PATHS = ("path", "url", "file")
 _BYTES = ("bytes", "base64", "data")
 
 
-def read_parts(parts: list[Any], where: str, key: str) -> str | list[dict[str, Any]]:
+def read_parts(parts: list[Any], where: str, key: str) -> str | list[JsonObject]:
     """Typed parts of a message: their text where that is all; otherwise a list in which a medium that brings its own
     source has it under `source`.
 
@@ -42,15 +43,15 @@ def read_parts(parts: list[Any], where: str, key: str) -> str | list[dict[str, A
     return [part for part in found if part["type"] != "text" or part["text"]]
 
 
-def _part(part: Any, where: str, key: str) -> dict[str, Any]:
+def _part(part: object, where: str, key: str) -> JsonObject:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     name = part.get("type") if isinstance(part, Mapping) else None
-    if name in _TEXT_TYPES:
+    if isinstance(part, Mapping) and name in _TEXT_TYPES:
         if not isinstance(part.get("text"), str):
             raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
         return {"type": "text", "text": part["text"]}
-    if not isinstance(name, str) or name not in _PART_KINDS:
+    if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _PART_KINDS:
         raise DataError(
             f"{short(part)} is not a part of a message",
             where=where,
@@ -66,7 +67,7 @@ def _part(part: Any, where: str, key: str) -> dict[str, Any]:
     return {"type": kind}  # its source is in a column of the row
 
 
-def _source(value: Any, kind: MediaKind, where: str, key: str) -> Any:
+def _source(value: object, kind: MediaKind, where: str, key: str) -> Any:
     """A source as the media loader takes it: a path, bytes, `{"path" | "bytes"}`; of a video also a list of frames."""
     if isinstance(value, Mapping):
         path, data = first_given(value, _PATHS), first_given(value, _BYTES)
@@ -77,11 +78,10 @@ def _source(value: Any, kind: MediaKind, where: str, key: str) -> Any:
         return value
     if kind == "video" and isinstance(value, list | tuple) and value:
         return [_source(frame, "image", where, key) for frame in value]
-    of_video = "; of a video also the list of its frames" if kind == "video" else ""
-    way_out = f'Give a path, bytes, {{"path": …}} or {{"bytes": …}}{of_video}.'
-    raise DataError(
-        f"{short(value)} is not {'a video' if kind == 'video' else f'an {kind}'}", where=where, key=key, way_out=way_out
-    )
+    what, way_out = f"{short(value)} is not an {kind}", 'Give a path, bytes, {"path": …} or {"bytes": …}'
+    if kind == "video":
+        what, way_out = f"{short(value)} is not a video", f"{way_out}; or the list of its frames"
+    raise DataError(what, where=where, key=key, way_out=f"{way_out}.")
 
 
 def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
@@ -90,25 +90,28 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
     Raises:
         DataError: A column does not hold one medium for each placeholder or part without a source.
     """
-    columns = {kind: _column(sample, row, row_format, kind) for kind in MEDIA_KINDS}
-    waiting = {kind: iter(sources) for kind, (_, sources) in columns.items()}
-    counts = dict.fromkeys(MEDIA_KINDS, 0)
-    for message in sample.messages:
-        if isinstance(message["content"], str):
-            continue
-        for part in message["content"]:
-            kind = part["type"]
-            if kind != "text":
-                counts[kind] += "source" not in part
-                sample.media.append(MediaItem(kind, part.pop("source", None) or next(waiting[kind], None)))
-    for kind, (name, sources) in columns.items():
-        if counts[kind] != len(sources):
+    media = [part for part in _parts_of(sample.messages) if part["type"] != "text"]
+    taken: dict[MediaKind, Iterator[Any]] = {}
+    for kind in MEDIA_KINDS:
+        name, sources = _column(sample, row, row_format, kind)
+        placeholders = sum(part["type"] == kind and "source" not in part for part in media)
+        if placeholders != len(sources):
             raise DataError(
-                f"{counts[kind]} <{kind}> placeholders in the text, but {len(sources)} {kind}s",
+                f"{placeholders} <{kind}> placeholders in the text, but {len(sources)} {kind}s",
                 where=str(sample.place),
                 key=name,
                 way_out="Write one placeholder for each, in the same order.",
             )
+        taken[kind] = iter(sources)
+    for part in media:
+        source = part.pop("source") if "source" in part else next(taken[part["type"]])
+        sample.media.append(MediaItem(part["type"], source))
+
+
+def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
+    for message in messages:
+        if not isinstance(message["content"], str):
+            yield from message["content"]
 
 
 def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
@@ -120,25 +123,27 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
     value = row[name]
     if value == "":
         return name, []
-    items = list(value) if isinstance(value, list | tuple) else [value]
     where = str(sample.place)
-    if not all(_may_be_source(item, kind) for item in items):
-        raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
-    return name, [_source(item, kind, where, f"{name}[{number}]") for number, item in enumerate(items)]
+    sources = []
+    for number, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+        if not _may_be_source(item, kind):
+            raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
+        sources.append(_source(item, kind, where, f"{name}[{number}]"))
+    return name, sources
 
 
-def _may_be_source(item: Any, kind: MediaKind) -> bool:
+def _may_be_source(item: object, kind: MediaKind) -> bool:
     return isinstance(item, str | bytes | Mapping) or (kind == "video" and isinstance(item, list | tuple))
 
 
-def split_text(content: str) -> str | list[dict[str, Any]]:
+def split_text(content: str) -> str | list[JsonObject]:
     """Text of a row as typed parts, its placeholders as media; as it is where it has none."""
     if "<" not in content or not _PLACEHOLDER.search(content):
         return content
     return list(_pieces(content))
 
 
-def _pieces(content: str) -> Iterator[dict[str, Any]]:
+def _pieces(content: str) -> Iterator[JsonObject]:
     for number, piece in enumerate(_PLACEHOLDER.split(content)):
         if number % 2:
             yield {"type": piece}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
     ATTR_KEY,
@@ -57,8 +58,9 @@ def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
     """
     column = first_column(row, row_format.messages, MESSAGE_COLUMNS)
     if column is None or not isinstance(row[column], list):
-        usual = row_format.messages or MESSAGE_COLUMNS[0]
-        name = column or next((name for name in MESSAGE_COLUMNS if usual in MESSAGE_COLUMNS and name in row), usual)
+        name = column or row_format.messages or MESSAGE_COLUMNS[0]
+        if column is None and name in MESSAGE_COLUMNS:  # one of them may be there and hold null
+            name = next((usual for usual in MESSAGE_COLUMNS if usual in row), name)
         raise wrong_field(name, row.get(name), row, place, "a list of messages")
     sample = Sample(place)
     add_messages(sample, row[column], row_format)
@@ -91,14 +93,14 @@ def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, fie
         sample.weights.append(weight)
 
 
-def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple[dict[str, Any], float | None]:
+def _message(message: object, row_format: RowFormat, where: str, key: str) -> tuple[JsonObject, float | None]:
     """A message as chat templates take it, and its weight."""
     if not isinstance(message, dict):
         raise DataError(f"{short(message)} is not a message", where=where, key=key, way_out=REPAIR)
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
     content = message.get(content_tag)
-    read: dict[str, Any] = {"role": "assistant" if role == _CALL else role}
+    read: JsonObject = {"role": "assistant" if role == _CALL else role}
     if role == _CALL:
         read |= _spelled_call(content, where, f"{key}.{content_tag}")
     else:
@@ -127,7 +129,7 @@ def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[st
     )
 
 
-def _role(tag: Any, row_format: RowFormat, where: str, key: str) -> str:
+def _role(tag: object, row_format: RowFormat, where: str, key: str) -> str:
     roles = _role_words(row_format)
     if isinstance(tag, str) and tag in roles:
         return roles[tag]
@@ -150,7 +152,7 @@ def _role_words(row_format: RowFormat) -> dict[str, str]:
     }
 
 
-def _content(content: Any, may_be_absent: bool, where: str, key: str) -> str | list[dict[str, Any]]:
+def _content(content: object, may_be_absent: bool, where: str, key: str) -> str | list[JsonObject]:
     if isinstance(content, list):
         return read_parts(content, where, key)
     if content is None and may_be_absent:
@@ -160,7 +162,7 @@ def _content(content: Any, may_be_absent: bool, where: str, key: str) -> str | l
     return split_text(content)
 
 
-def _calls(message: Row, where: str, key: str) -> list[dict[str, Any]] | None:
+def _calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
     """The calls of a turn of the model, in OpenAI's form of today or of old (`function_call`)."""
     for name in ("tool_calls", "function_call"):
         if message.get(name):
@@ -168,7 +170,7 @@ def _calls(message: Row, where: str, key: str) -> list[dict[str, Any]] | None:
     return None
 
 
-def _spelled_call(content: Any, where: str, key: str) -> dict[str, Any]:
+def _spelled_call(content: object, where: str, key: str) -> JsonObject:
     if isinstance(content, dict | list) and content:
         return {"content": "", "tool_calls": read_calls(content, where, key)}
     if not isinstance(content, str):

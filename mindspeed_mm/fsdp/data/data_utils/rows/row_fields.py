@@ -22,7 +22,9 @@ def first_column(row: Row, configured: str | None, usual: tuple[str, ...]) -> st
         configured: Name from `attr`; None: not given; empty: the rows have no such field.
         usual: Names that are recognised as they are, the likeliest first.
     """
-    names = usual if configured is None else (configured, *(usual if configured in usual else ()))
+    names = usual
+    if configured is not None:
+        names = (configured, *usual) if configured in usual else (configured,)
     return first_given(row, filter(None, names))
 
 
@@ -52,7 +54,7 @@ def parsed_json(text: str, where: str, key: str) -> Any:
     """JSON inside a field.
 
     Raises:
-        DataError: It is none.
+        DataError: It is not JSON.
     """
     try:
         return parse_json(text)

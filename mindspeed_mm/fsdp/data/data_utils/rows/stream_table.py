@@ -38,16 +38,12 @@ class StreamTable:
 
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names([file for source in sources for file in source.files])
-        self._files = [
-            _File(
-                open_stream(path, cache_dir, names[path]),
-                source.row_format,
-                entry,
-                min((n for n in (most, source.most) if n is not None), default=None),
-            )
-            for entry, source in enumerate(sources)
-            for path in source.files
-        ]
+        self._files: list[_File] = []
+        for entry, source in enumerate(sources):
+            limits = [limit for limit in (most, source.most) if limit is not None]
+            for path in source.files:
+                stream = open_stream(path, cache_dir, names[path])
+                self._files.append(_File(stream, source.row_format, entry, min(limits, default=None)))
         self._starts = [0]
         """First row of each file that has been reached."""
 

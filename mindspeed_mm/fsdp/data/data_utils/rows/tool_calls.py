@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, parsed_json, short
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
@@ -20,12 +21,12 @@ _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
-def read_tools(row: Row, column: str | None, place: RowLocation) -> list[dict[str, Any]] | None:
+def read_tools(row: Row, column: str | None, place: RowLocation) -> list[JsonObject] | None:
     """The descriptions of a row's tools: a list, or JSON text of one; each `{"type": "function", "function": {…}}` or
     what stands under `function` alone.
 
     Raises:
-        DataError: A description has no name, or is none.
+        DataError: A description has no name, or is not a description.
     """
     name = first_column(row, column, ("tools",))
     if name is None:
@@ -39,13 +40,15 @@ def read_tools(row: Row, column: str | None, place: RowLocation) -> list[dict[st
     return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(items)]
 
 
-def _description(item: Any, place: RowLocation, key: str) -> dict[str, Any]:
+def _description(item: object, place: RowLocation, key: str) -> JsonObject:
     described = parsed_json(item, str(place), key) if isinstance(item, str) else item
     if isinstance(described, dict):
         described = without_nulls(described)
-        function = described.get("function", described)
+        if "function" not in described:
+            described = {"type": "function", "function": described}
+        function = described["function"]
         if isinstance(function, dict) and isinstance(function.get("name"), str):
-            return described if "function" in described else {"type": "function", "function": described}
+            return described
     raise DataError(
         f"{short(item)} does not describe a tool",
         where=str(place),
@@ -63,7 +66,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
+def read_calls(calls: object, where: str, key: str) -> list[JsonObject]:
     """Calls of a turn: OpenAI's list (`{"id", "type", "function": {"name", "arguments"}}`) or a list of
     `{"name", "arguments"}`; arguments may be an object or its JSON text.
 
@@ -74,17 +77,18 @@ def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
     return [_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
 
 
-def _call(item: Any, where: str, key: str) -> dict[str, Any]:
+def _call(item: object, where: str, key: str) -> JsonObject:
     function = item.get("function", item) if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{short(item)} is not a tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
     arguments = _arguments(function, where, f"{key}.arguments")
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    has_id = function is not item and isinstance(item.get("id"), str)
-    return {"id": item["id"], **call} if has_id else call
+    call: JsonObject = {}
+    if isinstance(item, Mapping) and function is not item and isinstance(item.get("id"), str):
+        call["id"] = item["id"]
+    return call | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _arguments(function: Mapping[str, Any], where: str, key: str) -> dict[str, Any]:
+def _arguments(function: Mapping[str, object], where: str, key: str) -> JsonObject:
     arguments = function.get("arguments", function.get("parameters"))
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
@@ -95,7 +99,7 @@ def _arguments(function: Mapping[str, Any], where: str, key: str) -> dict[str, A
     return arguments
 
 
-def read_call_text(text: str, where: str, key: str) -> tuple[str, str, list[dict[str, Any]]]:
+def read_call_text(text: str, where: str, key: str) -> tuple[str, str, list[JsonObject]]:
     """The text of a `function_call` turn.
 
     Returns:

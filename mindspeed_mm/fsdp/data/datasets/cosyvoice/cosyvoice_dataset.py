@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.utils.register import data_register
 
 _SHARE_KEY = "data.dataset_param.basic_parameters.mixed_share"
 MIXED_SHARE = 0.5
-"""Of the samples, where nobody says otherwise: that of CosyVoice's own training."""
+"""Default share of the samples: that of CosyVoice's own training."""
 _RATIO_KEY = "data.dataset_param.preprocess_parameters.mix_ratio"
 
 
@@ -62,10 +62,13 @@ class CosyVoiceDataset(SpokenRows):
         """
         row, place = self._rows.row(index), str(self.place(index))
         text, speech = self.ids_of(self.text_of(row, "text", place)), self._codes(row, place)
-        prompt = self.ids_of(self.text_of(row, "instruct", place)) if row.get("instruct") else []
+        prompt: list[int] = []
+        if row.get("instruct"):
+            prompt = self.ids_of(self.text_of(row, "instruct", place))
         drawn = random.Random(derive_seed("mixed", self._seed, epoch, index)).random()
         mixes = drawn < self._share and self._speech.can_mix(text, speech)
-        tokens = (self._speech.mixed if mixes else self._speech.whole)(prompt, text, speech)
+        layout = self._speech.mixed if mixes else self._speech.whole
+        tokens = layout(prompt, text, speech)
         ids, labels = tokens.arrays()
         self.check_length(len(ids), place)
         return {"sample_id": place, "input_ids": ids, "labels": labels, "media": [], "shrunk": False}
@@ -89,7 +92,8 @@ class CosyVoiceDataset(SpokenRows):
     # --- one row ------------------------------------------------------------------------------------------------------
 
     def _codes(self, row: dict[str, Any], place: str) -> list[int]:
-        codes = np.asarray(row.get("speech_token") if row.get("speech_token") is not None else [])
+        given = row.get("speech_token")
+        codes = np.asarray([] if given is None else given)
         if codes.ndim != 1 or not len(codes) or not np.issubdtype(codes.dtype, np.integer):
             raise DataError(
                 "there are no speech tokens",
@@ -105,7 +109,7 @@ class CosyVoiceDataset(SpokenRows):
                 key="speech_token",
                 way_out="Extract them with the codec of this model.",
             )
-        return [int(code) for code in codes]
+        return list(map(int, codes))
 
 
 def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:

@@ -40,7 +40,7 @@ def conversation_of(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "messages": told, "audios": sounds} if sounds else row
 
 
-def _without_paths(turn: Any, sounds: list[str]) -> Any:
+def _without_paths(turn: object, sounds: list[str]) -> Any:
     """A turn with marks where it named sounds, which are added to `sounds`."""
     if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
         return turn

@@ -76,7 +76,7 @@ class Qwen2VLDataset(MMDataset):
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
         self._looks_beside = "dataset_dir" not in basic_param.model_fields_set
-        """Nobody has said where media are: they are looked for beside their rows first."""
+        """Whether media are looked for beside their rows first: the configuration does not say where they are."""
         open_table: Any = open_streamed_rows if self.streams else open_rows
         self._rows: Any = open_table(basic_param, dataset_param.attr)
         self.parts = self._rows.parts
@@ -112,7 +112,9 @@ class Qwen2VLDataset(MMDataset):
         if self.basic_parameters.stage == "prompt":
             row = with_answer(row, self._rows.row_format(index))
         sample = convert_row(row, self._rows.row_format(index), place)
-        return with_media_beside(sample, str(self._rows.folder(index).absolute())) if self._looks_beside else sample
+        if not self._looks_beside:
+            return sample
+        return with_media_beside(sample, str(self._rows.folder(index).absolute()))
 
     def conversation(self, index: int) -> dict[str, Any]:
         """Row `index` in a layout that `attr` can tell of. A data set of rows of another layout overrides this."""
@@ -230,8 +232,9 @@ class Qwen2VLDataset(MMDataset):
         """Raise unless preference rows come with the stage that compares them, and that stage with such rows."""
         compares = self.basic_parameters.stage == "rm"
         if any(row_format.ranking != compares for row_format in self._rows.formats):
+            rows = "not preference pairs" if compares else "preference pairs"
             raise ConfigError(
-                f"stage is {self.basic_parameters.stage}, but rows are {'not ' if compares else ''}preference pairs",
+                f"stage is {self.basic_parameters.stage}, but rows are {rows}",
                 key=f"{_BASIC}.stage",
                 way_out="stage: rm and attr.ranking: true go together.",
             )

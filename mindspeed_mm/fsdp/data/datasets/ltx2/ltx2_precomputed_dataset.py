@@ -41,8 +41,10 @@ class PrecomputedDataset(GenerationDataset):
         given: dict[str, Any] = {}
         for section in ("ltx2_dataset_custom", "ltx2_3_dataset_custom"):
             given |= dataset_param.get(section) or {}
-        own = {name: basic_param.get(name) for name in (*_FOLDERS, "with_audio")}
-        self._settings = given | {name: value for name, value in own.items() if value is not None}
+        for name in (*_FOLDERS, "with_audio"):
+            if basic_param.get(name) is not None:
+                given[name] = basic_param[name]
+        self._settings = given
         _check_noise(self._settings)
         folder = str(Path(basic_param.dataset_dir).expanduser())
         features = basic_param.model_copy(update={"features_dir": folder, "dataset": None})

@@ -50,7 +50,7 @@ def spoken_answer(config: Any, ids_K: np.ndarray, words: Sequence[int], codes: n
         voice: The speaker's number in the first codebook.
 
     Raises:
-        DataError: The conversation does not end with an answer, nobody asked for it, or others than users show media.
+        DataError: The conversation does not end with an answer, follows no question, or others than users show media.
     """
     user_K, opening = _users_turns(config, ids_K), _opening(config, ids_K)
     media_K = np.isin(ids_K, _placeholders(config))

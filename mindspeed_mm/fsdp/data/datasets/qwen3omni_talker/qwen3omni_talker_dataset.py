@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import at_place
+from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize, TooLongError
 from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
@@ -129,7 +130,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
     def _words(self, index: int) -> list[int]:
         """Tokens of the last answer as it is spoken: without thoughts, which the template may write in front of it."""
         answer = self.sample(index).messages[-1]["content"]
-        text = answer if isinstance(answer, str) else "".join(part.get("text", "") for part in answer)
+        text = words_of(answer)
         if not text.strip():
             raise DataError("the last answer has no words", way_out="Give the text that is spoken, or drop the row.")
         words, _ = self._tokens.encode(self._tokens.protect(text), [])
@@ -146,7 +147,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         name = str(row.get("speaker") or "").lower()
         if name not in known:
             raise DataError(
-                f"'{name}' is no voice of this model" if name else "the row names no voice",
+                f"'{name}' is not a voice of this model" if name else "the row names no voice",
                 where=place,
                 key="speaker",
                 way_out=f"Give one of {', '.join(known)}.",
@@ -166,16 +167,16 @@ class Qwen3OmniTalkerCollator(GenericCollator):
         batch = super().__call__(ours)
         thinker = padded_rows(read, {"input_ids": self._pad_id}, self._multiple)
         widths = (batch["input_ids"].shape[1], thinker["input_ids"].shape[1])
-        own, sources = (
-            torch.from_numpy(np.concatenate([pair[side] + row * widths[side] for row, pair in enumerate(places)]))
-            for side in (0, 1)
-        )
+        own, sources = [], []
+        for row, (own_places, source_places) in enumerate(places):  # counted in the flattened rows
+            own.append(own_places + row * widths[0])
+            sources.append(source_places + row * widths[1])
         return {
             **batch,
             **in_rows(batch),
             **{f"thinker_{name}": rows for name, rows in thinker.items()},
-            "media_places": own,
-            "media_sources": sources,
+            "media_places": torch.from_numpy(np.concatenate(own)),
+            "media_sources": torch.from_numpy(np.concatenate(sources)),
         }
 
 

@@ -123,7 +123,7 @@ class Qwen3TTSDataset(SpokenRows):
         known = getattr(self._config.talker_config, "spk_id", None) or {}
         if (name := str(row["speaker"]).lower()) not in known:
             raise DataError(
-                f"'{row['speaker']}' is no voice of this model ({', '.join(known) or 'it has none'})",
+                f"'{row['speaker']}' is not a voice of this model ({', '.join(known) or 'it has none'})",
                 where=place,
                 key="speaker",
                 way_out="Give one of them, or a sound in ref_audio.",
@@ -137,7 +137,7 @@ class Qwen3TTSDataset(SpokenRows):
         clip = self.media.load_audio(given[0] if isinstance(given, list) else given)
         if clip.seconds < 0.1:
             raise DataError(
-                f"{clip.name} lasts {clip.seconds:.3f} s, which is no voice",
+                f"{clip.name} lasts {clip.seconds:.3f} s, too short to be a voice",
                 where=place,
                 key="ref_audio",
                 way_out="Give some seconds of speech.",
