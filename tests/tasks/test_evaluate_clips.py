@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import CheckpointError, UsageError
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks.evaluate.generated import motion
 from mindspeed_mm.tasks.evaluate.generated.pairs import Lpips
@@ -98,8 +98,9 @@ def test_flow_is_torchvisions(tmp_path: Path) -> None:
         flow = model(a, b, num_flow_updates=20)[-1][0].numpy()
     speeds = np.sort(np.sqrt(flow[0] ** 2 + flow[1] ** 2).ravel())[::-1]
     assert speed == pytest.approx(speeds[: int(136 * 128 * 0.05)].mean(), rel=1e-4)
+    torch.save({"weight": frames}, tmp_path / "other.pth")
     with pytest.raises(UsageError, match="no weights of torchvision's raft_large"):
-        motion.Flow(tmp_path / "none.pth")
+        motion.Flow(tmp_path / "other.pth")
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
@@ -154,9 +155,10 @@ def test_lpips_is_its_authors_formula(trunk: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="12×12 pixels, too few for LPIPS"):
         lpips.distance(a[None, :, :12, :12], b[None, :, :12, :12])
     torch.save({"weight": a}, tmp_path / "other.pth")
-    for name in ("other.pth", "nowhere.pth"):
-        with pytest.raises(UsageError, match="holds n"):
-            Lpips(tmp_path / name)
+    with pytest.raises(UsageError, match="holds none of torchvision's"):
+        Lpips(tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match="No such file"):
+        Lpips(tmp_path / "nowhere.pth")
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -94,7 +94,8 @@ class Flow:
         weights: File of torchvision's `raft_large`, as it is published.
 
     Raises:
-        UsageError: The file holds other weights.
+        CheckpointError: The file is missing or broken.
+        UsageError: It holds other weights.
     """
 
     def __init__(self, weights: Path) -> None:
@@ -103,8 +104,8 @@ class Flow:
 
         self._model: Any = raft_large(weights=None)
         try:
-            self._model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-        except (OSError, RuntimeError, UnpicklingError, EOFError, TypeError, AttributeError) as error:
+            self._model.load_state_dict(load_weights(weights))
+        except (RuntimeError, TypeError, AttributeError) as error:
             way_out = "Take a file such as raft_large_C_T_V2-ff5fadd5.pth."
             what = "holds no weights of torchvision's raft_large"
             raise UsageError(what, where=str(weights), key="--flow", way_out=way_out) from error

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 
+from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -23,7 +23,6 @@ from mindspeed_mm.tasks.evaluate.generated.samples import as_values, frames_of
 
 Pair = tuple[Path, Path]
 """Generated and real."""
-_TAKE = "Take a file such as alexnet-owt-7be5be79.pth."
 _TRUNKS = {"alex": (64, 3, 11, 11), "vgg": (64, 3, 3, 3), "squeeze": (64, 3, 3, 3)}
 """Network of LPIPS → shape of its first weights."""
 
@@ -39,7 +38,8 @@ class Lpips:
 
     Raises:
         MachineError: The package is not installed.
-        UsageError: The file holds none of these.
+        CheckpointError: The file is missing or broken.
+        UsageError: It holds none of these.
     """
 
     def __init__(self, weights: Path) -> None:
@@ -49,7 +49,7 @@ class Lpips:
         except ImportError as error:
             way_out = "Install the extra: pip install 'mindspeed-mm[eval]'."
             raise MachineError("the package lpips is not installed", key="--lpips", way_out=way_out) from error
-        state = _read_trunk(weights)
+        state = load_weights(weights)
         self.network = _network_of(state, weights)
         # It prints what it loads, and asks torchvision for the network in a way that is deprecated.
         with redirect_stdout(StringIO()), warnings.catch_warnings():
@@ -77,22 +77,16 @@ class Lpips:
         return float(self._model(a_13HW, b_13HW, normalize=True))
 
 
-def _read_trunk(weights: Path) -> dict[str, torch.Tensor]:
-    try:
-        state = torch.load(weights, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise UsageError("holds no weights", where=str(weights), key="--lpips", way_out=_TAKE) from error
-    return state if isinstance(state, dict) else {}
-
-
-def _network_of(state: dict[str, torch.Tensor], weights: Path) -> str:
-    first = state.get("features.0.weight")
-    has_squeezing = "features.3.squeeze.weight" in state
-    for network, shape in _TRUNKS.items():
-        if first is not None and tuple(first.shape) == shape and has_squeezing == (network == "squeeze"):
-            return network
+def _network_of(state: Any, weights: Path) -> str:
+    if isinstance(state, dict) and isinstance(state.get("features.0.weight"), torch.Tensor):
+        shape = tuple(state["features.0.weight"].shape)
+        has_squeezing = "features.3.squeeze.weight" in state
+        for network, expected in _TRUNKS.items():
+            if shape == expected and has_squeezing == (network == "squeeze"):
+                return network
     what = "holds none of torchvision's AlexNet, VGG-16 and SqueezeNet 1.1"
-    raise UsageError(what, where=str(weights), key="--lpips", way_out=_TAKE)
+    way_out = "Take a file such as alexnet-owt-7be5be79.pth."
+    raise UsageError(what, where=str(weights), key="--lpips", way_out=way_out)
 
 
 def _published(name: str) -> str:
