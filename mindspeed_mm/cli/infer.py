@@ -43,7 +43,6 @@ LANGUAGE_ONLY = (
     "beams",
     "hide_thoughts",
     "adapters",
-    "plan",
     "speak",
     "speaker",
 )
@@ -191,8 +190,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--plan",
     type=PATH,
-    help="Language models: YAML whose 'parallel' section spreads a model that is too large for one device over the "
-    "processes, which then answer each row together.",
+    help="YAML whose 'parallel' section spreads a model that is too large for one device over the processes, "
+    "which then answer each row, or make each sample, together.",
 )
 @click.option("--nproc", type=POSITIVE, default=1, help="Number of processes on this host; they share rows or prompts.")
 @click.pass_context
@@ -246,7 +245,7 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         else:
             click.echo(outcome.sentence())
 
-    names = ("prompts", "prompts_file", "task", "media_dir", "lora", "config")
+    names = ("prompts", "prompts_file", "task", "media_dir", "lora", "config", "plan")
     vae_options = tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"])
     return share(context, "infer", draw)
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from ruamel.yaml import YAML
 
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.noise_levels import draw_level, shift_sigma
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.loader import load_config
@@ -25,6 +26,38 @@ def block(language: str) -> str:
     found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     assert found
     return found[1]
+
+
+def sections() -> dict[str, str]:
+    """Title → text, of the tools that people come from."""
+    parts = re.split(r"^## (.*)$", PAGE[: PAGE.index("## Noise levels")], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def keys_of(text: str) -> list[str]:
+    """What the right column of a table sets, as the command line takes it."""
+    cells = [row.split("|")[2] for row in text.splitlines() if row.startswith("| ") and row.count("|") == 3]
+    found = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+): ([^`]+)`", " ".join(cells))
+    prefixes = {"basic_parameters": "data.dataset_param.", "preprocess_parameters": "data.dataset_param."}
+    return [f"{prefixes.get(key.partition('.')[0], '')}{key}={value}" for key, value in found]
+
+
+@pytest.mark.parametrize("tool", sections())
+def test_every_key_of_a_tool_is_read(tool: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(block("yaml"))
+    keys = keys_of(sections()[tool])
+    assert len(keys) >= 15
+    for key in keys:  # one by one: some stand for one another
+        warnings = load_config(tmp_path / "run.yaml", [key]).warnings
+        assert warnings == () or key.startswith("training.train_epochs="), key  # stands in for train_iters
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "run.yaml", [keys[0].replace("=", "x=")])
+
+
+def test_the_tools_are_those_of_the_title() -> None:
+    assert [tool.split("'")[0].split("-")[0] for tool in sections()] == [
+        "diffusers", "ai", "SimpleTuner", "kohya", "musubi",
+    ]  # fmt: skip
 
 
 def settings() -> list[dict[str, Any]]:
@@ -71,8 +104,14 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (folder / f"{number}.txt").write_text("dog, grass, sun")
     yaml = block("yaml").replace("262144", "1024").replace("1600", "2").replace("bf16", "fp32")
     Path("run.yaml").write_text(yaml)
-    for line in block("sh").splitlines():
-        _, *words = shlex.split(line)
-        said = mm(*words)
+    commands = [line for text in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in text.splitlines()]
+    assert len(commands) == 10
+    for number, line in enumerate(commands):
+        _, verb, *words = shlex.split(line)
+        if verb == "train":  # the page goes on from one run to the next; here each is a run of its own
+            run = "runs/dog" if number < 4 else f"runs/{number}"
+            words += ["training.train_iters=2", "training.train_epochs=null", f"training.save={run}"]
+        said = mm(verb, *words)
         assert said.code == 0, (line, said.err)
     assert Path("exported/dog/pytorch_lora_weights.safetensors").is_file()
+    assert list(Path("exported/kohya").glob("*.safetensors")) and list(Path("drawn").glob("*.png"))

@@ -13,6 +13,7 @@ from PIL import Image
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.params.loader import load_config
+from tests.fsdp.data.test_media_folders import captioned
 from tests.helpers.runs import lines, mm
 from tests.helpers.tiny_generator_run import generator_config, make_clips
 from tests.helpers.tiny_generators import TEXT_TOKENS, make_tiny_flux, make_tiny_wan
@@ -117,6 +118,30 @@ def test_preview_shows_both_sides_of_a_pair(tmp_path: Path) -> None:
     (row,) = json.loads(said.out)["shown"]
     assert [medium["name"] for medium in row["media"]] == ["pictures/1.png", "pictures/2.png"]
     assert "rejected: image 2" in row["notes"] and row["fault"] is None
+
+
+def test_stats_tell_of_all_media_of_a_row(tmp_path: Path) -> None:
+    """A Kontext folder: pictures before an edit in a folder of their own, one of them of another shape."""
+    make_tiny_flux(tmp_path / "model", pipeline="FluxKontextPipeline")
+    for name, sides in (("a", (16, 16)), ("b", (16, 32)), ("c", (16, 16))):
+        captioned(tmp_path / "after" / f"{name}.png", f"make it {name}")
+        captioned(tmp_path / "before" / f"{name}.jpg", None, seed=1, height=sides[0], width=sides[1])
+    run = write_yaml(tmp_path / "run.yaml", generator_config(tmp_path, {"height": 16, "width": 16}))
+    entries = f"{BASIC}.dataset=[{{path: {tmp_path}/after, companions: {{source: {tmp_path}/before}}}}]"
+    said = mm("data", "stats", run, entries, "model.task=edit", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    source = found["denoised"]["roles"]["source"]
+    assert source["kinds"] == {"image": 3}
+    assert source["sizes"] == {"16 × 16": 2, "32 × 16": 1}
+    assert source["cut_share"]["max"] == 0.5
+    assert [(each["kind"], each["items"], each["rows"]) for each in found["media"]] == [("image", 6, 3)]
+    text = mm("data", "stats", run, entries, "model.task=edit").out
+    assert "source: 3 × image" in text and "share that is cut away: mean 0.167" in text
+    (tmp_path / "before" / "b.jpg").write_bytes(b"<html>")
+    said = mm("data", "check", run, entries, "model.task=edit", "--json")
+    assert said.code == 4
+    assert "broken media" in {finding["kind"] for finding in json.loads(said.out)["findings"]}
 
 
 def test_clips_have_frames_and_rates(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TypedDict
-
-import numpy as np
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -18,6 +16,7 @@ from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.tasks.data.facts import DenoisedFacts
 from mindspeed_mm.tasks.data.findings import DataFinding, Fix
 from mindspeed_mm.tasks.data.histogram import percentiles
+from mindspeed_mm.tasks.data.role_stats import RoleStats, percentile_line, role_lines, role_stats, shares
 from mindspeed_mm.tasks.data.tally import RowStatistics
 
 SIZES = "data.dataset_param.preprocess_parameters"
@@ -45,6 +44,8 @@ class DenoisedStats(TypedDict):
     """Frame rate → samples, the most frequent first."""
     cut_share: dict[str, float]
     enlarged: dict[str, float]
+    roles: dict[str, RoleStats]
+    """Of the media that rows name beside the target."""
 
 
 def is_denoised(dataset: MMDataset) -> bool:
@@ -182,18 +183,10 @@ def denoised_stats(tally: RowStatistics) -> DenoisedStats | None:
         "captions_empty": captions_empty,
         "frames": percentiles(frames),
         "fps": {f"{rate:g}": count for rate, count in rates.most_common()},
-        "cut_share": _shares(cut),
-        "enlarged": _shares(enlarged),
+        "cut_share": shares(cut),
+        "enlarged": shares(enlarged),
+        "roles": role_stats(facts.roles for _, facts in tally.denoised),
     }
-
-
-def _shares(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    shares = {"mean": float(np.mean(values))}
-    for name, percent in {"p50": 50, "p95": 95, "max": 100}.items():
-        shares[name] = float(np.percentile(values, percent, method="inverted_cdf"))
-    return {name: round(share, 3) for name, share in shares.items()}
 
 
 def denoised_lines(stats: DenoisedStats) -> list[str]:
@@ -205,22 +198,17 @@ def denoised_lines(stats: DenoisedStats) -> list[str]:
         lines.append(f"  {size:>16}  {count:>9,}  {count / total:>6.1%}")
     if len(buckets) > _MOST_BUCKETS:
         lines.append(f"  … and {len(buckets) - _MOST_BUCKETS} more")
-    lines += _percentile_line("tokens of the longest caption", stats["caption_tokens"])
-    lines += _percentile_line("frames of a clip", stats["frames"])
-    lines += _percentile_line("share of a medium that is cut away", stats["cut_share"])
-    lines += _percentile_line("times that a medium is enlarged", stats["enlarged"])
+    lines += percentile_line("tokens of the longest caption", stats["caption_tokens"])
+    lines += percentile_line("frames of a clip", stats["frames"])
+    lines += percentile_line("share of a medium that is cut away", stats["cut_share"])
+    lines += percentile_line("times that a medium is enlarged", stats["enlarged"])
     if stats["fps"]:
         rates = [f"{rate} ({count:,})" for rate, count in stats["fps"].items()]
         lines.append(f"  frames a second: {', '.join(rates[:_MOST_RATES])}")
     captions = [f"{rows:,} × {captions}" for captions, rows in stats["captions_of_a_row"].items()]
     lines.append(f"  captions of a row: {', '.join(captions)}")
     lines.append(f"  captions cut: {stats['captions_cut']:,}, empty: {stats['captions_empty']:,}")
-    return lines
-
-
-def _percentile_line(title: str, values: Mapping[str, float]) -> Iterator[str]:
-    if values:
-        yield f"  {title}: " + ", ".join(f"{name} {value:,}" for name, value in values.items())
+    return lines + role_lines(stats["roles"])
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------

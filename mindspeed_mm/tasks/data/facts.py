@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatur
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
 
@@ -82,6 +83,16 @@ class MediumFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleFacts:
+    """A medium that a generator is given beside the target."""
+
+    role: str
+    medium: MediumFacts
+    cut: float = 0.0
+    """See `SizeChange`; 0 of sound."""
+
+
+@dataclass(frozen=True, slots=True)
 class DenoisedFacts:
     """A generator's sample: its bucket, its medium, its captions."""
 
@@ -102,6 +113,8 @@ class DenoisedFacts:
     most_tokens: int = 0
     """Tokens of a caption that are read; 0: nobody knows."""
     contradiction: str = ""
+    roles: tuple[RoleFacts, ...] = ()
+    """Of the media that the row names beside the target."""
 
     @property
     def bucket(self) -> str:
@@ -154,6 +167,7 @@ class DenoisedLook:
         facts = RowFacts(index, str(self.dataset.place(index)))
         try:
             found = self.dataset.describe(index)
+            roles = tuple(self._further(found))
             if self._decode:
                 self.dataset.item(index, 0)
         except MMError as error:
@@ -176,11 +190,22 @@ class DenoisedLook:
             caption_tokens=longest.tokens,
             most_tokens=longest.limit,
             contradiction=found.contradiction,
+            roles=roles,
         )
         kind = "video" if header.frames > 1 else "image"
         seconds = header.frames / header.fps if header.fps else 0.0
-        facts.media = (MediumFacts(kind, header.width, header.height, header.frames, seconds),)
+        target = MediumFacts(kind, header.width, header.height, header.frames, seconds)
+        facts.media = (target, *(each.medium for each in roles))
         return facts
+
+    def _further(self, found: SampleDescription) -> Iterator[RoleFacts]:
+        """Of the other media, by their headers. Raises `DataError` when one is missing or broken."""
+        for role, kind, source in found.further:
+            assert self.dataset.media is not None
+            medium, cut = medium_facts(kind, self.dataset.media.probe(kind, source)), 0.0
+            if medium.height:
+                cut = SizeChange.of(MediaHeader(medium.height, medium.width), found.size).cut
+            yield RoleFacts(role, medium, cut)
 
 
 class RowLook:

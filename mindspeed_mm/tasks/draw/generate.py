@@ -36,11 +36,12 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.device import current_device
-from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.draw.sample_folder import Key, SampleFolder
+from mindspeed_mm.tasks.draw.spread import RankSampler, load_on_ranks
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
+from mindspeed_mm.tasks.spread_model import check_spread
 
 _WAIT_S = 7 * 24 * 3600.0
 """Ranks wait for one another at the end, and one may have much more to do."""
@@ -68,6 +69,8 @@ class GenerateRequest:
     """What the VAE does to take less memory, `tiling` or `slicing`, beside what the configuration says."""
     config: Path | None = None
     """A YAML that stands for the run's: its plugins are imported, its `model` and sampling sections apply."""
+    plan: Path | None = None
+    """A YAML whose section `parallel` spreads the transformer over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +115,19 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     batches = plan_batches(prompts, sampling)
     folder = SampleFolder(out, source.fingerprint(), sampling)
     with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
+        if request.plan is not None:
+            check_spread(source, ranks.world_size, "mm export --merge")
         orders = [order for batch in batches for order in batch]
         done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))
         lacking = [batch for batch in batches if missing_of(batch, done)]
         notes = [note] if (note := empty_note(prompts)) else []
-        if share := lacking[ranks.rank :: ranks.world_size]:
-            sampler = load_sampler(adapter, source, current_device())
-            notes += _too_long(sampler.cut_short(prompts))
-            work = _Work(sampler, sampler.prepared(prompts, sampling, "--size"), folder, done, ranks)
-            work.make(share, notes, stop)
+        is_needed = ranks.rank < len(lacking) if request.plan is None else bool(lacking)
+        if is_needed:
+            section = arguments.model if arguments is not None else None
+            generator = load_on_ranks(adapter, source, section, request.plan, ranks)
+            notes += _too_long(generator.sampler.cut_short(prompts))
+            prepared = generator.sampler.prepared(prompts, sampling, "--size")
+            _Work(generator, prepared, folder, done).make(lacking, notes, stop)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:
             return None
@@ -132,28 +139,30 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
 class _Work:
     """What one rank does."""
 
-    sampler: DiffusionSampler
+    generator: RankSampler
     sampling: SamplingArguments
     folder: SampleFolder
     done: set[Key]
-    ranks: Ranks
 
     def make(self, batches: Sequence[SampleBatch], notes: Sequence[str], stop: StopSignal) -> None:
-        """Make what is missing of some batches. They are made whole, so that what comes out does not depend on what is
-        there; what is there is not written again."""
-        progress = WorkProgress(self.ranks.rank, self.ranks.world_size, sys.stderr)
+        """Make this rank's share of what is missing. Batches are made whole, so that what comes out does not depend on
+        what is there; what is there is not written again."""
+        ranks, share = self.generator.ranks, list(self.generator.deal(batches))
+        progress = WorkProgress(ranks.rank, ranks.world_size, sys.stderr)
         for note in notes:
             progress.note(note)
-        progress.begin(sum(len(missing_of(batch, self.done)) for batch in batches))
-        for batch in batches:
-            if stop.requested:
+        progress.begin(sum(len(missing_of(batch, self.done)) for batch, is_kept in share if is_kept))
+        for batch, is_kept in share:
+            if self.generator.agrees(stop.requested):
                 progress.end()
                 raise _stopped(self.folder.path)
-            missing = missing_of(batch, self.done)
-            for order, sample in zip(batch, self.sampler.make(batch, self.sampling), strict=True):
-                if order in missing:
-                    self.folder.write(order, sample, self.ranks.rank)
-            progress.advance(len(missing))
+            made = self.generator.sampler.make(batch, self.sampling)
+            if is_kept:
+                missing = missing_of(batch, self.done)
+                for order, sample in zip(batch, made, strict=True):
+                    if order in missing:
+                        self.folder.write(order, sample, ranks.rank)
+                progress.advance(len(missing))
         progress.end()
 
 
