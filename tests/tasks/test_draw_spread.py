@@ -81,13 +81,13 @@ def check_same(family: str, plan: str, folder: Path) -> list[tuple[str, set[int]
     for name, frames in one.items():
         assert np.abs(frames - two[name]).mean() < 1, name
     first, second, *_ = one.values()
-    assert np.abs(first - second).mean() > 5
+    assert np.abs(first - second).mean() > 2
     return said
 
 
 def test_the_tokens_of_a_clip_are_spread(tmp_path: Path) -> None:
-    """2 × 8 × 8 latents in patches of 2 × 2 are 32 tokens, of which each rank has half."""
-    assert [tokens for _, tokens in check_same("wan", "ring", tmp_path)] == [{16}, {16}]
+    """Eight tokens, of which each rank has half."""
+    assert [tokens for _, tokens in check_same("wan", "ring", tmp_path)] == [{4}, {4}]
 
 
 @pytest.mark.slow

@@ -6,10 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, SampleBatch, deal_in_step
@@ -57,7 +63,7 @@ def load_on_ranks(
         ranks: Of the job.
 
     Raises:
-        ConfigError: The plan does not fit the model or the number of ranks.
+        ConfigError: The plan does not fit the model or the number of ranks; it spreads samples of two transformers.
         ModelFolderError: As `load_sampler`.
     """
     if plan is None:
@@ -66,6 +72,24 @@ def load_on_ranks(
     arguments = read_plan(plan, source.folder, {}, features=FeatureArguments(), **sections)
     arguments = arguments.model_copy(update={"model": arguments.model.model_copy(update={"task": adapter.task})})
     part = load_part(arguments, source.transformer)
+    if part.state.sizes.cp > 1:
+        _spread_samples(part.model, plan)
     compute_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
     sampler = DiffusionSampler(adapter, part.model, load_encoders(adapter, current_device()), compute_dtype)
     return RankSampler(sampler, ranks, part.state)
+
+
+def _spread_samples(model: nn.Module, plan: Path) -> None:
+    """Ask for it in each call, as a batch of training does; a pipeline does not know of it."""
+    if isinstance(model, ExpertPair):
+        raise ConfigError(
+            "samples of two transformers are not spread over ranks",
+            where=str(plan),
+            key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
+            way_out="Set both sizes to 1, and spread the weights: fully_shard_parallel_size.",
+        )
+    model.register_forward_pre_hook(_ask, with_kwargs=True, prepend=True)
+
+
+def _ask(_: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**inputs, CONTEXT_KEY: True}

@@ -40,7 +40,7 @@ def test_keys_of_the_card_are_known_and_paths_are_found_beside_the_yaml(
     basic, preprocess = param.basic_parameters, param.preprocess_parameters
     assert (basic.features_dir, basic.data_folder) == ("there/features", "there/clips")
     assert (basic.dataset_dir, preprocess.model_name_or_path) == ("there/media", "there/model")
-    assert (preprocess.buckets, preprocess.fps, preprocess.frame_interval) == (["480x832x81", "512x512"], 16, 1)
+    assert (preprocess.buckets, preprocess.fps, preprocess.frame_interval) == (["480x832x81", "512x512"], 16, None)
     # On the command line paths are relative to the working directory.
     key = "data.dataset_param.basic_parameters.features_dir"
     assert load_config(path, [f"{key}=new"]).arguments.data.dataset_param.basic_parameters.features_dir == "new"

@@ -18,7 +18,8 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import samples_of
-from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource, rates_note
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import rates_note
+from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry, PreprocessParameters

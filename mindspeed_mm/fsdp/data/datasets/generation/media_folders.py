@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -50,7 +50,7 @@ class CaptionedFolder:
         path: The folder; folders inside are others.
         name: What to call it.
         media: Names of its files that are media.
-        others: Names of its other files.
+        others: Names of files among which those of their captions are.
         default: Caption of media without a text file; None: such a medium is a bad row.
     """
 
@@ -59,8 +59,8 @@ class CaptionedFolder:
     ) -> None:
         self.path, self.name, self._default = path, name, default
         self._media = sorted(media)
-        captions = {file for file in others if file.endswith(CAPTION_SUFFIXES)}
-        self._captions = [_beside(file, captions) for file in self._media]
+        texts = set(others)
+        self._captions = [_beside(medium, texts) for medium in self._media]
 
     def __len__(self) -> int:
         return len(self._media)
@@ -89,8 +89,12 @@ class CaptionedFolder:
 
     def facts(self) -> dict[str, Any]:
         """Name, rows, and the files with size and time of change."""
-        names = [name for pair in zip(self._media, self._captions, strict=True) for name in pair if name is not None]
-        marks = [(name, status.st_size, status.st_mtime_ns) for name in names for status in [(self.path / name).stat()]]
+        marks = []
+        for medium, caption in zip(self._media, self._captions, strict=True):
+            for name in (medium, caption):
+                if name is not None:
+                    status = (self.path / name).stat()
+                    marks.append((name, status.st_size, status.st_mtime_ns))
         return {"name": self.name, "rows": len(self), "files": marks}
 
 
@@ -109,20 +113,15 @@ class TarSamples:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.name
-        samples: dict[str, dict[str, str]] = {}
-        for member in members_of(path):
-            folder, _, file = member.rpartition("/")
-            stem, _, ending = file.partition(".")
-            samples.setdefault(f"{folder}/{stem}" if folder else stem, {})[ending.lower()] = member
-        media = [(key, parts) for key, parts in samples.items() if any(_is_medium(f".{ending}") for ending in parts)]
-        if not media:
+        self._samples = list(_samples_of(members_of(path)))
+        """Name → member by its ending, of each sample with a medium."""
+        if not self._samples:
             raise DataError(
                 "the archive holds no pictures or clips",
                 where=str(path),
                 key=_KEY,
                 way_out="Samples of a WebDataset are members of one name: 0001.jpg, 0001.txt.",
             )
-        self._samples = media
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -140,14 +139,17 @@ class TarSamples:
         _, parts = self._samples[index]
         row: dict[str, Any] = {}
         if "json" in parts:
-            row |= self._columns(parts["json"], index)
+            columns = self._columns(parts["json"], index)
+            row |= {name: value for name, value in columns.items() if value is not None}
         for ending, member in parts.items():
             column, _, kind = ending.rpartition(".")
             if _is_medium(f".{kind}"):
                 row[column or "path"] = f"{self.path.absolute()}/{member}"
-        caption = next((parts[s[1:]] for s in CAPTION_SUFFIXES if s[1:] in parts), None)
-        if caption is not None:
-            row["cap"] = _lines(_decoded(self._bytes(caption), f"{self.name}/{caption}"))
+        for suffix in CAPTION_SUFFIXES:
+            caption = parts.get(suffix.removeprefix("."))
+            if caption is not None:
+                row["cap"] = _lines(_decoded(self._bytes(caption), f"{self.name}/{caption}"))
+                break
         return row
 
     def _columns(self, member: str, index: int) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class TarSamples:
             raise DataError(f"'{member}' cannot be read as JSON: {error}", where=str(self.place(index))) from error
         if not isinstance(found, dict):
             raise DataError(f"'{member}' is not an object", where=str(self.place(index)))
-        return {name: value for name, value in found.items() if value is not None}
+        return found
 
     def _bytes(self, member: str) -> bytes:
         span: MemberSpan = members_of(self.path)[member]
@@ -167,6 +169,18 @@ class TarSamples:
             return file.read()
 
 
+def _samples_of(members: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Members of an archive that share their name up to its first dot, where one of them is a medium."""
+    samples: dict[str, dict[str, str]] = {}
+    for member in members:
+        folder, _, file = member.rpartition("/")
+        stem, _, ending = file.partition(".")
+        samples.setdefault(f"{folder}/{stem}".removeprefix("/"), {})[ending.lower()] = member
+    for name, parts in samples.items():
+        if any(_is_medium(f".{ending}") for ending in parts):
+            yield name, parts
+
+
 def holds_media(path: Path) -> bool:
     """Whether a folder is read by itself and not as a folder of tables: it has a `metadata` table, archives, or media
     with text files beside them.
@@ -174,14 +188,18 @@ def holds_media(path: Path) -> bool:
     Raises:
         DataError: It could be either.
     """
-    tables, captioned = list[Path](), False
+    tables: list[Path] = []
+    captioned = False
     for folder, files in _walk(path):
         if any(name in METADATA or name.endswith(TAR_SUFFIX) for name in files):
             return True
         media = {PurePath(name).stem for name in files if _is_medium(name)}
         captioned |= bool(media) and _REPEATED.fullmatch(folder.name) is not None
-        captioned |= any(name.endswith(CAPTION_SUFFIXES) and PurePath(name).stem in media for name in files)
-        tables += [folder / name for name in files if _is_table(name) and PurePath(name).stem not in media]
+        for name in files:
+            is_of_medium = PurePath(name).stem in media
+            captioned |= is_of_medium and name.endswith(CAPTION_SUFFIXES)
+            if _is_table(name) and not is_of_medium:
+                tables.append(folder / name)
     if captioned and tables:
         raise DataError(
             f"the folder holds media with text files, and the table {tables[0].relative_to(path)}",
@@ -207,20 +225,22 @@ def open_media_folder(
     """
     has_any = False
     for here, files in _walk(path, apart):
-        table = next((name for name in METADATA if name in files), None)
-        archives = sorted(name for name in files if name.endswith(TAR_SUFFIX))
+        tables = [name for name in METADATA if name in files]
+        archives = [name for name in files if name.endswith(TAR_SUFFIX)]
         media = [name for name in files if _is_medium(name)]
-        has_any |= bool(table or archives or media)
-        if table is not None:
-            yield here / table, here, 1
+        has_any |= bool(tables or archives or media)
+        if tables:
+            yield here / tables[0], here, 1
         elif archives:
-            yield from ((TarSamples(here / name), here, 1) for name in archives)
+            for name in archives:
+                yield TarSamples(here / name), here, 1
         elif media and not _is_below_table(here, path):
-            named = _REPEATED.fullmatch(here.name)
-            default = named[2].replace("_", " ") if named else None
+            default: str | None = None
+            repeats = 1
+            if named := _REPEATED.fullmatch(here.name):
+                default, repeats = named[2].replace("_", " "), max(1, int(named[1]))
             name = here.relative_to(path.parent).as_posix()
-            others = [file for file in files if not _is_medium(file)]
-            yield CaptionedFolder(here, name, media, others, default), here, max(1, int(named[1])) if named else 1
+            yield CaptionedFolder(here, name, media, files, default), here, repeats
     if not has_any:
         raise DataError(
             "the folder holds neither media nor tables of them",
@@ -232,17 +252,24 @@ def open_media_folder(
 
 def _is_below_table(folder: Path, root: Path) -> bool:
     """Whether the media are those of a `metadata` table further up."""
-    above = [folder, *folder.parents]
-    above = above[: above.index(root) + 1]
-    return any((each / name).is_file() for each in above for name in METADATA)
+    for above in (folder, *folder.parents):
+        if any((above / name).is_file() for name in METADATA):
+            return True
+        if above == root:
+            break
+    return False
 
 
 def _walk(path: Path, apart: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
     """Folders with their files in the order of their names, without what is hidden or apart."""
     for folder, folders, files in os.walk(path):
-        kept = (name for name in folders if not name.startswith(".") and Path(folder, name).absolute() not in apart)
-        folders[:] = sorted(kept)
-        yield Path(folder), sorted(name for name in files if not name.startswith("."))
+        here = Path(folder)
+        folders[:] = [name for name in sorted(folders) if _is_shown(name) and (here / name).absolute() not in apart]
+        yield here, [name for name in sorted(files) if _is_shown(name)]
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _is_table(name: str) -> bool:
@@ -253,9 +280,13 @@ def _is_medium(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES  # noqa: PTH122
 
 
-def _beside(medium: str, captions: Mapping[str, Any] | set[str]) -> str | None:
+def _beside(medium: str, texts: set[str]) -> str | None:
+    """The text file of a medium, if it is among some files."""
     stem = os.path.splitext(medium)[0]  # noqa: PTH122
-    return next((stem + suffix for suffix in CAPTION_SUFFIXES if stem + suffix in captions), None)
+    for suffix in CAPTION_SUFFIXES:
+        if stem + suffix in texts:
+            return stem + suffix
+    return None
 
 
 def _read_text(path: Path) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
-from mindspeed_mm.fsdp.data.data_utils.decoding.video import is_near_rate
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -26,6 +25,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
 )
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import rates_note, scaling_notes
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
@@ -37,9 +37,6 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
 )
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
-    MUCH_CUT,
-    MUCH_ENLARGED,
-    SizeChange,
     SizeSettings,
     buckets_of,
 )
@@ -153,12 +150,21 @@ class RawSource:
             media = self._seen(index, row, number)
         except DataError as error:
             raise _at(row, error) from error
-        of_roles = {role.batch_key: media[role.name] for role in self._roles if role.name in media}
-        caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
-        known = {"sample_id": sample_id, "epoch": epoch, "fps": self.fps(index), "caption": caption}
-        prior = {"is_prior": torch.tensor(row.is_prior)} if self._has_prior else {}
-        scores = {"scores": torch.tensor(row.scores, dtype=torch.float64)} if row.scores else {}
-        return {**known, "pixels": media[TARGET], **of_roles, **prior, **scores}
+        item = {
+            "sample_id": sample_id,
+            "epoch": epoch,
+            "fps": self.fps(index),
+            "caption": row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))],
+            "pixels": media[TARGET],
+        }
+        for role in self._roles:
+            if role.name in media:
+                item[role.batch_key] = media[role.name]
+        if self._has_prior:
+            item["is_prior"] = torch.tensor(row.is_prior)
+        if row.scores:
+            item["scores"] = torch.tensor(row.scores, dtype=torch.float64)
+        return item
 
     def fps(self, index: int) -> float:
         """Frames a second of row `index` as it is shown; 0 of a picture, and where no model reads it."""
@@ -298,7 +304,9 @@ class RawSource:
             except DataError as error:
                 faults[index] = error
         if faults and self._basic.on_bad_sample == "error":
-            problems: list[Problem] = [p for error in list(faults.values())[:_PROBLEMS_SHOWN] for p in error.problems]
+            problems: list[Problem] = []
+            for fault in list(faults.values())[:_PROBLEMS_SHOWN]:
+                problems += fault.problems
             raise DataError(f"the media of {len(faults)} of {len(self)} rows cannot be used", problems=problems)
         self.rows.leave_out({index: str(error) for index, error in faults.items()})
         return sizes
@@ -321,14 +329,14 @@ class RawSource:
         declared, self.rows.looks = self.rows.looks, []
         with ThreadPoolExecutor(_PROBING_THREADS) as threads:
             for start in range(0, len(declared), _PROBED_AT_ONCE):
-                headers = declared[start : start + _PROBED_AT_ONCE]
-                asked = [n for n, header in enumerate(headers) if header is None or self._sound is not None]
-                rows = (self.rows[start + n] for n in asked)
-                told = [headers[n] for n in asked]
-                found = threads.map(lambda row, header: self._probe(row, header, cache), rows, told)
-                for n, header in zip(asked, found, strict=True):
-                    headers[n] = header
-                yield from headers
+                headers: list[MediaHeader | Future[MediaHeader | DataError]] = []
+                for index, header in enumerate(declared[start : start + _PROBED_AT_ONCE], start):
+                    if header is None or self._sound is not None:
+                        headers.append(threads.submit(self._probe, self.rows[index], header, cache))
+                    else:
+                        headers.append(header)
+                for found in headers:
+                    yield found.result() if isinstance(found, Future) else found
         cache.save()
 
     def _declared(self, row: GenerationRow) -> MediaHeader | None:
@@ -360,13 +368,13 @@ class RawSource:
             return None
         declared = {"height": row.height, "width": row.width, "num_frames": row.num_frames, "fps": row.fps}
         found = {"height": header.height, "width": header.width, "num_frames": header.frames, "fps": header.fps}
-        told = [
-            f"{name} {value:g}, the file has {found[name]:g}"
-            for name, value in declared.items()
-            if value is not None
-            and not (name == "fps" and header.frames == 1)
-            and not math.isclose(value, found[name], rel_tol=_SAME_RATE if name == "fps" else 0)
-        ]
+        told = []
+        for name, value in declared.items():
+            if value is None or (name == "fps" and header.frames == 1):
+                continue
+            tolerance = _SAME_RATE if name == "fps" else 0
+            if not math.isclose(value, found[name], rel_tol=tolerance):
+                told.append(f"{name} {value:g}, the file has {found[name]:g}")
         return Contradiction(f"the row declares {'; '.join(told)}", header) if told else None
 
     def _check_declared(self, index: int, row: GenerationRow) -> None:
@@ -442,54 +450,8 @@ class Contradiction:
     """What the file itself says of the medium."""
 
 
-def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], place: Callable[[int], Any]) -> list[str]:
-    """What to say of media that are enlarged more than twice, or lose more than a third of their area."""
-    changes = [SizeChange.of(header, size) for header, size in zip(headers, sizes, strict=True)]
-    notes = []
-    enlarged = [index for index, change in enumerate(changes) if change.enlarged > MUCH_ENLARGED]
-    if enlarged:
-        most = max(enlarged, key=lambda index: changes[index].enlarged)
-        notes.append(
-            f"{len(enlarged)} of {len(sizes)} media are enlarged more than {MUCH_ENLARGED:g} times along a side, "
-            f"{place(most)} most of all, {changes[most].enlarged:.3g} times. preprocess_parameters.max_enlargement "
-            "sets the limit"
-        )
-    cut = [index for index, change in enumerate(changes) if change.cut > MUCH_CUT]
-    if cut:
-        most = max(cut, key=lambda index: changes[index].cut)
-        notes.append(
-            f"{len(cut)} of {len(sizes)} media lose more than a third of their area, {place(most)} most of all, "
-            f"{changes[most].cut:.0%}. preprocess_parameters.max_cut sets the limit"
-        )
-    return notes
-
-
 def _kind(role: str, row: GenerationRow) -> MediaKind:
     return "audio" if role == SOUND.name else "video" if is_video(row) else "image"
-
-
-def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) -> str:
-    """What to say of clips that have another rate than the model makes; empty where none differs by a tenth.
-
-    Args:
-        rates: Frames a second of each clip: of its file where it is resampled, else as it is read.
-        model_fps: What the model makes.
-        is_resampled: Whether `model_fps` are taken of clips of another rate.
-    """
-    others = [rate for rate in rates if not is_near_rate(rate, model_fps)]
-    if not others:
-        return ""
-    found = f"{min(others):.4g}" if max(others) - min(others) < 0.01 else f"{min(others):.4g} to {max(others):.4g}"
-    if is_resampled:
-        return (
-            f"{len(others)} of {len(rates)} clips have {found} frames a second: they are resampled to the "
-            f"{model_fps:g} that the model makes. preprocess_parameters.frame_interval: 1 takes every frame"
-        )
-    return (
-        f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes "
-        f"{model_fps:g}: it would learn another speed. Without preprocess_parameters.fps and frame_interval they are "
-        "resampled"
-    )
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:

@@ -7,7 +7,6 @@ columns that nobody asks for are kept as `extras`.
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
 import math
 import os
@@ -91,13 +90,18 @@ class GenerationRow:
         """What the row says, its place aside, in 16 hex digits; of a medium that stands in the row, its bytes too."""
         declared = (self.num_frames, self.fps, self.height, self.width)
         medium = self.told or self.media
-        said: tuple[Any, ...] = (medium, self.captions, declared, sorted(self.extras.items()))
-        roles = {name: self.told_roles.get(name) or medium for name, medium in self.roles.items()}
-        said += (sorted(roles.items()),) if roles else ()
-        said += (self.repeats,) if self.repeats > 1 else ()
-        said += ("prior",) if self.is_prior else ()
-        said += (self.scores,) if self.scores else ()
-        return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        said: list[Any] = [medium, self.captions, declared, sorted(self.extras.items())]
+        if self.roles:
+            roles = {name: self.told_roles.get(name) or medium for name, medium in self.roles.items()}
+            said.append(sorted(roles.items()))
+        if self.repeats > 1:
+            said.append(self.repeats)
+        if self.is_prior:
+            said.append("prior")
+        if self.scores:
+            said.append(self.scores)
+        # As a tuple: so digests were written before.
+        return blake2b(repr(tuple(said)).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -137,10 +141,11 @@ class GenerationRows(Sequence[GenerationRow]):
     ) -> None:
         self.files = tuple(files)
         self._columns, self._rules, self._roles = columns, rules or CaptionRules(), tuple(roles)
-        sizes = [
-            min(count for count in (len(file.reader), most, file.most) if count is not None) for file in self.files
-        ]
-        self._ends = list(itertools.accumulate(sizes, initial=0))
+        self._ends = [0]
+        """Number of the first row of each file, and of all rows."""
+        for file in self.files:
+            limits = [count for count in (most, file.most) if count is not None]
+            self._ends.append(self._ends[-1] + min([len(file.reader), *limits]))
         self.left_out: dict[str, str] = {}
         """Place → reason, of rows that cannot be used."""
         self.duplicates = 0
@@ -270,14 +275,17 @@ def read_rows(
 
 def _check_companions(files: Sequence[RowFile], roles: Sequence[MediaRole]) -> None:
     """Folders of media that the task has no use for would be passed over in silence."""
-    known = [column for role in roles for column in role.columns]
-    for companion in (each for file in files for each in file.companions):
-        if companion.column not in known:
-            raise ConfigError(
-                "is no medium that the model is given",
-                key=companion.key,
-                way_out=f"Set model.task to what the data are for. This task takes {', '.join(known) or 'none'}.",
-            )
+    known: list[str] = []
+    for role in roles:
+        known += role.columns
+    for file in files:
+        for companion in file.companions:
+            if companion.column not in known:
+                raise ConfigError(
+                    "is no medium that the model is given",
+                    key=companion.key,
+                    way_out=f"Set model.task to what the data are for. This task takes {', '.join(known) or 'none'}.",
+                )
 
 
 def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) -> MediaLoader:
@@ -294,8 +302,10 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     root = Path(basic.dataset_dir)
     if folder is not None:
         root = Path(folder) if Path(folder).is_dir() else root / folder
-    own = [each.media_root for each in files if each.media_root is not None]
-    companions = dict.fromkeys(str(each.path) for file in files for each in file.companions)
+    own = [file.media_root for file in files if file.media_root is not None]
+    companions: dict[str, None] = {}
+    for file in files:
+        companions |= dict.fromkeys(str(companion.path) for companion in file.companions)
     if files and len(own) == len(files) and not root.is_dir():
         root = Path(own[0])
     if not root.is_dir():  # said once, not for every row
@@ -363,9 +373,15 @@ def parse_row(
         rest = as_pair(rest, place)
         scores = take_scores(rest, place)
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
-    rest = {each.column: each.of(media, place) for each in companions if each.column not in rest} | rest
+    for companion in companions:
+        if companion.column not in rest:
+            rest[companion.column] = companion.of(media, place)
     rest = _spread(rest, roles, place)
-    of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
+    of_roles: dict[str, str | bytes] = {}
+    for role in roles:
+        found = _of_role(role, rest, folder, place)
+        if found is not None:
+            of_roles[role.name] = found
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
@@ -407,11 +423,13 @@ def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocati
 
 def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:
     """Several pictures in one column, in columns of their own."""
-    numbered = [column for role in roles if role.is_optional for column in role.columns if column[-1].isdigit()]
     named: dict[str, tuple[str, ...]] = {}
-    for column in numbered:
-        first = column.rpartition("_")[0]
-        named[first] = (*named.get(first, (first,)), column)
+    """Column of the first → those of all."""
+    for role in roles:
+        for column in role.columns:
+            if role.is_optional and column[-1].isdigit():
+                first = column.rpartition("_")[0]
+                named[first] = (*named.get(first, (first,)), column)
     try:
         return spread_lists(row, named)
     except ValueError as error:
@@ -429,7 +447,7 @@ def _check_not_null(row: Mapping[str, Any], columns: ColumnNames, place: RowLoca
         (columns.media, MEDIA_COLUMNS, "Give the path of a file, or take the row out."),
         (columns.caption, CAPTION_COLUMNS, 'Give text; "" for a sample that is trained without a caption.'),
     ):
-        there = [name for name in ((named,) if named is not None else usual) if name in row]
+        there = [name for name in _tried(named, usual) if name in row]
         if there and all(row[name] is None for name in there):
             raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
@@ -437,15 +455,22 @@ def _check_not_null(row: Mapping[str, Any], columns: ColumnNames, place: RowLoca
 def _take(
     row: dict[str, Any], named: str | None, usual: Sequence[str], place: RowLocation, what: str
 ) -> tuple[str, Any]:
-    for name in (named,) if named is not None else usual:
+    tried = _tried(named, usual)
+    for name in tried:
         if name in row:
             return name, row.pop(name)
-    looked_for = f"'{named}'" if named is not None else ", ".join(usual)
+    looked_for = ", ".join(tried) if named is None else f"'{named}'"
+    key = {"medium": "media_column", "caption": "caption_column"}[what]
     raise DataError(
         f"the row has no {what}: none of {looked_for} among {', '.join(row) or 'no columns'}",
         where=str(place),
-        way_out=f"Name the column in {_BASIC}.{'media' if what == 'medium' else what}_column.",
+        way_out=f"Name the column in {_BASIC}.{key}.",
     )
+
+
+def _tried(named: str | None, usual: Sequence[str]) -> Sequence[str]:
+    """Columns that are looked for, in this order."""
+    return usual if named is None else (named,)
 
 
 def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | bytes:
@@ -514,7 +539,9 @@ def _none_fits(count: int, first: DataError) -> DataError:
 
 
 def _all_of(faults: Sequence[DataError], total: int) -> DataError:
-    problems: list[Problem] = [problem for fault in faults[:_PROBLEMS_SHOWN] for problem in fault.problems]
+    problems: list[Problem] = []
+    for fault in faults[:_PROBLEMS_SHOWN]:
+        problems += fault.problems
     return DataError(
         f"{len(faults)} of {total} rows cannot be used; {_BASIC}.on_bad_sample: skip leaves them out", problems=problems
     )
