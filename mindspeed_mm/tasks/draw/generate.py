@@ -41,7 +41,6 @@ from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.draw.sample_folder import Key, SampleFolder
 from mindspeed_mm.tasks.draw.spread import RankSampler, load_on_ranks
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
-from mindspeed_mm.tasks.spread_model import check_spread
 
 _WAIT_S = 7 * 24 * 3600.0
 """Ranks wait for one another at the end, and one may have much more to do."""
@@ -116,6 +115,8 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     folder = SampleFolder(out, source.fingerprint(), sampling)
     with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
         if request.plan is not None:
+            from mindspeed_mm.tasks.spread_model import check_spread  # all of training's plans: half a second
+
             check_spread(source, ranks.world_size, "mm export --merge")
         orders = [order for batch in batches for order in batch]
         done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))

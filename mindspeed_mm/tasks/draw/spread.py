@@ -24,7 +24,6 @@ from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.model_source import ModelSource
-from mindspeed_mm.tasks.spread_model import load_part, read_plan
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ def load_on_ranks(
     """
     if plan is None:
         return RankSampler(load_sampler(adapter, source, current_device()), ranks)
+    from mindspeed_mm.tasks.spread_model import load_part, read_plan  # all of training's plans: half a second
+
     sections = {} if model is None else {"model": model}
     arguments = read_plan(plan, source.folder, {}, features=FeatureArguments(), **sections)
     arguments = arguments.model_copy(update={"model": arguments.model.model_copy(update={"task": adapter.task})})
