@@ -1,7 +1,8 @@
 """Step time of `mm train` on extracted features, all that it writes included, over a bare diffusers loop.
 
 The bare loop's latents, text features, noise and σ lie ready in memory: they are those that our objective prepares, so
-that losses agree. Two shapes in fp32, one thread a process: FLUX-style, where overhead shows, and Wan-style.
+that losses agree. Four shapes in fp32, one thread a process: FLUX-style, where overhead shows, Wan-style,
+CogVideoX-style, which learns v, and LTX-2-style, which learns pictures and sound.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from benchmarks.contenders import Report, check_losses, check_work
 from benchmarks.figures import Figure, of_spread
-from benchmarks.generators import FLUX, WAN, Shape, Workload, prepare
+from benchmarks.generators import COGVIDEOX, FLUX, LTX2, WAN, Shape, Workload, prepare
 from benchmarks.processes import Finished
 from benchmarks.turns import Contender, Turns
 
@@ -31,7 +32,7 @@ WORK = ("samples", "tokens")
 
 def run(work: Path) -> dict[str, Any]:
     """Measure."""
-    shapes = {shape.name: measured(shape, work / shape.family) for shape in (FLUX, WAN)}
+    shapes = {shape.name: measured(shape, work / shape.family) for shape in (FLUX, WAN, COGVIDEOX, LTX2)}
     shown = [figure for name, result in shapes.items() for figure in figures(name, result)]
     return {
         "precision": "fp32",

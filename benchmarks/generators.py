@@ -1,7 +1,8 @@
 """The workloads of generators: model folders, media, features, and the prepared batches that `mm train` will see.
 
 `python -m benchmarks.generators SHAPE FOLDER STEPS` makes one; it is a process of its own, so that who measures stays
-small. Models train in pixel space: what is measured is the step, not a VAE.
+small. What is measured is the step on features: FLUX- and Wan-style models train in pixel space, the others on latents
+of tiny VAEs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Shape:
 
     name: str
     family: str
-    """flux or wan."""
+    """flux, wan, cogvideox or ltx2."""
     batch_size: int
     samples: int
     sizes: dict[str, int]
@@ -79,7 +80,45 @@ WAN = Shape(
         "patch_size": (1, 4, 4),
     },
 )
-SHAPES = {shape.family: shape for shape in (FLUX, WAN)}
+COGVIDEOX = Shape(
+    "CogVideoX-style",
+    "cogvideox",
+    batch_size=16,
+    samples=336,
+    sizes={"height": 64, "width": 64, "num_frames": 5, "frame_interval": 1},
+    transformer={
+        "num_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "time_embed_dim": 64,
+        "sample_height": 8,
+        "sample_width": 8,
+        "sample_frames": 5,
+        "max_text_seq_length": TEXT_TOKENS,
+    },
+)
+LTX2 = Shape(
+    "LTX-2-style, with sound",
+    "ltx2",
+    batch_size=16,
+    samples=336,
+    sizes={"height": 128, "width": 128, "num_frames": 9, "frame_interval": 1},
+    transformer={
+        "num_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "cross_attention_dim": 128,
+        "audio_attention_head_dim": 16,
+        "audio_num_attention_heads": 4,
+        "audio_cross_attention_dim": 64,
+    },
+)
+SHAPES = {shape.family: shape for shape in (FLUX, WAN, COGVIDEOX, LTX2)}
+TOKENIZERS = {"flux": "tokenizer_2", "wan": "tokenizer", "cogvideox": "tokenizer"}
+"""Family → the tokenizer that is made to read few tokens; that of LTX-2 reads few already."""
+CLIP_FPS = 8.0
+"""Of the clips that are made."""
+SOUND_RATE = 16_000
 
 
 @dataclass(frozen=True)
@@ -133,11 +172,18 @@ def main(shape: Shape, folder: Path, steps: int) -> None:
 def write_model(shape: Shape, folder: Path) -> None:
     """Random weights, the same each time: every contender loads the same file."""
     # The makers of the tests' folders; they import diffusers, which takes seconds.
-    from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
+    from tests.helpers import tiny_generators, tiny_video_families
 
-    make = make_tiny_flux if shape.family == "flux" else make_tiny_wan
-    make(folder, identity_vae=True, seed=SEED, **shape.transformer)
-    tokenizer = folder / ("tokenizer_2" if shape.family == "flux" else "tokenizer") / "tokenizer_config.json"
+    if shape.family in ("flux", "wan"):
+        make = tiny_generators.make_tiny_flux if shape.family == "flux" else tiny_generators.make_tiny_wan
+        make(folder, identity_vae=True, seed=SEED, **shape.transformer)
+    elif shape.family == "cogvideox":
+        tiny_video_families.make_tiny_cogvideox(folder, **shape.transformer)
+    else:
+        tiny_video_families.make_tiny_ltx2(folder, **shape.transformer)
+    if shape.family not in TOKENIZERS:
+        return
+    tokenizer = folder / TOKENIZERS[shape.family] / "tokenizer_config.json"
     settings = json.loads(tokenizer.read_text(encoding="utf-8"))
     tokenizer.write_text(json.dumps(settings | {"model_max_length": TEXT_TOKENS}), encoding="utf-8")
 
@@ -150,6 +196,22 @@ def write_media(shape: Shape, folder: Path) -> None:
         make_pictures(folder, shape.samples, ((shape.sizes["height"], shape.sizes["width"]),), SEED)
     else:
         make_clips(folder, shape.samples, shape.sizes["num_frames"], shape.sizes["height"], SEED)
+    if shape.family == "ltx2":
+        add_sounds(folder / "rows.jsonl", shape.sizes["num_frames"] / CLIP_FPS + 1)
+
+
+def add_sounds(rows: Path, seconds: float) -> None:
+    """Let each row name a file of noise."""
+    import numpy as np
+
+    from tests.helpers.tiny_sounds import sound_bytes
+
+    draw, lines = np.random.default_rng(SEED), []
+    for number, line in enumerate(rows.read_text(encoding="utf-8").splitlines()):
+        wave = 0.3 * draw.uniform(-1, 1, (int(seconds * SOUND_RATE), 2))
+        (rows.parent / f"{number}.wav").write_bytes(sound_bytes(wave, SOUND_RATE))
+        lines.append(json.dumps({**json.loads(line), "audio": f"{number}.wav"}) + "\n")
+    rows.write_text("".join(lines), encoding="utf-8")
 
 
 def write_batches(workload: Workload, steps: int) -> None:

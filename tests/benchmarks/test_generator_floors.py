@@ -26,20 +26,32 @@ TRAINED = {
         transformer={**TINY, "num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 2, 2)},
     ),
     "wan": replace(generators.WAN, transformer={**TINY, "num_layers": 1, "ffn_dim": 16, "patch_size": (1, 4, 4)}),
+    "cogvideox": replace(
+        generators.COGVIDEOX,
+        transformer={**generators.COGVIDEOX.transformer, "num_layers": 1, "attention_head_dim": 16},
+    ),
+    "ltx2": replace(generators.LTX2, transformer={"num_layers": 1}),
 }
-LATENTS = {"flux": (2, 3, 8, 8), "wan": (2, 3, 5, 16, 16)}
+LATENTS = {"flux": (2, 3, 8, 8), "wan": (2, 3, 5, 16, 16), "cogvideox": (2, 4, 2, 8, 8), "ltx2": (2, 8, 2, 4, 4)}
+OTHERS = {
+    "ltx2": {
+        "audio_latents": (2, 2, 6, 4), "audio_prompt_embeds": (2, 8, 16), "prompt_embeds": (2, 8, 16),
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize("family", TRAINED)
 def test_the_bare_loop_has_our_loss(tmp_path: Path, family: str) -> None:
     from benchmarks import bare_diffusers_loop
 
     generators.write_model(TRAINED[family], tmp_path)
     adapter = find_adapter(tmp_path)
-    assert adapter.text_tokens == generators.TEXT_TOKENS
+    assert family not in generators.TOKENIZERS or adapter.text_tokens == generators.TEXT_TOKENS
     objective = DenoisingObjective(adapter, DiffusionArguments(), seed=1)
     batch = {"sample_ids": ["a", "b"], "epochs": [0, 0], "latents": torch.randn(LATENTS[family])}
     batch |= {"prompt_embeds": torch.randn(2, 8, 32), "pooled_prompt_embeds": torch.randn(2, 24)}
+    batch |= {name: torch.randn(shape) for name, shape in OTHERS.get(family, {}).items()}
+    batch |= {"prompt_mask": torch.ones(2, 8, dtype=torch.int64), "fps": [generators.CLIP_FPS] * 2}
     prepared = objective.prepare(batch)
     ready = {name.lstrip("_"): value for name, value in prepared.items() if isinstance(value, torch.Tensor)}
     model, loss_of, tokens = getattr(bare_diffusers_loop, family)(tmp_path, batch["latents"])

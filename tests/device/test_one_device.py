@@ -26,7 +26,6 @@ ACCUMULATED = "training.gradient_accumulation_steps=2"
 ACTIVATIONS = "features.enable_activation_offload=true"
 GRADIENTS = "features.enable_gradient_offload=true"
 RECOMPUTE = "features.recompute=true"
-WEIGHTS = "features.enable_weight_offload=true"
 PACKED = (
     "data.dataset_param.basic_parameters.packing=true",
     "data.dataset_param.basic_parameters.cutoff_len=128",
@@ -47,7 +46,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     "muon": ("training.optimizer=muon",),
     "average": AVERAGE,
     "adapters": (*LORA, ACTIVATIONS),
-    "adapters, weights on the host": (*LORA, WEIGHTS, RECOMPUTE, ACCUMULATED),
     "packed": (*PACKED, ACTIVATIONS),
     "sliced loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=8"),
 }
@@ -107,11 +105,7 @@ def counted(real: Callable[..., Any], readers: Counter[str]) -> Callable[..., An
     return reading
 
 
-@pytest.mark.parametrize(
-    "way",
-    [(ACTIVATIONS, RECOMPUTE), (*LORA, *AVERAGE), (*LORA, WEIGHTS, ACTIVATIONS, RECOMPUTE)],
-    ids=["offloaded", "adapters, average", "adapters, all on the host"],
-)
+@pytest.mark.parametrize("way", [(ACTIVATIONS, RECOMPUTE), (*LORA, *AVERAGE)], ids=["offloaded", "adapters, average"])
 @pytest.mark.parametrize("family", ["flux", "t2v"])
 def test_generators_train_as_on_the_cpu(family: str, way: tuple[str, ...], tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path, family)

@@ -20,7 +20,6 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES, text_config
 from mindspeed_mm.tasks.config import run_flags
-from mindspeed_mm.tools.feature_extraction import get_wan_feature
 from tests.helpers.released_examples import as_trained
 from tests.helpers.released_layouts import release
 from tests.helpers.released_rows import ROWS, write_rows
@@ -29,12 +28,20 @@ from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
 from tests.helpers.tiny_generator_run import make_clips
 from tests.helpers.tiny_generators import make_tiny_wan
+from tests.helpers.tiny_video_families import (
+    make_tiny_cogvideox,
+    make_tiny_hunyuan_video,
+    make_tiny_hunyuan_video_1_5,
+    make_tiny_wan2_2,
+)
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     path.parent.name: path for path in sorted((ROOT / "examples").glob("*/*_flags.sh")) if "extract" not in path.name
 }
 SEES = ("image",)
+FRAMES = 9
+"""Of clips: what all families can encode."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class Family:
     devices: int
     make: Callable[[Path], object]
     kinds: tuple[str, ...] = SEES
+
+
+def make_small_cogvideox(folder: Path) -> None:
+    """CogVideoX 1.5."""
+    make_tiny_cogvideox(folder, patch_size_t=2, patch_bias=False)
 
 
 def _row(name: str, devices: int, size: str = "") -> Family:
@@ -74,7 +86,14 @@ FAMILIES = {
     "qwen3omni": _row("qwen3omni", 16),
     "whisper": _row("whisper", 8),
     "wan2.1": Family("", 8, make_tiny_wan, ()),
+    "wan2.2": Family("", 8, make_tiny_wan2_2, ()),
+    "hunyuanvideo": Family("", 8, make_tiny_hunyuan_video, ()),
+    "hunyuanvideo_1.5": Family("", 8, make_tiny_hunyuan_video_1_5, ()),
+    "cogvideox": Family("", 8, make_small_cogvideox, ()),
 }
+GENERATORS = tuple(
+    name for name, family in FAMILIES.items() if not family.kinds and name not in ("whisper", "deepseekocr")
+)
 DEFAULT = ("qwen2.5vl", "wan2.1")
 ONE = {"NPROC": "1", "NNODES": "1", "TP": "1", "PP": "1", "CP": "1", "EP": "1", "MBS": "1", "GRAD_ACC_STEP": "2"}
 
@@ -125,29 +144,28 @@ def test_an_example_fits_its_release(here: Path, name: str) -> None:
     sizes = resolve_parallel_sizes(arguments.parallel, family.devices)
     assert sizes.world == family.devices
     assert not any("not known" in note or "has no effect" in note for note in translated.notes), translated.notes
-    if name not in ("wan2.1", "whisper", "deepseekocr"):
+    if name not in (*GENERATORS, "whisper", "deepseekocr"):
         assert arguments.model.freeze
 
 
 def resize(name: str) -> None:
     """The small folder's sizes in place of the released ones, in the example's own files."""
     folder = folder_of(name)
-    if name == "wan2.1":
+    if name in GENERATORS:
         sizes = json.loads((folder / "transformer" / "config.json").read_text())
         (path,) = files(name, "model")
         model = json.loads(path.read_text())
-        model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
-        model["predictor"] |= {"hidden_size": sizes["num_attention_heads"] * sizes["attention_head_dim"]}
-        model["predictor"] |= {"ffn_dim": sizes["ffn_dim"]}
-        for part in ("ae", "text_encoder"):
-            model[part]["dtype"] = "fp32"
+        if model["predictor"]["model_id"] == "wandit":
+            model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
+            model["predictor"] |= {"hidden_size": sizes["num_attention_heads"] * sizes["attention_head_dim"]}
+            model["predictor"] |= {"ffn_dim": sizes["ffn_dim"]}
+        for part in (model["ae"], *([each] if isinstance(each := model["text_encoder"], dict) else each)):
+            part["dtype"] = "fp32"
         path.write_text(json.dumps(model))
         (media,) = files(name, "media")
-        sides = {'"num_frames": 81': '"num_frames": 5', "480": "32", "832": "32"}
-        text = media.read_text()
-        for old, new in sides.items():
-            text = text.replace(old, new)
-        media.write_text(text)
+        content = json.loads(media.read_text())
+        content["dataset_param"]["preprocess_parameters"] = {"num_frames": FRAMES, "max_height": 32, "max_width": 32}
+        media.write_text(json.dumps(content))
         return
     config = json.loads((folder / "config.json").read_text())
     for path in files(name, "model"):
@@ -175,19 +193,21 @@ def test_an_example_trains(here: Path, monkeypatch: pytest.MonkeyPatch, name: st
     family, folder = FAMILIES[name], folder_of(name)
     folder.parent.mkdir()
     family.make(folder)
-    if name == "wan2.1":
-        make_clips(Path("data"), size=32)
+    if name in GENERATORS:
+        make_clips(Path("data"), frames=FRAMES, size=32)
         Path("data/rows.jsonl").rename("data/train.jsonl")
     else:
         write_rows(Path("data"), family.kinds).rename("data/train.jsonl")
     resize(name)
     more = ["--train-iters", "2", "--num-workers", "0"]
-    more += [] if name == "wan2.1" else ["--seq-length", "4096" if name != "whisper" else "100"]
+    more += [] if name in GENERATORS else ["--seq-length", "4096" if name != "whisper" else "100"]
     for config in Path("examples", name).glob("fsdp2_config_*.yaml"):
         config.write_text(config.read_text().replace("expert_parallel_size: 8", "expert_parallel_size: 1"))
-    if name == "wan2.1":
-        launch = read_launch(["examples/wan2.1/extract_wan2.1_1.3B_flags.sh"], {"NPROC": "1"})
-        run(monkeypatch, get_wan_feature, launch.flags)
+    if name in GENERATORS:
+        (script,) = Path("examples", name).glob("extract_*_flags.sh")
+        launch = read_launch([str(script)], {"NPROC": "1"})
+        entry = import_module(f"mindspeed_mm.tools.feature_extraction.{Path(launch.entry).stem}")
+        run(monkeypatch, entry, launch.flags)
     launch = read_launch([f"examples/{name}/{SCRIPTS[name].name}", *more], ONE)
     words = list(launch.flags)
     if name == "deepseekocr":

@@ -120,7 +120,8 @@ class Probed:
 
         def watched(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.decoded = latents
-            return decode(latents, *args, **kwargs)
+            as_stored = torch.empty(latents.shape, dtype=pipeline.vae.dtype).copy_(latents)  # whatever `.to` does here
+            return decode(as_stored, *args, **kwargs)
 
         pipeline.vae.decode = watched
         try:
@@ -143,7 +144,7 @@ class Probed:
                 continue
             found = tensor[0] if tensor.dim() == 3 else tensor
             fits = found.shape[-1] == rows_LD.shape[-1] and len(found) >= len(rows_LD)
-            if fits and torch.allclose(found[: len(rows_LD)].float(), rows_LD.float(), rtol=1e-4, atol=1e-5):
+            if fits and torch.allclose(found[: len(rows_LD)].double(), rows_LD.double(), rtol=1e-4, atol=1e-5):
                 return True
         return False
 

@@ -280,8 +280,9 @@ def make_tiny_ltx_video(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def make_tiny_ltx2(folder: Path, *, is_2_3: bool = False) -> None:
-    """LTX-2, or 2.3: gated attention, modulated captions, projections of captions in the connectors."""
+def make_tiny_ltx2(folder: Path, *, is_2_3: bool = False, **changes: Any) -> None:
+    """LTX-2, or 2.3: gated attention, modulated captions, projections of captions in the connectors. `changes` are of
+    the transformer."""
     from diffusers import (
         AutoencoderKLLTX2Audio,
         AutoencoderKLLTX2Video,
@@ -333,7 +334,7 @@ def make_tiny_ltx2(folder: Path, *, is_2_3: bool = False) -> None:
     transformer = {
         "in_channels": 8, "out_channels": 8, "audio_in_channels": 8, "audio_out_channels": 8, "num_layers": 2,
         "caption_channels": WIDTH, "rope_type": "split", **sizes, **{f"audio_{k}": v for k, v in sounds.items()},
-        **(newer if is_2_3 else {}),
+        **(newer if is_2_3 else {}), **changes,
     }  # fmt: skip
     vocoder = {
         "in_channels": 32, "hidden_channels": 8, "upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2],

@@ -438,6 +438,14 @@ class DiffusionAdapter(ABC):
         """
         return {LATENTS: self.prediction(output, shapes[LATENTS])}
 
+    def settle_transformer(self, transformer: nn.Module) -> None:
+        """Set right what a transformer of diffusers gets wrong in training. Most get nothing wrong.
+
+        Args:
+            transformer: Just built, parameters on meta.
+        """
+        return
+
     def init_weights(self, module: nn.Module) -> None:
         """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has
         none of them is left alone. Most families have none."""
@@ -531,10 +539,15 @@ class DiffusionAdapter(ABC):
             media: Role → picture, or list of pictures, in the size of the sample.
             sampling: As above.
         """
-        roles = [role for role in self.roles.get(self.task, ()) if role.name in media]
-        several = {role.argument for role in self.roles.get(self.task, ()) if role.is_optional}
-        lists = {name: [media[role.name] for role in roles if role.argument == name] for name in several}
-        return {role.argument: lists.get(role.argument, media[role.name]) for role in roles}
+        roles = self.roles.get(self.task, ())
+        several = {role.argument for role in roles if role.is_optional}
+        given: dict[str, Any] = {}
+        for role in roles:
+            if role.name in media and role.argument in several:
+                given.setdefault(role.argument, []).append(media[role.name])
+            elif role.name in media:
+                given[role.argument] = media[role.name]
+        return given
 
 
 def absent_component(folder: Path) -> ModelFolderError:

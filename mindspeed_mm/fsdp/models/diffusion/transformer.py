@@ -66,6 +66,8 @@ def build_transformer(
     try:
         with parameters_on_meta(), quiet("diffusers"):
             parts = [model_class.from_config(adapter.config_of(name)) for name in adapter.transformers]
+            for part in parts:
+                adapter.settle_transformer(part)
             model = parts[0] if len(parts) == 1 else ExpertPair(parts[0], parts[1], adapter.boundary_time)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
         raise ModelFolderError(

@@ -145,6 +145,11 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
             "image_embeds": picture,
         }
 
+    def settle_transformer(self, transformer: Any) -> None:
+        """Features of the time have the type of the time itself, which stays fp32: what is made of them is computed in
+        the type of the weights."""
+        transformer.time_embed.timestep_embedder.register_forward_pre_hook(_in_type_of_weights)
+
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """As it is."""
         return output[0]
@@ -167,3 +172,8 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         if self.task == "i2v":
             del arguments["height"], arguments["width"]
         return arguments
+
+
+def _in_type_of_weights(embedder: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Hook in front of it."""
+    return tuple(each.to(embedder.linear_1.weight.dtype) for each in args)

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Wan2.2 A14B, text to video, by Megatron-style flags (docs/provider.md), on the 8 devices of one host: the transformer of
+# much noise alone; weights, gradients and optimizer states in shards.
+# Further flags win over those below:
+#   bash examples/wan2.2/pretrain_wan2.2_A14B_high_noise_flags.sh --lr 5e-6
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+NPROC=${NPROC:-8}
+NNODES=${NNODES:-1}
+TP=${TP:-1}
+PP=${PP:-1}
+CP=${CP:-1}
+MBS=${MBS:-1}
+GRAD_ACC_STEP=${GRAD_ACC_STEP:-1}
+DP=$((NPROC * NNODES / TP / PP / CP))
+GBS=$((MBS * GRAD_ACC_STEP * DP))
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPROC \
+    --nnodes $NNODES \
+    --node_rank ${NODE_RANK:-0} \
+    --master_addr ${MASTER_ADDR:-localhost} \
+    --master_port ${MASTER_PORT:-6000}
+"
+GPT_ARGS="
+    --tensor-model-parallel-size $TP \
+    --pipeline-model-parallel-size $PP \
+    --context-parallel-size $CP \
+    --micro-batch-size $MBS \
+    --global-batch-size $GBS \
+    --num-workers 4 \
+    --seed 42 \
+    --train-iters 2000 \
+    --lr 1e-5 \
+    --lr-decay-style cosine \
+    --lr-warmup-fraction 0.03 \
+    --weight-decay 0 \
+    --bf16 \
+    --use-torch-fsdp2 \
+    --fsdp2-config-path examples/wan2.2/fsdp2_config_A14B_high_noise.yaml
+"
+MM_ARGS="
+    --mm-model examples/wan2.2/model_A14B_high_noise.json \
+    --mm-data examples/wan2.2/data_A14B_high_noise.json \
+    --mm-tool mindspeed_mm/tools/tools.json
+"
+OUTPUT_ARGS="
+    --log-interval 1 \
+    --save-interval 500 \
+    --save runs/wan2.2_A14B_high_noise_flags \
+    --ckpt-format torch_dcp
+"
+torchrun $DISTRIBUTED_ARGS pretrain_sora.py $GPT_ARGS $MM_ARGS $OUTPUT_ARGS "$@"
