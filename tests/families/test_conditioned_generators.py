@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from ruamel.yaml import YAML
+from safetensors.torch import load_file
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
@@ -27,7 +28,7 @@ from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, Sampling
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.denoising import denoise, text_batch
 from tests.helpers.pipeline_probe import of_the_mode
-from tests.helpers.runs import lines, losses, mm, train
+from tests.helpers.runs import lines, losses, mm, tensors, train
 from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_run import generator_config
 
@@ -387,6 +388,22 @@ def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str
 def unpacked(tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     B, C, H, W = shape
     return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+@slow
+def test_the_blocks_of_the_control_are_trained_beside_frozen_ones(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As a ControlNet is: what reads the control learns, and the model that makes clips stays as it is."""
+    folder = folders("vace")
+    frozen = "['blocks.{*}', patch_embedding, condition_embedder, proj_out, scale_shift_table]"
+    train(folder / "run.yaml", tmp_path / "run", f"model.freeze={frozen}", "training.lr=0.01")
+    (file,) = (folder / "model" / "transformer").glob("*.safetensors")
+    before, after = load_file(file), tensors(tmp_path / "run")
+    changed = {
+        name.partition(".")[0] for name, value in before.items() if not torch.equal(value, after[f"model.{name}"])
+    }
+    assert changed == {"vace_blocks", "vace_patch_embedding"}
 
 
 class TestTheTask:

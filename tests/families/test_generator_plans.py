@@ -87,6 +87,22 @@ def test_a_spread_sample_trains_like_a_whole_one(plan: str, names: tuple[str, ..
             compare_steps(expected[name], measured[name], TOLERANCE)
 
 
+VERIFIED = {
+    "wan2_2": (), "wan2_2 adapters": ("training.lora.enable=true",), "wan2_2_5b_ti2v": (), "vace_references": (),
+    "hunyuan_video_i2v": (STAGES, "training.gradient_accumulation_steps=2"), "kontext": (RING,),
+}  # fmt: skip
+"""Family, and what is asked of it → further words: two transformers, given frames, media, stages, spread samples."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", VERIFIED)
+def test_mm_verify_of_a_family(case: str, tmp_path: Path) -> None:
+    name = case.partition(" ")[0]
+    with smaller_pictures():
+        said = mm("verify", yamls_of((name,), tmp_path)[name], "--nproc", 2, *VERIFIED[case])
+    assert said.code == 0, said.out + said.err
+
+
 def without_masks(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
     """A planted fault: keys that are hidden are attended to."""
     with mock.patch.object(SpreadSample, "key_mask", lambda *_: None):

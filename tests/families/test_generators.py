@@ -54,7 +54,10 @@ CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow
 FEATURES = "data.dataset_param.basic_parameters.features_dir="
 CAPTIONS = ("a red box", "two blue lines", 'a "seven" moving left', "grain, large and round")
 SEED = 7
-EXACTLY = ("sd3",)
+EXACTLY = (
+    "sd3", "flux", "flux2", "flux2_dev", "sana", "lumina2", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus",
+    "wan", "wan_i2v", "wan2_2", "wan2_2_5b_ti2v", "cogvideox",
+)  # fmt: skip
 """Families whose loss is compared in fp64, too."""
 EXACT = 1e-6
 """Of losses in fp64: pipelines hand noise and times to their transformer in fp32."""

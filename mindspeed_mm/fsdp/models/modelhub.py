@@ -35,7 +35,7 @@ from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, undo_forwards
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, module_names
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -214,9 +214,10 @@ BUILDERS = {LANGUAGE: _build_by_class, GENERATOR: _build_generator}
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     if not patterns:
         return
-    names = module_names(model)
-    for name in resolve_patterns(patterns, names, key="model.freeze"):
-        model.get_submodule(name).requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    named: dict[str, nn.Module | nn.Parameter] = {**dict(model.named_modules()), **parameters}
+    for name in resolve_patterns(patterns, list(named), key="model.freeze"):
+        named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{', '.join(patterns)} freezes every parameter: nothing is left to train",

@@ -39,7 +39,7 @@ class ModelArguments(OpenSection):
     ) = None
     """Attention kernel; null: the best one available on this machine, which is printed."""
     freeze: Patterns = ()
-    """Patterns of the modules whose parameters are not trained, e.g. `model.visual`."""
+    """Patterns of the modules whose parameters are not trained, e.g. `model.visual`; or of single parameters."""
     mtp_num_layers: Natural = 0
     """Number of multi-token prediction layers to train; 0 switches it off."""
     mtp_loss_scaling_factor: Annotated[Number, Field(ge=0)] = 0.1

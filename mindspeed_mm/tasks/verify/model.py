@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
@@ -104,10 +105,14 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
 
     model: Any = ModelHub.build(arguments.model, param_dtype=torch.float32, feature_args=arguments.features)
     ModelHub.load_weights(model, arguments.model, seed=arguments.training.seed, device=torch.device("cpu"))
-    part = _kind(arguments).trained_part
-    if part:
-        _link_others(Path(str(arguments.model.model_name_or_path)), folder, part)
-    model.save_pretrained(folder / part)
+    adapter = facts_of(model).adapter
+    if adapter is None:
+        model.save_pretrained(folder)
+    else:
+        _link_others(Path(str(arguments.model.model_name_or_path)), folder, adapter.transformers)
+        for part in adapter.transformers:
+            transformer = model if len(adapter.transformers) == 1 else model.get_submodule(part)
+            transformer.save_pretrained(folder / part)
     changed = {"model_name_or_path": str(folder), "train_from_scratch": False}
     return arguments.model_copy(update={"model": arguments.model.model_copy(update=changed)})
 
@@ -151,11 +156,15 @@ def _from_scratch(arguments: Arguments) -> Arguments:
     return arguments.model_copy(update={"model": arguments.model.model_copy(update={"train_from_scratch": True})})
 
 
-def _link_others(source: Path, folder: Path, part: str) -> None:
-    """A folder with everything of `source` but one part."""
+def _link_others(source: Path, folder: Path, parts: Sequence[str]) -> None:
+    """A folder with everything of `source` but some parts."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
-        if path.name != part:
+        if path.name in parts:
+            continue
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        else:
             (folder / path.name).symlink_to(path.resolve())
 
 
