@@ -249,8 +249,9 @@ def torch_state():
             torch.get_rng_state().sum().item(), torch.distributed.is_initialized()]
 import mindspeed_mm
 before, torch_before = state(), torch_state()
+needs_verl = () if importlib.util.find_spec("verl") else ("mindspeed_mm.verl.engine", "mindspeed_mm.verl.config_classes")
 for module in pkgutil.walk_packages(mindspeed_mm.__path__, "mindspeed_mm."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and module.name not in needs_verl:
         importlib.import_module(module.name)
 print(json.dumps([[k for k, v in before.items() if v != state()[k]], torch_before == torch_state()]))
 """

@@ -100,7 +100,7 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     for first in range(0, len(reader), _AT_A_TIME):
         asked = []
         for number in range(first, min(first + _AT_A_TIME, len(reader))):
-            asked.append(_Asked(dict(reader.read(number)), str(reader.place(number))))
+            asked.append(_RowToScore(dict(reader.read(number)), str(reader.place(number))))
         _score(rewards, asked, "", media)
         _score(rewards, [each for each in asked if f"{_PICTURE}_rejected" in each.row], "_rejected", media)
         for each in asked:
@@ -108,7 +108,7 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass
-class _Asked:
+class _RowToScore:
     """A row whose samples are scored."""
 
     row: dict[str, Any]
@@ -117,7 +117,7 @@ class _Asked:
     scores: dict[str, Any] = field(default_factory=dict)
 
 
-def _score(rewards: Sequence[Reward], asked: Sequence[_Asked], suffix: str, media: MediaLoader) -> None:
+def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str, media: MediaLoader) -> None:
     """Give rows the `score` and `scores` of their chosen or rejected samples; null where a reward does not judge."""
     from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, scores_of
 
