@@ -249,7 +249,8 @@ def torch_state():
             torch.get_rng_state().sum().item(), torch.distributed.is_initialized()]
 import mindspeed_mm
 before, torch_before = state(), torch_state()
-needs_verl = () if importlib.util.find_spec("verl") else ("mindspeed_mm.verl.engine", "mindspeed_mm.verl.config_classes")
+has_verl = importlib.util.find_spec("verl")
+needs_verl = () if has_verl else ("mindspeed_mm.verl.engine", "mindspeed_mm.verl.config_classes")
 for module in pkgutil.walk_packages(mindspeed_mm.__path__, "mindspeed_mm."):
     if not module.name.endswith("__main__") and module.name not in needs_verl:
         importlib.import_module(module.name)

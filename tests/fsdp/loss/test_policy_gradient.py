@@ -268,9 +268,9 @@ def test_loss_and_gradient_are_those_of_trl(loss_type: str, level: str, beta: fl
             their_gradients = torch.autograd.grad(theirs, tensors)
             ours = loss_of(rule, rows_of(numbers) if with_old else rows_of(numbers, old_N=None))
             our_gradients = torch.autograd.grad(ours, tensors)
-            assert torch.allclose(ours, theirs, rtol=0, atol=2e-16 * max(1, abs(theirs.item()) * 8))
+            assert torch.allclose(ours, theirs, rtol=1e-14, atol=1e-15)  # sums of another order
             for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
-                assert torch.allclose(our_gradient, their_gradient, rtol=0, atol=1e-15)
+                assert torch.allclose(our_gradient, their_gradient, rtol=1e-13, atol=1e-15)
 
 
 def test_the_sums_say_what_was_clipped() -> None:
