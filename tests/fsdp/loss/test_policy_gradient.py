@@ -268,9 +268,11 @@ def test_loss_and_gradient_are_those_of_trl(loss_type: str, level: str, beta: fl
             their_gradients = torch.autograd.grad(theirs, tensors)
             ours = loss_of(rule, rows_of(numbers) if with_old else rows_of(numbers, old_N=None))
             our_gradients = torch.autograd.grad(ours, tensors)
-            assert torch.allclose(ours, theirs, rtol=1e-14, atol=1e-15)  # sums of another order
+            # Sums of another order; TRL rounds the temperatures of sapo to fp32.
+            near = 1e-7 if loss_type == "sapo" else 1e-14
+            assert torch.allclose(ours, theirs, rtol=near, atol=1e-15)
             for our_gradient, their_gradient in zip(our_gradients, their_gradients, strict=True):
-                assert torch.allclose(our_gradient, their_gradient, rtol=1e-13, atol=1e-15)
+                assert torch.allclose(our_gradient, their_gradient, rtol=10 * near, atol=near / 10)
 
 
 def test_the_sums_say_what_was_clipped() -> None:
