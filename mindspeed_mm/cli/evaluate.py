@@ -13,7 +13,7 @@ from mindspeed_mm.cli.sharing import is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from mindspeed_mm.tasks.evaluate.harness.served import AskedModel
+    from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
 
 EXAMPLES = """
 \b
@@ -350,7 +350,7 @@ def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
     tasks = names_of(options["tasks"])
     if not tasks:
         raise UsageError("no tasks are given", key="--tasks", way_out="Name them as the harness does: --tasks ai2d.")
-    asked: served.AskedModel | served.Folder
+    asked: served.ServedModel | served.Folder
     if is_address(model):
         asked = _running(model, options)
         place = results_folder(None, Path(asked.name))
@@ -376,17 +376,17 @@ def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
     )
 
 
-def _running(address: str, options: dict[str, Any]) -> AskedModel:
+def _running(address: str, options: dict[str, Any]) -> ServedModel:
     """The model of a server that runs already."""
     from mindspeed_mm.cli.serve import read_key
     from mindspeed_mm.tasks.answer.remote import RemoteModel
-    from mindspeed_mm.tasks.evaluate.harness.served import AskedModel
+    from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
 
     others = ("lora", "config", "plan", "batch_size")
     _refuse_given(options, others, "is for models that are loaded here, and a server has loaded its own")
     key = read_key(options["key_file"]) if options["key_file"] is not None else None
     server = RemoteModel.at(address, options["name"] or "", key)
-    return AskedModel(server.address, server.name, key)
+    return ServedModel(server.address, server.name, key)
 
 
 def _refuse_given(options: dict[str, Any], names: Sequence[str], what: str) -> None:

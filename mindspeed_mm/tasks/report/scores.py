@@ -27,7 +27,7 @@ class Line:
 
 
 @dataclass
-class Table:
+class ScoreTable:
     """One kind of measurement of all runs that have it."""
 
     title: str
@@ -35,36 +35,38 @@ class Table:
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def ordered(self) -> Table:
+    def ordered(self) -> ScoreTable:
         """With the lines of a task together, in the order in which tasks first come."""
         tasks = list(dict.fromkeys(line.task for line in self.lines))
-        return Table(self.title, self.measure, sorted(self.lines, key=lambda line: tasks.index(line.task)), self.notes)
+        return ScoreTable(
+            self.title, self.measure, sorted(self.lines, key=lambda line: tasks.index(line.task)), self.notes
+        )
 
 
-def score_tables(runs: Sequence[ReportedRun]) -> list[Table]:
+def score_tables(runs: Sequence[ReportedRun]) -> list[ScoreTable]:
     """Held-out questions first, then published sets, harnesses and generated samples."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, ScoreTable] = {}
     for series, run in enumerate(runs, 1):
         for part in _tables_of(run, series):
-            table = tables.setdefault(part.title, Table(part.title, part.measure))
+            table = tables.setdefault(part.title, ScoreTable(part.title, part.measure))
             table.lines += part.lines
             table.notes += [note for note in part.notes if note not in table.notes]
     return [table.ordered() for table in tables.values()]
 
 
-def _tables_of(run: ReportedRun, series: int) -> Iterator[Table]:
+def _tables_of(run: ReportedRun, series: int) -> Iterator[ScoreTable]:
     measure = str(run.results.get("measure", "accuracy"))
     if run.results.get("tasks"):
         title = f"{measure.capitalize()} on {judged(run)} samples"
-        yield Table(title, measure, _score_lines(run.results, run, series), _findings(run.results))
+        yield ScoreTable(title, measure, _score_lines(run.results, run, series), _findings(run.results))
     for results in run.published:
         note = str(results.get("note") or "")
-        yield Table(str(results["title"]), "score", _score_lines(results, run, series), [note] if note else [])
+        yield ScoreTable(str(results["title"]), "score", _score_lines(results, run, series), [note] if note else [])
     for results in run.harnesses:
         title = f"{results['harness']['name']} {results['harness']['version']}"
-        yield Table(title, "figure", _harness_lines(results, run, series))
+        yield ScoreTable(title, "figure", _harness_lines(results, run, series))
     if run.generated:
-        yield Table("Measures of generated samples", "value", _generated_lines(run.generated, run, series))
+        yield ScoreTable("Measures of generated samples", "value", _generated_lines(run.generated, run, series))
 
 
 def judged(run: ReportedRun) -> str:

@@ -15,8 +15,8 @@ from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, is_object_of
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.tasks.evaluate.harness.figures import TaskFigures, read_newest, snapshot
-from mindspeed_mm.tasks.evaluate.harness.harnesses import HARNESSES, Asked
-from mindspeed_mm.tasks.evaluate.harness.served import AskedModel, Folder, served
+from mindspeed_mm.tasks.evaluate.harness.harnesses import HARNESSES, HarnessCall
+from mindspeed_mm.tasks.evaluate.harness.served import Folder, ServedModel, served
 from mindspeed_mm.tasks.evaluate.outside import OutsidePackage, find_outside
 from mindspeed_mm.tasks.model_kind import kind_of_path
 
@@ -40,7 +40,7 @@ class HarnessRequest:
         options: Further words of the harness's command line.
     """
 
-    model: AskedModel | Folder
+    model: ServedModel | Folder
     harness: str
     tasks: Sequence[str]
     out: Path
@@ -82,7 +82,7 @@ def run(request: HarnessRequest) -> HarnessResult:
     make_writable_folder(files)
     began = time.monotonic()
     with _asked_model(request.model) as model:
-        asked = Asked(model, request.tasks, files, request.max_new_tokens, request.options)
+        asked = HarnessCall(model, request.tasks, files, request.max_new_tokens, request.options)
         call = harness.call(package, asked)
         before = snapshot(files, harness.results)
         code = package.run(call)
@@ -94,7 +94,7 @@ def run(request: HarnessRequest) -> HarnessResult:
     return result
 
 
-def _check_can_answer(model: AskedModel | Folder) -> None:
+def _check_can_answer(model: ServedModel | Folder) -> None:
     if isinstance(model, Folder) and kind_of_path(model.model) is GENERATOR:
         what = "is a generator, and harnesses ask models that answer"
         way_out = "Measure what it draws: mm evaluate SAMPLES --generated."
@@ -102,8 +102,8 @@ def _check_can_answer(model: AskedModel | Folder) -> None:
 
 
 @contextmanager
-def _asked_model(model: AskedModel | Folder) -> Iterator[AskedModel]:
-    if isinstance(model, AskedModel):
+def _asked_model(model: ServedModel | Folder) -> Iterator[ServedModel]:
+    if isinstance(model, ServedModel):
         yield model
         return
     with served(model) as asked:

@@ -17,7 +17,7 @@ from typing import Any
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.sampling.answers.scoring import Z_95
 from mindspeed_mm.tasks.evaluate.harness.figures import Figure, TaskFigures, as_number
-from mindspeed_mm.tasks.evaluate.harness.served import AskedModel
+from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
 from mindspeed_mm.tasks.evaluate.outside import Call, OutsidePackage, Wanted
 
 _USUAL_LENGTH = 2048
@@ -26,7 +26,7 @@ _KEY = "--harness-python"
 
 
 @dataclass(frozen=True)
-class Asked:
+class HarnessCall:
     """What a harness is to do.
 
     Args:
@@ -37,7 +37,7 @@ class Asked:
         options: Further words of its command line.
     """
 
-    model: AskedModel
+    model: ServedModel
     tasks: Sequence[str]
     folder: Path
     max_new_tokens: int | None = None
@@ -49,14 +49,14 @@ class Harness:
     """One harness."""
 
     wanted: Wanted
-    call: Callable[[OutsidePackage, Asked], Call]
+    call: Callable[[OutsidePackage, HarnessCall], Call]
     results: str
     """Pattern of the file that its figures stand in."""
     read: Callable[[Mapping[str, Any]], dict[str, TaskFigures]]
     """Content of that file → task → figures."""
 
 
-def _call_lmms_eval(_: OutsidePackage, asked: Asked) -> Call:
+def _call_lmms_eval(_: OutsidePackage, asked: HarnessCall) -> Call:
     words = ["-m", "lmms_eval", "--model", "async_openai", "--model_args", f"model={asked.model.name}"]
     words += ["--tasks", ",".join(asked.tasks), "--batch_size", "1"]
     words += ["--output_path", str(asked.folder), "--log_samples"]
@@ -93,7 +93,7 @@ def _figures_of_lmms_task(found: Mapping[str, Any]) -> dict[str, Figure]:
     return figures
 
 
-def _call_vlmevalkit(package: OutsidePackage, asked: Asked) -> Call:
+def _call_vlmevalkit(package: OutsidePackage, asked: HarnessCall) -> Call:
     script = package.folder.parent / "run.py"
     if not script.is_file() or "--base-url" not in script.read_text(encoding="utf-8", errors="replace"):
         what = "has no run.py beside it that takes --base-url"

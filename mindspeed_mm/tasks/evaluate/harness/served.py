@@ -36,7 +36,7 @@ _LIMITS = {
 
 
 @dataclass(frozen=True)
-class AskedModel:
+class ServedModel:
     """A model behind a server of OpenAI's interface."""
 
     address: str
@@ -77,7 +77,7 @@ class Folder:
 
 
 @contextmanager
-def served(folder: Folder) -> Iterator[AskedModel]:
+def served(folder: Folder) -> Iterator[ServedModel]:
     """The model behind a server of this machine, with a key that nobody else has. The server is ended afterwards.
 
     Raises:
@@ -90,7 +90,7 @@ def served(folder: Folder) -> Iterator[AskedModel]:
         words = [sys.executable, *folder.words(key_file)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, text=True)
         try:
-            yield AskedModel(_address(process), NAME, key)
+            yield ServedModel(_address(process), NAME, key)
         finally:
             end_process(process)
 
