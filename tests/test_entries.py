@@ -168,7 +168,7 @@ def test_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     dataset = {
         "dataset_type": "t2v",
         "basic_parameters": {"data_path": str(tmp_path / "rows.jsonl"), "data_folder": str(tmp_path)},
-        "preprocess_parameters": {"num_frames": 5, "max_height": 16, "max_width": 16},
+        "preprocess_parameters": {"num_frames": 5, "max_height": 16, "max_width": 16, "frame_interval": 1},
     }
     words = ["--micro-batch-size", "2", "--num-workers", "0"]
     words += ["--mm-model", write_json(tmp_path, "model", model)]

@@ -27,6 +27,13 @@ def with_transformer(**changes: object):
     return spoil
 
 
+def with_prompts(folder: Path) -> None:
+    """Prompts instead of clips, of which no frames are taken."""
+    with_file("prompts.txt", "a box\n")(folder)
+    yaml = folder / "run.yaml"
+    yaml.write_text(yaml.read_text().replace("frame_interval: 1", ""))
+
+
 GENERATORS = (
     Refusal(
         "rewards of a model that goes on from pictures",
@@ -39,7 +46,7 @@ GENERATORS = (
         ),
         "'i2v' goes on from media",
         "model.task",
-        spoil=with_file("prompts.txt", "a box\n"),
+        spoil=with_prompts,
         base="i2v",
     ),
     Refusal(

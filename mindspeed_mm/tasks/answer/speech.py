@@ -37,7 +37,7 @@ USUAL_VOICE = "Ethan"
 
 
 @dataclass(frozen=True)
-class SpokenAnswer:
+class VoicedAnswer:
     """What a model said, and the file with its voice."""
 
     answer: Answer
@@ -139,7 +139,7 @@ def run(
     sampling: Sampling,
     speaker: str = USUAL_VOICE,
     config: Path | None = None,
-) -> SpokenAnswer:
+) -> VoicedAnswer:
     """Answer one prompt in words and, in a WAV file, aloud.
 
     Args:
@@ -160,4 +160,4 @@ def run(
     voice = spoken.voice(speaker)
     answer, sound = spoken.speak(prompt, media, sampling, voice)
     atomic_write_bytes(resolve_output(out), wave_bytes(sound))
-    return SpokenAnswer(answer, out, sound.samples.shape[1] / sound.rate, voice)
+    return VoicedAnswer(answer, out, sound.samples.shape[1] / sound.rate, voice)

@@ -133,7 +133,7 @@ def test_rare_scores_and_noise_levels_weigh(tmp_path: Path) -> None:
 
 
 def test_a_run_on_raw_media_and_on_features(yaml: Path, tmp_path: Path) -> None:
-    # Media are encoded alone or two at a time, which rounds otherwise; a large beta would make much of it.
+    # Media are encoded alone or two at a time, which rounds otherwise; beta and Adam's first steps make more of it.
     words = (*PAIRS, *LORA, "training.train_iters=3", "training.lr=1e-2", "posttrain.dpo.beta=200")
     said = mm("check", yaml, *words)
     assert said.code == 0, said.out + said.err
@@ -145,7 +145,7 @@ def test_a_run_on_raw_media_and_on_features(yaml: Path, tmp_path: Path) -> None:
     train(yaml, tmp_path / "stored", *words, there)
     by_features = [line["loss"] for line in lines(tmp_path / "stored" / "metrics.jsonl") if "loss" in line]
     by_media = [line["loss"] for line in lines(tmp_path / "raw" / "metrics.jsonl") if "loss" in line]
-    assert by_features == pytest.approx(by_media, rel=1e-4)
+    assert by_features == pytest.approx(by_media, rel=1e-3)
     extract.run(yaml, out=tmp_path / "single")
     said = mm("check", yaml, *words, there.replace("/features", "/single"))
     assert said.code != 0 and "the features hold no rejected sides" in said.out
