@@ -56,7 +56,7 @@ CAPTIONS = ("a red box", "two blue lines", 'a "seven" moving left', "grain, larg
 SEED = 7
 EXACTLY = (
     "sd3", "flux", "flux2", "flux2_dev", "sana", "lumina2", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus",
-    "wan", "wan_i2v", "wan2_2", "wan2_2_5b_ti2v", "cogvideox",
+    "wan", "wan_i2v", "wan2_2", "wan2_2_5b_ti2v", "wan2_2_i2v", "cogvideox",
 )  # fmt: skip
 """Families whose loss is compared in fp64, too."""
 EXACT = 1e-6

@@ -42,7 +42,7 @@ def make_tiny_wan2_2_i2v(folder: Path) -> None:
     second = seeded(lambda: WanTransformer3DModel.from_config(whole.transformer.config), 9)
     parts = {**whole.components, "transformer_2": second, "image_encoder": None, "image_processor": None}
     shutil.rmtree(folder)
-    WanImageToVideoPipeline(**parts, boundary_ratio=0.47).save_pretrained(folder)
+    WanImageToVideoPipeline(**parts, boundary_ratio=0.82).save_pretrained(folder)
 
 
 def make_tiny_wan2_2_5b(folder: Path) -> None:
