@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
 from mindspeed_mm.fsdp.train.rollouts.build import build_prompt_loader
-from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS
+from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, check_media_served
 from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths, row_of
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -57,12 +57,15 @@ def first_answers(arguments: Arguments, dataset: MMDataset, prompts: Sequence[An
         longest: Tokens that the model takes; None: it does not say.
 
     Raises:
-        DataError: A prompt leaves no room for an answer, or has no solution that a reward compares with.
+        DataError: A prompt leaves no room for an answer, has no solution that a reward compares with, or has media that
+            no server is sent.
     """
     posttrain, size = arguments.posttrain, arguments.training.micro_batch_size
     check_solutions([each.name for each in posttrain.rewards], list(map(row_of, prompts)))
     most_new = posttrain.rollout.max_completion_length
     check_lengths(prompts, most_new, longest)
+    if posttrain.rollout.backend != "transformers":
+        check_media_served(prompts)
     collate = build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param)
     answer = DrawnAnswer([tokenizer_of(dataset.processor).pad_token_id or 0] * most_new, [], 0.0, is_truncated=True)
     drawn = [prompt for prompt in prompts for _ in range(posttrain.grpo.num_generations)][:size]

@@ -1,7 +1,10 @@
 """Rollouts that a server draws, against one of the standard library that speaks vLLM's and SGLang's words."""
 
+import base64
 import hashlib
+import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule, draw_answers
@@ -22,6 +26,7 @@ from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 class _Server(ThreadingHTTPServer):
     model: Any = None
+    processor: Any = None
     lock: threading.Lock
     asked: list[tuple[str, Any]]
     loaded: list[str]
@@ -56,18 +61,18 @@ class _Words(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def load(self, folder: str) -> None:
-        from transformers import Qwen3VLForConditionalGeneration
+        from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
         weights = next(Path(folder).glob("*.safetensors")).read_bytes()
         self.server.loaded.append(hashlib.sha256(weights).hexdigest())
         if self.server.model is None or not self.server.sleeps_on_weights:
             self.server.model = Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
+        self.server.processor = self.server.processor or AutoProcessor.from_pretrained(folder)
 
-    def drawn(self, ids: list[int], seed: int, content: dict[str, Any]) -> Any:
+    def drawn(self, inputs: dict[str, Any], seed: int, content: dict[str, Any]) -> Any:
         never = tuple(int(token) for token in content["logit_bias"])
         most = content.get("max_tokens") or content["max_new_tokens"]
         rule = DrawRule(seed, most, content["temperature"], suppressed=never)
-        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         return draw_answers(self.server.model, inputs, [""], rule, end_ids=content["stop_token_ids"], pad_id=0)[0]
 
     def update_weights_from_disk(self, content: Any) -> Any:
@@ -76,9 +81,16 @@ class _Words(BaseHTTPRequestHandler):
 
     def generate(self, content: Any) -> Any:
         settings = content["sampling_params"]
-        answer = self.drawn(content["input_ids"], settings["sampling_seed"], settings)
+        inputs = of_ids(content["input_ids"])
+        if "image_data" in content:  # as SGLang: words again, each picture one token, which the processor makes many
+            text = self.server.processor.tokenizer.decode(content["input_ids"])
+            text = re.sub(r"(?:<\|image_pad\|>)+", "<|image_pad|>", text)
+            pictures = list(map(picture_of, content["image_data"]))
+            inputs = dict(self.server.processor(text=[text], images=pictures, return_tensors="pt"))
+        answer = self.drawn(inputs, settings["sampling_seed"], settings)
         pairs = zip(answer.log_probs, answer.token_ids, strict=True)
-        return {"meta_info": {"output_token_logprobs": [[value, token, None] for value, token in pairs]}}
+        found = [[value, token, None] for value, token in pairs]
+        return {"meta_info": {"prompt_tokens": inputs["input_ids"].shape[1], "output_token_logprobs": found}}
 
     def collective_rpc(self, content: Any) -> Any:
         assert content["method"] == "reload_weights"
@@ -88,11 +100,35 @@ class _Words(BaseHTTPRequestHandler):
         return {}
 
     def completions(self, content: Any) -> Any:
-        answer = self.drawn(content["prompt"], content["seed"], content)
+        answer = self.drawn(of_ids(content["prompt"]), content["seed"], content)
         return {"choices": [{"token_ids": answer.token_ids, "logprobs": {"token_logprobs": answer.log_probs}}]}
+
+    def chat_completions(self, content: Any) -> Any:
+        """As vLLM: the chat is rendered here, by transformers' processor."""
+        pictures = [
+            picture_of(part["image_url"]["url"])
+            for message in content["messages"]
+            for part in message["content"]
+            if isinstance(part, dict) and part["type"] == "image_url"
+        ]
+        shown = json.loads(json.dumps(content["messages"]).replace('"type": "image_url"', '"type": "image"'))
+        text = self.server.processor.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
+        inputs = dict(self.server.processor(text=[text], images=pictures, return_tensors="pt"))
+        answer = self.drawn(inputs, content["seed"], content)
+        told = [{"token": "", "logprob": value} for value in answer.log_probs]
+        choice = {"token_ids": answer.token_ids, "logprobs": {"content": told}}
+        return {"prompt_token_ids": inputs["input_ids"][0].tolist(), "choices": [choice]}
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def of_ids(ids: list[int]) -> dict[str, Any]:
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+
+
+def picture_of(uri: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,"))))
 
 
 @pytest.fixture
@@ -134,6 +170,81 @@ def test_a_server_draws_with_the_weights_of_the_step(backend: str, server: _Serv
     assert len(paths) == 2 * (8 + (1 if backend == "sglang" else 2))
 
 
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_server_draws_for_pictures(backend: str, server: _Server, tmp_path: Path) -> None:
+    """Of rows with one, none and two. What transformers' own processor and model make of a row's files and an answer is
+    what is stored, and training finds the same log-probabilities."""
+    Trainer(str(run_of(tmp_path, server.server_port, backend, images=(1, 0, 2)))).train()
+    assert max(gaps(tmp_path)) < 1e-5
+    asked = [content for path, content in server.asked if path in ("/generate", "/v1/chat/completions")]
+    assert sum("image_data" in content or "messages" in content for content in asked) > 4
+    first = min((tmp_path / "run" / "rollouts").glob("rollout_*.jsonl"))
+    text = first.read_text(encoding="utf-8")
+    records = [record for record in map(json.loads, text.splitlines()) if "token_ids" in record]
+    assert len(records) == 8
+    for record in records:
+        expected = recomputed(tmp_path, record, [int(token) for token in suppressed(asked[0])])
+        assert record["log_probs"] == pytest.approx(expected, abs=1e-5)
+
+
+def suppressed(content: dict[str, Any]) -> list[str]:
+    return list(content.get("sampling_params", content)["logit_bias"])
+
+
+def recomputed(folder: Path, record: dict[str, Any], never: list[int]) -> list[float]:
+    """Log-probabilities of an answer by the weights at the start, by transformers alone."""
+    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+    row = json.loads((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[record["row"]])
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder / "model").eval()
+    parts: list[dict[str, str]] = [{"type": "image"} for _ in row["images"]]
+    parts.append({"type": "text", "text": "What is it like?"})
+    chat = [{"role": "user", "content": parts}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    pictures = [Image.open(folder / name) for name in row["images"]] or None
+    inputs = dict(processor(text=[text], images=pictures, return_tensors="pt"))
+    answer, length = torch.tensor([record["token_ids"]]), inputs["input_ids"].shape[1]
+    for name, fill in (("input_ids", answer), ("attention_mask", torch.ones_like(answer))):
+        inputs[name] = torch.cat([inputs[name], fill], 1)
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, length - 1 : -1].double()
+    logits[:, never] = -torch.inf
+    found: list[float] = logits.log_softmax(-1).gather(1, answer[0, :, None])[:, 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_server_that_reads_pictures_otherwise_is_named(backend: str, server: _Server, tmp_path: Path) -> None:
+    """Its limit of pixels is another, so a picture is more tokens than in training."""
+    from transformers import AutoProcessor
+
+    path = run_of(tmp_path, server.server_port, backend, images=(1,))
+    server.processor = AutoProcessor.from_pretrained(tmp_path / "model", size=LARGER)
+    with pytest.raises(MachineError, match="other tokens of a prompt with pictures than training does: ") as caught:
+        Trainer(str(path)).train()
+    assert "limits of pixels that the run has" in str(caught.value)
+
+
+LARGER = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+
+
+def test_a_video_is_refused(server: _Server, tmp_path: Path) -> None:
+    path = run_of(tmp_path, server.server_port, "sglang", images=(1,))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["videos"] = [row.pop("images") * 2]
+        row["messages"][0]["content"] = "<video>What is it like?"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    said = "the prompt has media of the kind 'video', and servers are sent words and pictures alone"
+    with pytest.raises(DataError, match=said):
+        Trainer(str(path)).train()
+    checked = mm("check", path)
+    assert checked.code != 0 and said in checked.out
+
+
 def test_a_server_with_old_weights_is_seen_and_corrected(server: _Server, tmp_path: Path) -> None:
     server.sleeps_on_weights = True
     Trainer(str(run_of(tmp_path, server.server_port, "sglang"))).train()
@@ -142,9 +253,6 @@ def test_a_server_with_old_weights_is_seen_and_corrected(server: _Server, tmp_pa
 
 
 def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> None:
-    path = run_of(tmp_path / "pictures", server.server_port, "sglang", images=(1,))
-    with pytest.raises(DataError, match="the prompt has media"):
-        Trainer(str(path)).train()
     away = run_of(tmp_path / "away", server.server_port, "sglang")
     said = mm("check", away)
     assert said.code == 0, said.out + said.err

@@ -74,17 +74,17 @@ def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: 
             key="messages",
             way_out="Leave the media out of the last turn.",
         )
-    question = encoder.encode_question(
-        replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
-    )
+    question = replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
+    encoded = encoder.encode_question(question)
     truth, columns = words_of(answer["content"]), dict(columns)
     if truth and columns.get("solution") is None:
         columns["solution"] = truth
     return {
         "sample_id": str(sample.place),
         "row": index,
-        "input_ids": question.input_ids,
-        "media": list(question.media),
+        "input_ids": encoded.input_ids,
+        "media": list(encoded.media),
+        "question": question,
         "text": words_of(messages[-1]["content"]) if messages else "",
         "columns": columns,
     }

@@ -107,6 +107,8 @@ class EncodedPrompt(TypedDict):
     """(L,) int64, up to where the answer begins."""
     media: list[Any]
     """As of `EncodedSample`."""
+    question: Sample
+    """The conversation before the answer, as the row has it."""
     text: str
     """What the user said last."""
     columns: dict[str, Any]

@@ -6,6 +6,8 @@ run folder, which the server must see under the same path.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import urllib.error
 import urllib.request
@@ -14,14 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, check_lengths
 
@@ -32,6 +35,18 @@ CONCURRENCY = 64
 _NEVER = -100.0
 """What is added to the logit of a token that is not to be drawn: the most that the interface of OpenAI takes."""
 _UNKNOWN = float("nan")
+
+
+class ServedPrompt(NamedTuple):
+    """A prompt as servers are sent it."""
+
+    token_ids: list[int]
+    """As the model is trained on it: each picture is as many tokens as it has."""
+    pictures: list[str]
+    """Data URIs, in order of place."""
+    messages: list[dict[str, Any]]
+    """The same conversation as the interface of OpenAI takes it; empty where there are no pictures."""
+    tools: list[dict[str, Any]] | None
 
 
 class RolloutServer(ABC):
@@ -75,11 +90,11 @@ class RolloutServer(ABC):
         """
 
     @abstractmethod
-    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
-        """The answer to a prompt of tokens.
+    def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+        """The answer to a prompt.
 
         Raises:
-            MachineError: The server is away, or answers with something else.
+            MachineError: The server is away, answers with something else, or makes other tokens of the prompt.
         """
 
     def post(self, path: str, content: dict[str, Any]) -> Any:
@@ -105,6 +120,16 @@ class RolloutServer(ABC):
             "VLLM_SERVER_DEV_MODE=1). See its log.",
         )
 
+    def reads_otherwise(self, what: str) -> MachineError:
+        """The error that tells that the server makes other tokens of a prompt than training does."""
+        return MachineError(
+            f"the server makes other tokens of a prompt with pictures than training does: {what}",
+            where=self.base_url,
+            key="posttrain.rollout.base_url",
+            way_out="Start it with the chat template and the limits of pixels that the run has, or set "
+            "posttrain.rollout.backend: transformers.",
+        )
+
     def _answer(self, tokens: Any, log_probs: Any, end_ids: Sequence[int]) -> DrawnAnswer:
         if not tokens or len(tokens) != len(log_probs):
             raise self.failed(f"{len(tokens or ())} tokens with {len(log_probs or ())} log-probabilities")
@@ -114,7 +139,7 @@ class RolloutServer(ABC):
 
 
 class SglangServer(RolloutServer):
-    """SGLang's own interface."""
+    """SGLang's own interface. It puts the tokens of pictures in anew, and tells how many the prompt has then."""
 
     asked_for, takes_weights = "/health", "/update_weights_from_disk"
 
@@ -124,7 +149,7 @@ class SglangServer(RolloutServer):
         if not (told or {}).get("success"):
             raise self.failed(f"/update_weights_from_disk: {(told or {}).get('message')}")
 
-    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+    def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
         """See `RolloutServer`."""
         settings = {
             "temperature": rule.temperature,
@@ -135,16 +160,20 @@ class SglangServer(RolloutServer):
             "sampling_seed": seed % 2**31,
             "logit_bias": {str(token): _NEVER for token in rule.suppressed},
         }
-        told = self.post(
-            "/generate", {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
-        )
-        found = ((told or {}).get("meta_info") or {}).get("output_token_logprobs") or []
+        asked = {"input_ids": prompt.token_ids, "sampling_params": settings, "return_logprob": True}
+        if prompt.pictures:
+            asked["image_data"] = prompt.pictures
+        facts = (self.post("/generate", asked) or {}).get("meta_info") or {}
+        if prompt.pictures and facts.get("prompt_tokens") != len(prompt.token_ids):
+            raise self.reads_otherwise(f"{facts.get('prompt_tokens')} instead of {len(prompt.token_ids)}")
+        found = facts.get("output_token_logprobs") or []
         return self._answer([each[1] for each in found], [each[0] for each in found], end_ids)
 
 
 class VllmServer(RolloutServer):
     """vLLM's server, by the interface of OpenAI. It draws from the logits divided by the temperature, and tells
-    log-probabilities of these with `--logprobs-mode processed_logprobs`."""
+    log-probabilities of these with `--logprobs-mode processed_logprobs`. It takes pictures in a chat alone, which it
+    renders itself, and tells the tokens that it made of it."""
 
     asked_for, takes_weights = "/v1/models", "/collective_rpc"
 
@@ -154,27 +183,50 @@ class VllmServer(RolloutServer):
         self.post("/collective_rpc", asked)
         self.post("/reset_prefix_cache", {})
 
-    def draw(self, token_ids: Sequence[int], seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
+    def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
         """See `RolloutServer`."""
-        told = self.post(
-            "/v1/completions",
-            {
-                "prompt": list(token_ids),
-                "max_tokens": rule.max_new_tokens,
-                "temperature": rule.temperature,
-                "top_p": rule.top_p,
-                "top_k": rule.top_k or -1,
-                "seed": seed % 2**31,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "stop_token_ids": list(end_ids),
-                "logit_bias": {str(token): _NEVER for token in rule.suppressed},
-            },
-        )
-        choice = ((told or {}).get("choices") or [{}])[0]
+        settings = {
+            "max_tokens": rule.max_new_tokens,
+            "temperature": rule.temperature,
+            "top_p": rule.top_p,
+            "top_k": rule.top_k or -1,
+            "seed": seed % 2**31,
+            "return_token_ids": True,
+            "stop_token_ids": list(end_ids),
+            "logit_bias": {str(token): _NEVER for token in rule.suppressed},
+        }
+        if prompt.pictures:
+            return self._drawn_in_chat(prompt, settings, end_ids)
+        told = self.post("/v1/completions", {**settings, "prompt": prompt.token_ids, "logprobs": 0})
+        choice = _first_choice(told)
         return self._answer(
             choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs") or [], end_ids
         )
+
+    def _drawn_in_chat(self, prompt: ServedPrompt, settings: dict[str, Any], end_ids: Sequence[int]) -> DrawnAnswer:
+        asked = {**settings, "messages": prompt.messages, "logprobs": True, "top_logprobs": 0}
+        if prompt.tools:
+            asked["tools"], asked["tool_choice"] = prompt.tools, "none"
+        told = self.post("/v1/chat/completions", asked)
+        read = (told or {}).get("prompt_token_ids") or []
+        if read != prompt.token_ids:
+            raise self.reads_otherwise(_first_difference(read, prompt.token_ids))
+        choice = _first_choice(told)
+        content = (choice.get("logprobs") or {}).get("content") or []
+        return self._answer(choice.get("token_ids"), [each.get("logprob") for each in content], end_ids)
+
+
+def _first_choice(told: Any) -> dict[str, Any]:
+    choice: dict[str, Any] = ((told or {}).get("choices") or [{}])[0]
+    return choice
+
+
+def _first_difference(read: Sequence[int], trained: Sequence[int]) -> str:
+    """Where two lists of tokens part, in words."""
+    for place, (one, other) in enumerate(zip(read, trained, strict=False)):
+        if one != other:
+            return f"token {place} is {one} instead of {other} ({len(read)} tokens, {len(trained)} in training)"
+    return f"{len(read)} instead of {len(trained)}"
 
 
 SERVERS: dict[str, type[RolloutServer]] = {"vllm": VllmServer, "sglang": SglangServer}
@@ -182,7 +234,7 @@ SERVERS: dict[str, type[RolloutServer]] = {"vllm": VllmServer, "sglang": SglangS
 
 class ServedRollouts(TextRollouts):
     """Answers that a server draws; each data rank asks for its own. A seed of the sample goes along, but what is drawn
-    depends on the server, too. Prompts of words alone."""
+    depends on the server, too. Prompts of words and pictures."""
 
     server: RolloutServer
     write_weights: Callable[[nn.Module], Path]
@@ -203,20 +255,13 @@ class ServedRollouts(TextRollouts):
     def draw(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
         """See `RolloutSource`."""
         check_lengths(prompts, self._rule.max_new_tokens, self._longest)
-        for prompt in prompts:
-            if prompt["media"]:
-                raise DataError(
-                    "the prompt has media, and servers are asked by token ids alone",
-                    where=prompt["sample_id"],
-                    key="posttrain.rollout.backend",
-                    way_out="Set it to transformers.",
-                )
-
+        check_media_served(prompts)
+        served = self._served(prompts)
         never, words = set(self._rule.suppressed), int(self._model.config.get_text_config().vocab_size)
 
         def ask(prompt: EncodedPrompt, key: str) -> DrawnAnswer:
             seed = derive_seed(self._rule.seed, key)
-            answer = self.server.draw(prompt["input_ids"].tolist(), seed, self._rule, self._end_ids)
+            answer = self.server.draw(served[id(prompt)], seed, self._rule, self._end_ids)
             for token in answer.token_ids:
                 if token in never or not 0 <= token < words:
                     raise self.server.failed(
@@ -228,8 +273,60 @@ class ServedRollouts(TextRollouts):
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return list(pool.map(ask, prompts, keys))
 
+    def _served(self, prompts: Sequence[EncodedPrompt]) -> dict[int, ServedPrompt]:
+        """By `id` of each prompt: those of a group are one object, whose pictures are opened once."""
+        served: dict[int, ServedPrompt] = {}
+        for prompt in prompts:
+            if id(prompt) not in served:
+                served[id(prompt)] = served_prompt(prompt, self._dataset.media)
+        return served
+
     def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
         """As of other rollouts; a server tells no entropy."""
         facts = super().facts(samples)
         facts.pop("entropy")
         return facts
+
+
+# --- prompts as they are sent -----------------------------------------------------------------------------------------
+
+
+def check_media_served(prompts: Sequence[EncodedPrompt]) -> None:
+    """Raise `DataError` where a prompt has other media than pictures: servers cut videos and sounds their own way."""
+    for prompt in prompts:
+        for item in prompt["question"].media:
+            if item.kind != "image":
+                raise DataError(
+                    f"the prompt has media of the kind '{item.kind}', and servers are sent words and pictures alone",
+                    where=prompt["sample_id"],
+                    key="posttrain.rollout.backend",
+                    way_out="Set it to transformers.",
+                )
+
+
+def served_prompt(prompt: EncodedPrompt, loader: MediaLoader | None) -> ServedPrompt:
+    """The prompt as servers are sent it, its pictures as training decodes them."""
+    question, pictures = prompt["question"], []
+    for item in question.media:
+        assert loader is not None  # a data set whose rows have media opens them
+        file = io.BytesIO()
+        loader.load_image(item.source).save(file, "PNG")
+        pictures.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    messages = _chat_of(question, pictures) if pictures else []
+    return ServedPrompt(prompt["input_ids"].tolist(), pictures, messages, question.tools)
+
+
+def _chat_of(question: Sample, pictures: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a conversation with its pictures in their places."""
+    coming = iter(pictures)
+    messages = []
+    for message in question.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            parts = []
+            for part in content:
+                is_text = part["type"] == "text"
+                parts.append(part if is_text else {"type": "image_url", "image_url": {"url": next(coming)}})
+            content = parts
+        messages.append({**message, "content": content})
+    return messages
