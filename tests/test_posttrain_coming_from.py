@@ -65,6 +65,7 @@ def test_flags_of_scripts_exist() -> None:
     assert len(told) > 15 and set(told) <= known
 
 
+@pytest.mark.slow
 def test_its_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, with a model and rows that are there."""
     monkeypatch.chdir(tmp_path)

@@ -73,7 +73,7 @@ def trained(yaml: Path, save: Path, *words: str) -> list[dict[str, Any]]:
     return [line for line in lines(save / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize(("method", "guidance"), [("grpo", 1), ("grpo", 2.5), ("nft", 1)])
+@pytest.mark.parametrize(("method", "guidance"), [("grpo", 2.5), ("nft", 1)])
 def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder: Path, tmp_path: Path) -> None:
     """To the bit: the log of the ratio, or the distance from the old policy, is 0 where a rollout serves one step."""
     words = (f"posttrain.method={method}", f"posttrain.flow.guidance_scale={guidance}", "training.train_iters=2")
@@ -86,11 +86,10 @@ def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder:
 
 def test_mm_check_passes_what_trains_and_refuses_too_few_prompts(folder: Path, tmp_path: Path) -> None:
     """Four prompts are two steps of four samples each; eight samples of a step are no rows. A run is found again."""
-    said = mm("check", folder / "run.yaml")
-    assert said.code == 0, said.out
     save = f"training.save={tmp_path / 'run'}"
     assert mm("train", folder / "run.yaml", save, "training.train_iters=1").code == 0
-    assert mm("check", folder / "run.yaml", save).code == 0
+    said = mm("check", folder / "run.yaml", save)
+    assert said.code == 0, said.out
     few = "posttrain.grpo.steps_per_generation=3"
     for verb in ("check", "train"):
         said = mm(verb, folder / "run.yaml", few)

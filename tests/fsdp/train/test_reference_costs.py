@@ -61,7 +61,10 @@ def deviations(yaml: Path, words: tuple[str, ...], ranks: int = 1) -> tuple[floa
     return tuple(abs(each / real.peak.total_bytes - 1) for each in (predicted.peak, without))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("words", [(FROZEN,), (FROZEN, LORA, BF16)], ids=["all trained", "adapters in bf16"])
+ADAPTERS = pytest.param((FROZEN, LORA, BF16), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("words", [(FROZEN,), ADAPTERS], ids=["all trained", "adapters in bf16"])
 def test_memory_of_a_frozen_reference(text: Path, words: tuple[str, ...]) -> None:
     found, without = deviations(text, words)
     assert found < WITHIN < without

@@ -15,8 +15,7 @@ from mindspeed_mm.fsdp.models.behaviour import media_once
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
 from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
-from mindspeed_mm.fsdp.train.rollouts import files
-from mindspeed_mm.fsdp.train.rollouts.loader import FLAT_ROLLOUTS
+from mindspeed_mm.fsdp.train.rollouts import files, loader
 from mindspeed_mm.fsdp.train.rollouts.text import in_turns
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.check import check
@@ -98,7 +97,7 @@ def test_a_run_that_was_killed_within_a_rollout_goes_on_with_it(tmp_path: Path) 
     assert lines(save, 0) == first
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_divergence_from_the_reference_and_entropy_are_trained(tmp_path: Path, lora: bool) -> None:
     """The policy starts as its reference, so that the divergence is 0 and then grows; a large β holds it back. The
     entropy in the loss is that of the answers' tokens."""
@@ -119,7 +118,7 @@ def test_divergence_from_the_reference_and_entropy_are_trained(tmp_path: Path, l
     assert held[0]["loss/entropy"] == pytest.approx(-0.5 * mean, rel=1e-5)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("beta", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_a_picture_is_encoded_once_for_the_answers_to_it(tmp_path: Path, beta: float) -> None:
     """While they are drawn, and while they are trained: 16 rows of groups of 4, of 8 and 8 rows of a micro-batch; with
     the same losses, gradients and weights as with a picture for each row."""
@@ -173,7 +172,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "rollout_0000000.jsonl" in str(caught.value) and "posttrain.rollout.keep" in str(caught.value)
 
 
-@pytest.mark.parametrize("change", ["seed", "rewards"])
+@pytest.mark.parametrize("change", ["seed", pytest.param("rewards", marks=pytest.mark.slow)])
 def test_a_run_that_starts_again_with_other_settings_draws_again(tmp_path: Path, change: str) -> None:
     """The file of a first rollout is there, and no checkpoint yet."""
     save = tmp_path / "run"
@@ -222,10 +221,11 @@ def test_prompts_without_an_answer_and_those_of_verl(tmp_path: Path) -> None:
     assert len(seen) == 8 and all(prompt == f"Say {truth}." for prompt, truth in seen)
 
 
-def test_rewards_without_spread_are_warned_of_once(tmp_path: Path) -> None:
+def test_rewards_without_spread_are_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "FLAT_ROLLOUTS", 2)
     reward_register._entries["of_words"] = lambda prompts, completions, rows: [0.25] * len(prompts)
     save = tmp_path / "run"
-    trained(configured(tmp_path, {"save": str(save), "save_interval": 1000, "train_iters": FLAT_ROLLOUTS + 2}))
+    trained(configured(tmp_path, {"save": str(save), "save_interval": 1000, "train_iters": 4}))
     events = [json.loads(line) for line in (save / "events.jsonl").read_text().splitlines()]
     warned = [event for event in events if "worth different rewards" in json.dumps(event)]
     assert len(warned) == 1 and "(mean 0.25)" in json.dumps(warned)
