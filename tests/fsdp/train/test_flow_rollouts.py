@@ -84,11 +84,17 @@ def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder:
         assert line["reward"] < 0
 
 
-def test_mm_check_passes_what_trains_and_refuses_too_few_prompts(folder: Path, tmp_path: Path) -> None:
-    """Four prompts are two steps of four samples each; eight samples of a step are no rows. A run is found again."""
+@pytest.mark.slow
+def test_mm_check_finds_a_run_again(folder: Path, tmp_path: Path) -> None:
     save = f"training.save={tmp_path / 'run'}"
     assert mm("train", folder / "run.yaml", save, "training.train_iters=1").code == 0
     said = mm("check", folder / "run.yaml", save)
+    assert said.code == 0, said.out
+
+
+def test_mm_check_passes_what_trains_and_refuses_too_few_prompts(folder: Path) -> None:
+    """Four prompts are two steps of four samples each; eight samples of a step are no rows."""
+    said = mm("check", folder / "run.yaml")
     assert said.code == 0, said.out
     few = "posttrain.grpo.steps_per_generation=3"
     for verb in ("check", "train"):
@@ -96,6 +102,7 @@ def test_mm_check_passes_what_trains_and_refuses_too_few_prompts(folder: Path, t
         assert said.code == 4 and "the prompts of 3 steps" in said.out + said.err
 
 
+@pytest.mark.slow
 def test_states_in_bf16_are_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: states rounded to bf16 change ratios by far more than they are clipped at."""
     real = FlowRollouts.draw
@@ -120,27 +127,26 @@ def test_states_in_bf16_are_found(folder: Path, tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_a_run_that_stops_within_a_rollout_goes_on(uses: str, folder: Path, tmp_path: Path) -> None:
-    yaml, words = folder / "run.yaml", (uses, "training.train_iters=4", "training.save_interval=3")
+    yaml, words = folder / "run.yaml", (uses, "training.train_iters=2", "training.save_interval=1")
     train(yaml, tmp_path / "whole", *words)
-    assert mm("train", yaml, f"training.save={tmp_path / 'parts'}", *words, "--steps", 3).code == 0
+    assert mm("train", yaml, f"training.save={tmp_path / 'parts'}", *words, "--steps", 1).code == 0
     train(yaml, tmp_path / "parts", *words)
     assert not differing(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
     gaps = [line["ratio_gap"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if "ratio_gap" in line]
-    assert gaps[0] == gaps[2] == 0 < min(gaps[1], gaps[3])  # the second step of a rollout is off the old policy
+    assert gaps[0] == 0 < gaps[1]  # the second step of a rollout is off the old policy
 
 
 def test_an_older_policy_draws_the_samples(folder: Path, tmp_path: Path) -> None:
     """It is the trained one at first, and follows it slowly: with old_decay 0.5 it is half as far behind as with none
-    of the trained one taken over, and a later rollout is another one than the trained policy's."""
+    of the trained one taken over, and its later rollout is another one."""
     words = ("posttrain.method=nft", "training.train_iters=2")
-    alone, half, slow = (
+    half, slow = (
         trained(folder / "run.yaml", tmp_path / str(decay), *words, f"posttrain.nft.old_decay={decay}")
-        for decay in (0, 0.5, 0.999999)
+        for decay in (0.5, 0.999999)
     )
-    assert alone[0]["loss"] == half[0]["loss"] == slow[0]["loss"]
-    assert half[0]["old_gap"] == alone[1]["old_gap"] == 0
+    assert half[0]["loss"] == slow[0]["loss"] and half[0]["old_gap"] == 0
     assert half[1]["old_gap"] == pytest.approx(slow[1]["old_gap"] / 2, rel=0.1)
-    assert half[1]["loss"] != alone[1]["loss"]
+    assert half[1]["loss"] != slow[1]["loss"]
 
 
 @pytest.mark.slow

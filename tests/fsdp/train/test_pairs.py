@@ -215,7 +215,8 @@ def _of(yaml: Path) -> dict[str, Any]:
     return dict(YAML(typ="safe").load(yaml)["data"])
 
 
-@pytest.mark.parametrize("words", [LORA, pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [LORA, ()])
 def test_a_run_that_goes_on_ends_with_the_same_weights(yaml: str, tmp_path: Path, words: tuple[str, ...]) -> None:
     def weights(*more: str) -> Any:
         recorder = StepRecorder()

@@ -108,7 +108,10 @@ def flops(yaml: Path, *words: str) -> float:
 EAGER = "model.attn_implementation=eager"
 
 
-@pytest.mark.parametrize("words", [(), (LORA,), (LORA, FROZEN)], ids=["frozen", "adapters off", "frozen, adapters"])
+FROZEN_BESIDE = pytest.param((LORA, FROZEN), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("words", [(), (LORA,), FROZEN_BESIDE], ids=["frozen", "adapters off", "frozen, adapters"])
 def test_flops_of_a_reference(text: Path, words: tuple[str, ...]) -> None:
     assert flops(text, EAGER, *words) == pytest.approx(1, abs=0.02)
 
