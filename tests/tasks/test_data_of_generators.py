@@ -99,7 +99,7 @@ def test_preview_shows_captions_picture_and_bucket(yaml: Path, tmp_path: Path) -
     words = ("data", "preview", yaml, "--row-id", "rows.jsonl:1", "--row-id", "rows.jsonl:8")
     said = mm(*words, *SKIP, "--html", tmp_path / "preview.html")
     assert said.code == 0, said.err
-    assert "size 16×32, of a medium of 16×64: scaled 1 times, 50.0% cut away" in said.out
+    assert "size 16×32 (height × width), of a medium of 16×64: scaled 1 times, 50.0% cut away" in said.out
     assert said.out.count("drawn in the first epoch") == 1
     for caption in ("'one'", "'two'", "'wide'"):
         assert f": {caption}" in said.out

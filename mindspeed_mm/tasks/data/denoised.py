@@ -216,7 +216,7 @@ def denoised_lines(stats: DenoisedStats) -> list[str]:
 
 def sample_notes(found: SampleDescription, lengths: CaptionLengths | None) -> list[str]:
     """What a preview tells of a sample: its bucket, what is done to the medium, and its captions."""
-    size = f"size {found.size}"
+    size = f"size {found.size} (height × width)"
     if found.header is not None:
         size += f", of a medium of {_medium_words(found.header, SizeChange.of(found.header, found.size))}"
     notes = [size]

@@ -77,7 +77,7 @@ def role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
         lines.append(f"  {role.replace('_', ' ')}: {', '.join(kinds)}")
         if told["sizes"]:
             sizes = [f"{size} ({count:,})" for size, count in islice(told["sizes"].items(), _MOST_SIZES)]
-            lines.append(f"    most frequent sizes: {', '.join(sizes)}")
+            lines.append(f"    most frequent sizes (width × height): {', '.join(sizes)}")
         lines += percentile_line("  frames", told["frames"])
         lines += percentile_line("  seconds", told["seconds"])
         lines += percentile_line("  share that is cut away", told["cut_share"])

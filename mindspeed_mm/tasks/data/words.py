@@ -66,7 +66,7 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     lines = [f"{stats.path}: {_rows_read(stats.read, stats.rows, stats.usable)}{pace}"]
     lines += share_lines(stats.shares, paint)
     if stats.denoised:
-        lines += ["", paint.head("samples by size"), *denoised_lines(stats.denoised)]
+        lines += ["", paint.head("samples by size (height × width)"), *denoised_lines(stats.denoised)]
     else:
         lines += ["", paint.head("messages")]
         roles = ", ".join(f"{count:,} of {role}" for role, count in stats.roles.items())
@@ -96,7 +96,8 @@ def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
     lines = ["", paint.head(f"{media.kind}s") + f"  {media.items:,} in {media.rows:,} rows"]
     lines.append(f"  in a row: {_distribution(media.per_row)}")
     if media.sizes:
-        lines.append("  most frequent sizes: " + ", ".join(f"{size} ({count:,})" for size, count in media.sizes))
+        sizes = [f"{size} ({count:,})" for size, count in media.sizes]
+        lines.append(f"  most frequent sizes (width × height): {', '.join(sizes)}")
     if media.pixels:
         lines.append(f"  pixels: {_numbers(media.pixels)}")
     if media.seconds:
