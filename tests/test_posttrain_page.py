@@ -71,4 +71,4 @@ def test_the_reward_of_ones_own_and_the_settings_that_are_shown() -> None:
     finally:
         reward_register._entries.pop("short", None)
     reward = YAML(typ="safe").load(blocks(ANSWERS, "yaml")[1])["rewards"][0]
-    assert reward["name"] == "http" and reward["settings"]["on_failure"] == "null"
+    assert reward["name"] == "http" and reward["settings"]["on_failure"] == "skip"

@@ -10,6 +10,7 @@ from typing import Any
 from tests.helpers.refusal import (
     BASIC,
     DATA,
+    ENVIRONMENT,
     LORA,
     Refusal,
     with_config,
@@ -200,9 +201,17 @@ MORE_ANSWERS = (
     Refusal("a reward without its setting", rewarded("length"), "max_tokens", "posttrain.rewards", base="answers"),
     Refusal(
         "a reward of no address",
-        ("posttrain.rewards=[{name: http, settings: {url: localhost}}]",),
+        ("posttrain.rewards=[{name: json}, {name: http, settings: {url: localhost}}]",),
         "is no http address",
-        "posttrain.rewards",
+        "posttrain.rewards[1].settings.url",
+        base="answers",
+    ),
+    Refusal(
+        "a server of a reward that is not there",
+        ('posttrain.rewards=[{name: http, settings: {url: "http://127.0.0.1:9"}}]',),
+        "the server of the reward 'http' is not there",
+        "posttrain.rewards[0].settings.url",
+        ENVIRONMENT,
         base="answers",
     ),
     Refusal("no reward", ("posttrain.rewards=[]",), "learns from rewards", "posttrain.rewards", base="answers"),

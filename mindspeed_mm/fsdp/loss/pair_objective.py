@@ -92,7 +92,7 @@ class PairObjective:
     is divided by their labels. Beside them are measured, in the log only: `rewards/margins`, β · h;
     `rewards/accuracies`, the share of pairs with h above 0; `logps/chosen` and `logps/rejected`, log-probabilities of
     whole answers; and `kl/reference`, how much less probable the answers have become than under the reference, in nats
-    per token.
+    per token. `ld_alpha` weighs the tokens of all of these but `logps/*`.
 
     Args:
         model: The policy.
@@ -171,11 +171,14 @@ class PairObjective:
                 reference = self._sums(batch, self._reference.log_probs(model, inputs, rows, targets))
         found = self._head.log_probs(model, inputs, rows, targets)
         sums = self._sums(batch, found)
+        whole = self._whole(batch, found, sums)
         if "_reference" in batch:
             reference = batch["_reference"].to(sums)
         terms = self._losses(batch, sums, reference)
+        chosen, rejected = (whole.detach() * batch["_counts"].to(whole).repeat(2)).chunk(2)
+        terms |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
         if self._sft:
-            terms[self.sft_term] = -self._sft * _chosen(self._plain(batch, found, sums)).sum()
+            terms[self.sft_term] = -self._sft * _chosen(whole).sum()
         share = batch.get(CONTEXT_KEY)
         if share is None:
             return terms
@@ -216,8 +219,6 @@ class PairObjective:
             self.term: (total * counts).sum(),
             "rewards/margins": (margins * counts).sum(),
             "rewards/accuracies": ((margins > 0).to(sums) * counts).sum(),
-            "logps/chosen": (pair.chosen.detach() * counts).sum(),
-            "logps/rejected": (pair.rejected.detach() * counts).sum(),
         }
         if reference is not None:
             found["kl/reference"] = -ratios.detach().sum()
@@ -234,8 +235,8 @@ class PairObjective:
             return sums
         return dist_nn.all_reduce(sums, group=share.groups.everyone)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _plain(self, batch: Batch, log_probs: Tensor, sums: Tensor) -> Tensor:
-        """(2B,) the same with all tokens alike."""
+    def _whole(self, batch: Batch, log_probs: Tensor, sums: Tensor) -> Tensor:
+        """(2B,) the same with all tokens alike, whatever `ld_alpha` weighs."""
         if "_weights" not in batch:
             return sums
         without = dict(batch)

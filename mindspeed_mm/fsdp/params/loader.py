@@ -125,7 +125,9 @@ class ResolvedConfig:
         return ""
 
     def _at(self, key: str) -> list[Origin]:
-        """The origin of a key's value; of a section, of all that is in it; none where there is no such key."""
+        """The origin of a key's value; of a section, of all that is in it; none where there is no such key. What is in
+        an entry of a list, such as `posttrain.rewards[0].settings.url`, has the origin of the list."""
+        key = key.partition("[")[0]
         if key in self.origins:
             return [self.origins[key]]
         return [origin for own, origin in self.origins.items() if key and own.startswith(f"{key}.")]

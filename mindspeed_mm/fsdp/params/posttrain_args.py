@@ -101,8 +101,8 @@ class DpoArguments(Section):
     """Weight of the cross-entropy of the chosen answers beside the other losses (RPO, arXiv:2404.19733). It keeps the
     probability of chosen answers from falling together with that of rejected ones."""
     ld_alpha: Ratio | None = None
-    """Weight of the tokens of the longer answer behind the length of the shorter one (LD-DPO, arXiv:2409.06411); null:
-    all tokens count alike."""
+    """Weight of the tokens of the longer answer behind the length of the shorter one (LD-DPO, arXiv:2409.06411), in
+    the losses, rewards/* and kl/reference; null: all tokens count alike."""
     simpo_gamma: NotNegative = 0.5
     """Margin by which a chosen answer is to win (`simpo`, arXiv:2405.14734)."""
     discopop_tau: Above0 = 0.05

@@ -7,6 +7,7 @@ Request: `{"samples": [{"id", "prompt", "completion", "media", "row"}]}`; pictur
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import os
@@ -20,9 +21,14 @@ from typing import Any, Literal, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
+from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, Row, reward_register
 
 T = TypeVar("T")
+
+CHECK_S = 5.0
+"""For a server that is asked whether it is there."""
+OnFailure = Literal["error", "skip"]
+"""What is done about a server that fails: the run ends, or the samples stay unjudged."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,10 @@ class AskedServer:
     retries: int
     headers: Mapping[str, str] = field(default_factory=dict)
     title: str = "the reward server"
-    key: str = "posttrain.rewards.url"
+    key: str = f"{KEY}.settings.url"
     way_out: str = (
-        "See the server's log; raise timeout_s or retries, or set on_failure: null to leave such samples out."
+        "See the server's log; raise timeout_s, or among its settings set retries higher or on_failure: skip, which "
+        "leaves such samples out."
     )
 
     def __post_init__(self) -> None:
@@ -56,6 +63,23 @@ class AskedServer:
                 key=self.key,
                 way_out="Begin it with http:// or https://.",
             )
+
+    def check(self) -> None:
+        """Raise `MachineError` where nothing listens. Whatever it answers to a GET shows that something does."""
+        try:
+            request = urllib.request.Request(self.url, headers=dict(self.headers))
+            urllib.request.urlopen(request, timeout=min(CHECK_S, self.timeout_s)).close()
+        except urllib.error.HTTPError:
+            pass
+        except (urllib.error.URLError, http.client.InvalidURL) as error:
+            raise MachineError(
+                f"{self.title} is not there: {getattr(error, 'reason', error)}",
+                where=self.url,
+                key=self.key,
+                way_out="Start it, or correct its address.",
+            ) from error
+        except (OSError, http.client.HTTPException):  # it listens, and takes nothing but what it is made for
+            pass
 
     def ask(self, content: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """What `read` takes from the answer; it raises `ValueError`, `KeyError` or `TypeError` for another answer.
@@ -113,6 +137,24 @@ def chat_address(url: str) -> str:
     return f"{url.rstrip('/')}/chat/completions"
 
 
+def skips_failures(on_failure: str) -> bool:
+    """Whether samples stay unjudged where the server of a reward fails.
+
+    Args:
+        on_failure: The setting.
+
+    Raises:
+        ConfigError: It is neither `error` nor `skip`.
+    """
+    if on_failure not in ("error", "skip"):
+        raise ConfigError(
+            f"{on_failure!r} is not one of error, skip",
+            key=f"{KEY}.settings.on_failure",
+            way_out="error ends the run when the server fails, skip leaves its samples unjudged.",
+        )
+    return on_failure == "skip"
+
+
 def key_headers(variable: str | None, option: str) -> dict[str, str]:
     """The headers with the key that an environment variable holds; none where no variable is named.
 
@@ -141,7 +183,7 @@ class HttpReward:
         retries: After a request that failed; the wait between them doubles from half a second on.
         batch_size: Samples in a request.
         concurrency: Requests under way at a time.
-        on_failure: `error` ends the run, `null` leaves the samples unjudged.
+        on_failure: `error` ends the run, `skip` leaves the samples unjudged.
         headers: Further headers, such as Authorization.
     """
 
@@ -152,11 +194,16 @@ class HttpReward:
         retries: int = 3,
         batch_size: int = 16,
         concurrency: int = 8,
-        on_failure: Literal["error", "null"] = "error",
+        on_failure: OnFailure = "error",
         headers: dict[str, str] | None = None,
     ) -> None:
-        self._server = AskedServer(url, timeout_s, retries, headers or {})
-        self._on_failure, self._batch_size, self._concurrency = on_failure, batch_size, concurrency
+        self._server = AskedServer(url, timeout_s, retries, headers or {}, "the server of the reward 'http'")
+        self._skips, self._batch_size, self._concurrency = skips_failures(on_failure), batch_size, concurrency
+
+    def check_server(self) -> None:
+        """Raise `MachineError` where the server is not there, and is needed."""
+        if not self._skips:
+            self._server.check()
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row], *, ids: Sequence[str] = ()
@@ -182,7 +229,7 @@ class HttpReward:
         try:
             return self._server.ask({"samples": samples}, read)
         except MachineError:
-            if self._on_failure == "null":
+            if self._skips:
                 return [None] * len(samples)
             raise
 

@@ -9,7 +9,8 @@ loaded once:
 
 It is given this rank's own samples in one call and returns a number for each, None where it cannot judge. Completions
 are texts, or PIL pictures (a list of them for a clip) where a generator is trained. A reward that names
-`completion_ids` is given the token ids of texts, too. Keywords behind `name` and `weight` in the YAML are its own.
+`completion_ids` is given the token ids of texts, too. `settings` in the YAML are its own keywords. An instance that
+asks a server may have `check_server`, which `mm check` and the start of training call.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError, Problem, told_as
 from mindspeed_mm.fsdp.utils.register import Registry
 
 Row = Mapping[str, Any]
 """All columns of a data row; `solution` where there is one."""
 
+KEY = "posttrain.rewards"
+"""Of the section. An error of a reward under this key is told under the key of that reward's entry."""
 _ROOM = "mindspeed_mm.fsdp.posttrain_rewards"
 _BUILT_IN = {
     "texts": {
@@ -49,7 +53,7 @@ COMPARING = frozenset({"exact_match", "contains", "number"})
 """Rewards that need a solution in each row."""
 
 reward_register = Registry(
-    "posttrain.rewards", builtin=lambda: {name: room for names in _BUILT_IN.values() for name, room in names.items()}
+    KEY, builtin=lambda: {name: room for names in _BUILT_IN.values() for name, room in names.items()}
 )
 
 SOLUTION_COLUMNS = ("solution", "answer", "ground_truth")
@@ -70,6 +74,15 @@ class Judged:
     """Names of the samples, for messages."""
 
 
+@runtime_checkable
+class AsksServer(Protocol):
+    """A judge that needs a server."""
+
+    def check_server(self) -> None:
+        """Raise `MachineError` where the server is not there, and is needed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Reward:
     """A reward that is ready to judge."""
@@ -79,6 +92,14 @@ class Reward:
     judge: Callable[..., Sequence[float | None]]
     extra: frozenset[str] = field(default_factory=frozenset)
     """Further arguments that it takes."""
+    key: str = KEY
+    """Of its entry."""
+
+    def check_server(self) -> None:
+        """Raise `MachineError` where it needs a server that is not there."""
+        if isinstance(self.judge, AsksServer):
+            with told_under(self.key):
+                self.judge.check_server()
 
     def __call__(self, judged: Judged) -> list[float]:
         """One number a sample; not a number where the reward does not judge it.
@@ -86,9 +107,13 @@ class Reward:
         Raises:
             DataError: It failed, or returned something else.
         """
+        with told_under(self.key):
+            return self._checked(self._judged(judged), judged)
+
+    def _judged(self, judged: Judged) -> Any:
         more = {name: getattr(judged, name) for name in self.extra}
         try:
-            scores = self.judge(judged.prompts, judged.completions, judged.rows, **more)
+            return self.judge(judged.prompts, judged.completions, judged.rows, **more)
         except (MMError, MemoryError, torch.OutOfMemoryError):  # the run tells what took the memory
             raise
         except Exception as error:  # of a function of the user's, or of settings that it cannot work with
@@ -97,7 +122,6 @@ class Reward:
                 f"failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})",
                 f"It was given {self._given(judged)}; repair it, or its settings.",
             ) from error
-        return self._checked(scores, judged)
 
     @staticmethod
     def _given(judged: Judged) -> str:
@@ -118,16 +142,28 @@ class Reward:
         return [math.nan if score is None else float(score) for score in scores]
 
     def _wrong(self, what: str, way_out: str) -> DataError:
-        return DataError(f"the reward '{self.name}' {what}", key="posttrain.rewards", way_out=way_out)
+        return DataError(f"the reward '{self.name}' {what}", key=KEY, way_out=way_out)
 
 
-def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | None = None) -> Reward:
+def told_under(key: str) -> AbstractContextManager[None]:
+    """Errors that pass through here are told under the key of the entry that they are about."""
+
+    def change(problem: Problem) -> Problem:
+        if problem.key == KEY or problem.key.startswith(f"{KEY}."):
+            return replace(problem, key=key + problem.key.removeprefix(KEY))
+        return problem
+
+    return told_as(change)
+
+
+def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | None = None, *, key: str = KEY) -> Reward:
     """The reward of this name.
 
     Args:
         name: As registered.
         weight: In the sum.
         options: Its own keywords.
+        key: Of its entry, under which it tells errors.
 
     Raises:
         ConfigError: There is none, or it does not take these keywords.
@@ -135,7 +171,7 @@ def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | No
     made, options = reward_register.get(name), dict(options or {})
     _check_options(name, made, options)
     judge: Callable[..., Any] = made(**options) if isinstance(made, type) else partial(made, **options)
-    return Reward(name, weight, judge, _extra_of(judge))
+    return Reward(name, weight, judge, _extra_of(judge), key)
 
 
 def check_judges(name: str, completions: Literal["texts", "pictures"]) -> None:
@@ -144,7 +180,7 @@ def check_judges(name: str, completions: Literal["texts", "pictures"]) -> None:
     if name in others:
         raise ConfigError(
             f"the reward '{name}' does not judge {completions}, which this model makes",
-            key="posttrain.rewards",
+            key=KEY,
             way_out=f"Such rewards are {', '.join(sorted({**_BUILT_IN[completions], **_BUILT_IN['both']}))}.",
         )
 
@@ -174,7 +210,7 @@ def _check_options(name: str, made: Any, options: Mapping[str, Any]) -> None:
         taken = [each for each in _keywords(made) if each not in ("prompts", "completions", "rows", "completion_ids")]
         raise ConfigError(
             f"the reward '{name}' cannot be built: {error}",
-            key="posttrain.rewards",
+            key=KEY,
             way_out=f"It takes {', '.join(taken) or 'no keywords'} beside name and weight.",
         ) from error
 
@@ -198,7 +234,7 @@ def check_judged(scores_AR: torch.Tensor, names: Sequence[str]) -> None:
     if scores_AR.numel() and bool(scores_AR.isnan().all()):
         raise DataError(
             f"no reward judged any answer of the step: {', '.join(names)} returned null",
-            key="posttrain.rewards",
+            key=KEY,
             way_out="Check what they are given with mm posttrain score, or add a reward that judges all rows.",
         )
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.posttrain_rewards.http import (
     AskedModel,
     AskedServer,
+    OnFailure,
     chat_address,
     key_headers,
     picture_as_base64,
+    skips_failures,
 )
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
+from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, Row, reward_register
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _INSTRUCTION = (
@@ -39,7 +41,7 @@ class VlmJudge:
         timeout_s: For one request.
         retries: After a request that failed.
         concurrency: Requests under way at a time.
-        on_failure: `error` ends the run, `null` leaves the sample unjudged.
+        on_failure: `error` ends the run, `skip` leaves the sample unjudged.
     """
 
     def __init__(
@@ -53,12 +55,19 @@ class VlmJudge:
         timeout_s: float = 60.0,
         retries: int = 3,
         concurrency: int = 8,
-        on_failure: Literal["error", "null"] = "error",
+        on_failure: OnFailure = "error",
     ) -> None:
-        headers = key_headers(api_key_env, "posttrain.rewards.api_key_env")
-        self._judge = AskedModel(AskedServer(chat_address(url), timeout_s, retries, headers), model)
+        headers = key_headers(api_key_env, f"{KEY}.settings.api_key_env")
+        title = "the server of the reward 'vlm_judge'"
+        self._server = AskedServer(chat_address(url), timeout_s, retries, headers, title)
+        self._judge = AskedModel(self._server, model)
         self._instruction, self._most, self._frames = instruction, most, frames
-        self._concurrency, self._on_failure = concurrency, on_failure
+        self._concurrency, self._skips = concurrency, skips_failures(on_failure)
+
+    def check_server(self) -> None:
+        """Raise `MachineError` where the server is not there, and is needed."""
+        if not self._skips:
+            self._server.check()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[Any], rows: Sequence[Row]) -> list[float | None]:
         """One score a sample, in order.
@@ -75,7 +84,7 @@ class VlmJudge:
         try:
             answer = self._judge.answer(shown)
         except MachineError:
-            if self._on_failure == "null":
+            if self._skips:
                 return None
             raise
         number = _NUMBER.search(answer)

@@ -275,10 +275,10 @@ class _Check:
 
         arguments = self.config.arguments
         if arguments.posttrain.rewards:
-            from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
+            from mindspeed_mm.fsdp.train.rollouts.build import rewards_with_servers
 
             judged = _MADE.get(arguments.data.dataset_param.dataset_type or "")
-            self._collect([partial(build_rewards, arguments, judged=judged)])
+            self._collect([partial(rewards_with_servers, arguments, judged=judged)])
         if draws_from_prompts(arguments):
             self._first_rollout()
             return

@@ -190,20 +190,25 @@ def test_denominators_of_a_micro_batch_are_seen() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(own, gradients, strict=True)) > 1e-2
 
 
-def test_what_is_measured() -> None:
-    terms, _, _ = losses_of(DpoArguments(beta=0.3))
+@pytest.mark.parametrize("ld_alpha", [None, 0.25])
+def test_what_is_measured(ld_alpha: float | None) -> None:
+    terms, _, _ = losses_of(DpoArguments(beta=0.3, ld_alpha=ld_alpha))
     batch, model = make_batch(), TinyPolicy()
     with torch.no_grad():
         log_p = model(batch["input_ids"])["logits"].log_softmax(-1)
     labels = batch["shift_labels"]
     sums = (log_p.gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * (labels != -100)).sum(1)
+    assert terms["logps/chosen"] == pytest.approx(float(sums[:PAIRS].mean()), abs=1e-14)
+    assert terms["logps/rejected"] == pytest.approx(float(sums[PAIRS:].mean()), abs=1e-14)
     ratios = sums - batch["_given"]
+    kl = float(-ratios.sum() / (labels != -100).sum())
+    if ld_alpha is not None:  # which weighs the tokens of what follows
+        assert abs(terms["kl/reference"] - kl) > 1e-3
+        return
     margins = 0.3 * (ratios[:PAIRS] - ratios[PAIRS:])
     assert terms["rewards/margins"] == pytest.approx(float(margins.mean()), abs=1e-14)
     assert terms["rewards/accuracies"] == pytest.approx(float((margins > 0).double().mean()))
-    assert terms["logps/chosen"] == pytest.approx(float(sums[:PAIRS].mean()), abs=1e-14)
-    assert terms["logps/rejected"] == pytest.approx(float(sums[PAIRS:].mean()), abs=1e-14)
-    assert terms["kl/reference"] == pytest.approx(float(-ratios.sum() / (labels != -100).sum()), abs=1e-14)
+    assert terms["kl/reference"] == pytest.approx(kl, abs=1e-14)
 
 
 def test_pairs_that_only_fill_up_count_for_nothing() -> None:

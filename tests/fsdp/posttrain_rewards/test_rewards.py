@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from ruamel.yaml import YAML
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
@@ -231,9 +234,44 @@ def test_a_server_that_fails_is_asked_again(server: _Server) -> None:
     server.failures = 1
     assert scored("http", ["ab"], url=url, retries=1) == [2]
     server.failures = 2
-    with pytest.raises(MachineError, match="did not answer 1 requests: HTTPError"):
+    failed = "the server of the reward 'http' did not answer 1 requests: HTTPError"
+    with pytest.raises(MachineError, match=failed) as caught:
         scored("http", ["ab"], url=url, retries=0)
-    assert math.isnan(scored("http", ["ab"], url=url, retries=0, on_failure="null")[0])
+    (advice,) = re.findall(r"on_failure: \w+", caught.value.problems[0].way_out)
+    assert math.isnan(scored("http", ["ab"], url=url, retries=0, **YAML(typ="safe").load(advice))[0])
     server.delay_s = 0.5
     with pytest.raises(MachineError, match="timed out"):
         scored("http", ["ab"], url=url, retries=0, timeout_s=0.05)
+
+
+@pytest.mark.parametrize("more", [{"name": "http"}, {"name": "vlm_judge", "model": "judge"}])
+def test_a_server_is_asked_whether_it_is_there(server: _Server, more: dict[str, str]) -> None:
+    url = f"http://127.0.0.1:{server.server_port}"
+    name, settings = more["name"], {"url": url} | {key: value for key, value in more.items() if key != "name"}
+    reward = build_reward(name, 1.0, settings, key="posttrain.rewards[1]")
+    reward.check_server()  # it answers 501 to a GET
+    assert server.requests == []
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(MachineError, match=f"the server of the reward '{name}' is not there: .*refused") as caught:
+        reward.check_server()
+    assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
+    with pytest.raises(MachineError, match="did not answer 1 requests") as caught:
+        build_reward(name, 1.0, settings | {"retries": 0}, key="posttrain.rewards[1]")(Judged([""], [""], [{}]))
+    assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
+    build_reward(name, 1.0, settings | {"on_failure": "skip"}).check_server()
+    with pytest.raises(MachineError, match="nonnumeric port"):
+        build_reward(name, 1.0, settings | {"url": "http://localhost:port"}).check_server()
+    with pytest.raises(ConfigError, match=r"rewards\.settings\.on_failure.*'null' is not one of error, skip"):
+        build_reward(name, 1.0, settings | {"on_failure": "null"})
+
+
+def test_a_server_that_takes_no_other_requests_is_there() -> None:
+    """It closes the connection of a GET without a word, or says nothing in time."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        build_reward("http", 1.0, {"url": url, "timeout_s": 0.05}).check_server()
+        closing = threading.Thread(target=lambda: [listening.accept()[0].close() for _ in range(2)])
+        closing.start()
+        build_reward("http", 1.0, {"url": url}).check_server()
+        closing.join()

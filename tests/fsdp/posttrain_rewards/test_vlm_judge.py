@@ -45,6 +45,6 @@ def test_a_judge_that_fails(server: JudgingServer) -> None:
     server.answers = {"a box": ""}
     with pytest.raises(MachineError, match="KeyError"):
         scores(server, ["x"])
-    assert math.isnan(scores(server, ["x"], on_failure="null")[0])
+    assert math.isnan(scores(server, ["x"], on_failure="skip")[0])
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         scores(server, ["x"], api_key_env="NO_SUCH_KEY")

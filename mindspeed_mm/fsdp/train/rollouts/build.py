@@ -28,7 +28,14 @@ from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, RolloutArguments
 from mindspeed_mm.fsdp.plan.outline import build_outline
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward, build_reward, check_judges, takes_setting
+from mindspeed_mm.fsdp.posttrain_rewards.registry import (
+    KEY,
+    Reward,
+    build_reward,
+    check_judges,
+    takes_setting,
+    told_under,
+)
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawRule
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import FrozenModel
@@ -208,7 +215,7 @@ def build_text_rollouts(
         build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
         objective,
         rule,
-        build_rewards(arguments, job.device, "texts"),
+        rewards_with_servers(arguments, job.device, "texts"),
         micro_batch_size=training.micro_batch_size,
         batch_size=rollout.batch_size or training.micro_batch_size,
         end_ids=end_ids(model, dataset),
@@ -258,12 +265,29 @@ def build_rewards(
         ConfigError: One is unknown, does not take its settings, or judges something else.
     """
     rewards = []
-    for each in arguments.posttrain.rewards:
-        if judged is not None:
-            check_judges(each.name, judged)
-        offered = {"timeout_s": each.timeout_s, "device": str(device)}
-        taken = {name: value for name, value in offered.items() if takes_setting(each.name, name)}
-        rewards.append(build_reward(each.name, each.weight, {**taken, **each.settings}))
+    for place, each in enumerate(arguments.posttrain.rewards):
+        key = f"{KEY}[{place}]"
+        with told_under(key):
+            if judged is not None:
+                check_judges(each.name, judged)
+            offered = {"timeout_s": each.timeout_s, "device": str(device)}
+            taken = {name: value for name, value in offered.items() if takes_setting(each.name, name)}
+            rewards.append(build_reward(each.name, each.weight, {**taken, **each.settings}, key=key))
+    return rewards
+
+
+def rewards_with_servers(
+    arguments: Arguments, device: torch.device | str = "cpu", judged: Literal["texts", "pictures"] | None = None
+) -> list[Reward]:
+    """The same; the servers that they need have been asked, by one rank, whether they are there.
+
+    Raises:
+        ConfigError: One is unknown, does not take its settings, or judges something else.
+        MachineError: A server is not there.
+    """
+    rewards = build_rewards(arguments, device, judged)
+    for reward in rewards:
+        Ranks().first(f"asking the server of the reward '{reward.name}'", reward.check_server)
     return rewards
 
 

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference, check_same_inputs, check_start
-from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
+from mindspeed_mm.fsdp.train.rollouts.build import rewards_with_servers
 from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts
 from mindspeed_mm.fsdp.train.rollouts.flow_model import FlowModel, Switch
 from mindspeed_mm.fsdp.train.run.data import RunData
@@ -60,7 +60,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
-        build_rewards(arguments, job.device, "pictures"),
+        rewards_with_servers(arguments, job.device, "pictures"),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,
