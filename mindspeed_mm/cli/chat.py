@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import click
 
 from mindspeed_mm.cli.sharing import is_address
-from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ def command(
     name: str,
     key_file: Path | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Talk to MODEL, a Hugging Face folder, a run or the address of a running server, in the terminal.
 
-    Answers appear while they are made; Ctrl-C stops one. /help lists what else can be typed.
+    Answers appear while they are made; Ctrl-C stops one. /help lists what else can be typed. Where lines do not
+    come from a terminal, the exit code is that of the first one that failed.
     """
     if temperature == 0 and top_p is not None:
         raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
@@ -96,9 +97,16 @@ def command(
         chat.show("audio", path)
     if sys.stdin.isatty():
         click.echo("Say something, or /help.")
+    code = ExitCode.OK
     for line in said():
-        if not reply(chat, line, as_json):
-            return
+        try:
+            if not reply(chat, line, as_json):
+                break
+        except MMError as error:
+            click.echo(str(error), err=True)
+            if not sys.stdin.isatty():
+                code = code or error.exit_code
+    return code
 
 
 USUAL_LENGTH = 512
@@ -172,7 +180,11 @@ def said() -> Iterator[str]:
 
 
 def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
-    """Answer a line, or do what it says; whether the conversation goes on."""
+    """Answer a line, or do what it says; whether the conversation goes on.
+
+    Raises:
+        MMError: The line is no command, or is not answered.
+    """
     if line == "/exit":
         return False
     try:
@@ -183,8 +195,6 @@ def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
             click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else "")
             if not answer.finished:
                 click.echo("(cut off: --max-new-tokens)", err=True)
-    except MMError as error:
-        click.echo(str(error), err=True)
     except KeyboardInterrupt:
         click.echo("\n(stopped; what you said and this answer are forgotten)", err=True)
     return True

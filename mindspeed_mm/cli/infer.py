@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from mindspeed_mm.cli.sharing import is_given, share
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.whole_text import check_whole_characters
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -209,6 +210,8 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
         from mindspeed_mm.fsdp.utils.register import import_plugin
 
         import_plugin(options["plugins"], key="--plugin")
+    for name in ("prompts", "negative_prompt"):
+        check_whole_characters(options[name], f"--{name.rstrip('s').replace('_', '-')}")
     answer_or_generate, not_for_it, why = COMMANDS[kind_of_path(model)]
     refuse(context, not_for_it, why)
     return answer_or_generate(context, model, options)
@@ -303,6 +306,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     media = language_media(options)
     check_source(options, media)
     check_choice(options)
+    check_media(media)
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 
     names = ("temperature", "top_p", "top_k", "seed", "beams")
@@ -389,6 +393,14 @@ def language_media(options: dict[str, Any]) -> list[tuple[Medium, Path]]:
     """The files that go with a prompt, by kind."""
     kinds: tuple[Medium, ...] = ("image", "video", "audio")
     return [(kind, path) for kind in kinds for path in options[f"{kind}s"]]
+
+
+def check_media(media: list[tuple[Medium, Path]]) -> None:
+    """Raise `DataError` for a file that is not there."""
+    for kind, path in media:
+        if not path.is_file():
+            way_out = f"Relative paths start at '{Path.cwd()}'."
+            raise DataError("there is no such file", where=str(path), key=f"--{kind}", way_out=way_out)
 
 
 def as_items(media: list[tuple[Medium, Path]]) -> list[MediaItem]:

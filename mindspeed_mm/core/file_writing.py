@@ -3,12 +3,13 @@ before is replaced, and nothing is put into a checkpoint or a model folder."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.folder_kinds import kind_above
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.core.json_file import parse_json
@@ -54,10 +55,23 @@ def check_output_file(path: Path, is_ours: IsOurs, key: str = "") -> Path:
 
 
 def check_output_place(target: Path, key: str = "") -> None:
-    """Raise `UsageError` when a path lies in a checkpoint, which may hold nothing else, or in a model folder."""
+    """Raise when nothing can be written under a path, or should not be. Leaves nothing behind.
+
+    Raises:
+        UsageError: It lies in a checkpoint, which may hold nothing else, or in a model folder.
+        MachineError: No file can be written in its folder, or in the one that its folder would be made in.
+    """
     found = kind_above(target)
     if found is not None and found[0] != "a run folder":
         raise UsageError(f"lies in {found[0]}, {found[1]}", where=str(target), key=key, way_out="Choose another place.")
+    parent = next(folder for folder in target.parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent, prefix=".probe-"):  # without a name, where the file system can do that
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"cannot be written: {error.strerror or error}", where=str(target), key=key, way_out="Choose another place."
+        ) from error
 
 
 def write_page(path: Path, page: str, key: str = "") -> None:

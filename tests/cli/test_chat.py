@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from mindspeed_mm.cli.chat import COMMANDS, command, obey
+from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError, MachineError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
@@ -192,7 +193,9 @@ def test_a_running_server_says_what_the_folder_says(folder: Path, picture: Path,
 def test_a_server_chooses_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes) -> io.BytesIO:
+    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes | None = None) -> io.BytesIO:
+        if body is None:
+            return io.BytesIO(b'{"data": [{"id": "x"}]}')
         asked.append(json.loads(body).get("max_tokens"))
         return io.BytesIO(b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "length"}]}\n')
 
@@ -206,10 +209,10 @@ def test_a_server_chooses_its_own_length(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Path) -> None:
     (tmp_path / "key.txt").write_text("right-key\n")
     options = ("--key-file", str(tmp_path / "key.txt"))
-    result = chatted(address, "hello", "/exit", options=(*options, "--name", "other"))
-    assert "there is no model 'other' here, only 'tiny'" in result.stderr and "Traceback" not in result.stderr
     for model, given, error, message in (
         (address, (), UsageError, "the key is missing"),
+        (address, ("--name", "tiny"), UsageError, "the key is missing"),
+        (address, (*options, "--name", "other"), UsageError, "has no model 'other'.*It has: tiny"),
         ("http://127.0.0.1:9", (), MachineError, "does not answer"),
         ("http://[::", (), UsageError, "is no address"),
         (address, ("--lora", "x"), UsageError, "--lora"),
@@ -244,3 +247,17 @@ def test_thoughts_of_a_server_and_answers_that_break_off(monkeypatch: pytest.Mon
     assert not told(event(content="two"))[0].finished
     with pytest.raises(MachineError, match="the model failed"):
         told(event(content="one"), {"error": {"message": "the model failed"}})
+
+
+def test_a_line_that_fails_decides_the_exit_code_where_nobody_sits_at_a_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["chat", str(folder), "--max-new-tokens", "2", "--temperature", "0"]
+    for lines, code, message in (
+        ("hello\n", 0, ""),
+        ("/image nowhere.png\n/imge\nhello\n", 4, "there is no such file"),
+        ("half \ud800\n", 4, "lone surrogate"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert run(words) == code
+        assert message in capsys.readouterr().err

@@ -225,5 +225,7 @@ def test_options_that_are_off(work: Path, tmp_path: Path) -> None:
         CliRunner().invoke(command, [str(work / "runs/mine"), "--host", "0.0.0.0"], catch_exceptions=False)
     with pytest.raises(UsageError, match="not spread"):
         CliRunner().invoke(command, [str(work / "runs/mine"), "--nproc", "2"], catch_exceptions=False)
+    with pytest.raises(UsageError, match=r"the model itself is called 'mine'.*--name NAME"):
+        CliRunner().invoke(command, [str(work / "runs/mine"), "--adapter", "mine=ad1"], catch_exceptions=False)
     with pytest.raises(UsageError, match="--media-folder"):
         CliRunner().invoke(command, [str(work / "runs/mine"), "--media-folder", "nowhere"], catch_exceptions=False)

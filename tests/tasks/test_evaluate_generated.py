@@ -136,3 +136,22 @@ def test_given_features_are_compared_as_by_scipy_and_torchmetrics(tmp_path: Path
     np.save(tmp_path / "own.npy", a[:9])
     said = mm(*words, "--reference-features", tmp_path / "real.npz")
     assert said.code == 4 and "9 pictures, and there are 200" in said.err
+
+
+def test_identical_pairs_are_counted_and_the_others_have_a_mean(tmp_path: Path) -> None:
+    own, real = make_pictures(tmp_path / "own", 3, 1), make_pictures(tmp_path / "real", 3, 2)
+    words = ["evaluate", own, "--generated", "--reference", real, "--out", tmp_path / "out"]
+    values = []
+    for number in range(3):
+        a, b = (np.asarray(Image.open(folder / f"{number}.png")) / 255 for folder in (own, real))
+        values.append(-10 * np.log10(np.square(a - b).mean()))
+    (real / "0.png").write_bytes((own / "0.png").read_bytes())
+    said = mm(*words, "--json")
+    found = json.loads(said.out)["measures"]["PSNR"]
+    assert found["value"] == pytest.approx(np.mean(values[1:]), rel=1e-6)
+    assert (found["n"], found["identical"]) == (2, 1)
+    assert "1 identical pair left out" in mm(*words).out
+    for number in (1, 2):
+        (real / f"{number}.png").write_bytes((own / f"{number}.png").read_bytes())
+    assert "PSNR: infinite; 3 identical pairs left out" in mm(*words).out
+    assert json.loads(mm(*words, "--json").out)["measures"]["PSNR"] == {"value": None, "n": 0, "identical": 3}

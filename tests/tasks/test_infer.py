@@ -31,6 +31,7 @@ from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.export import export as export_task
+from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TOKENS = 6
@@ -339,3 +340,26 @@ def test_processes_share_the_rows_and_go_on_where_others_stopped(folder: Path, r
     two.write_text(one.read_text().replace("what is this?", "and this?"))
     done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 4 and done.stderr.count("cannot be continued") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "messages"),
+    [
+        (["--data", "rows.jsonl", "--out", "/proc/x.jsonl"], 3, ["/proc/x.jsonl", "cannot be written", "--out"]),
+        (["--data", "rows.jsonl", "--out", "o.jsonl"], 4, ["'a.png' not found", "--media-dir FOLDER", "12 of 12 rows"]),
+        (["--data", "rows.jsonl", "--out", "o.jsonl"], 4, ["the first 10 are"]),
+        (["--data", "rows.jsonl", "--out", "o.jsonl", "--media-dir", "no"], 2, ["--media-dir", "no such folder"]),
+        (["--prompt", "what?", "--image", "missing.png"], 4, ["missing.png  --image  there is no such file"]),
+        (["--prompt", "half \udcff"], 4, ["--prompt", "lone surrogate"]),
+    ],
+)
+def test_what_is_off_is_told_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, messages: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "image": "a.png"}\n' * 12)
+    monkeypatch.setattr(infer, "load_generator", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(infer, "load_on_ranks", lambda *_: pytest.fail("it was loaded"))
+    said = mm("infer", folder, *words)
+    assert said.code == code and all(message in said.err for message in messages), said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
@@ -195,3 +195,15 @@ def test_adapters_that_are_not_there(folder: Path, adapters: dict[str, Path], tm
         said = mm(*words, *options)
         assert said.code == code and part in said.err, said.err
     assert mm(*words, "--adapter", f"hot={adapters['warm']}").code == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"), [({"temperature": 1e-40}, "below 0.001"), ({"beams": 1_000_000}, "1,000,000 beams")]
+)
+def test_settings_that_cannot_be_are_refused(folder: Path, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampling(TOKENS, **setting)
+    ((option, value),) = setting.items()
+    said = mm("infer", folder, "--prompt", "one", f"--{option}", value)
+    assert said.code == 2 and f"--{option}" in said.err and message in said.err, said.err
+    Sampling(TOKENS, temperature=0.001, beams=1024)

@@ -124,7 +124,7 @@ WRONG: dict[str, list[Any]] = {
                  [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]],
     "max_tokens": [0, -1, "7", 1.5, True],
     "max_completion_tokens": [0, -5, "many", []],
-    "temperature": [-1, "warm", [], 101, {}],
+    "temperature": [1e-40, -1, "warm", [], 101, {}],
     "top_p": [0, -0.1, 1.1, "x", []],
     "top_k": [-1, 1.5, "x"],
     "min_p": [-1, 2, "x"],
@@ -185,6 +185,12 @@ def bad_requests(media: Path) -> dict[str, tuple[bytes, int, str]]:
         "ftp": (shown(picture("ftp://example.org/a.png")), 400, ""),
         "model": (chat(model="other"), 404, "only 'tiny'"),
         "assistant last": (chat(messages=[{"role": "assistant", "content": "x"}]), 400, "nothing is asked"),
+        "half a character": (chat(messages=[{"role": "user", "content": "\ud800"}]), 400, "lone surrogate"),
+        "half of a system prompt": (chat(messages=[{"role": "system", "content": "a\udc00"},
+                                                   {"role": "user", "content": "x"}]), 400, "lone surrogate"),
+        "half of a tool": (chat(tools=[{"type": "function", "function": {"name": "\ud83d"}}]), 400, "lone surrogate"),
+        "half of a name": (chat(model="\ud800"), 400, "lone surrogate"),
+        "bytes of half a character": (chat(stop="?").replace(b"?", b"\xed\xa0\x80"), 400, "lone surrogate"),
         "deep": (b'{"messages": ' + b"[" * 100_000, 400, "nested too deeply"),
         "deep tools": (chat(tools=[json.loads('{"a":' * 400 + "1" + "}" * 400)]), 400, ""),
         "list": (b"[]", 400, "no object"),
@@ -513,3 +519,15 @@ def test_2000_requests_leave_nothing_behind(generator: Generator) -> None:
     check_soak(generator, 2000)
     assert psutil.Process().memory_info().rss / 2**20 - before_mib < 60
     assert threading.active_count() < 40
+
+
+def test_errors_name_fields_of_the_request_and_options_of_the_server(address: str) -> None:
+    asked: dict[str, bytes] = {
+        "messages[0].content": chat(messages=[{"role": "user", "content": 7}]),
+        "tools[0]": chat(tools=[7]),
+        "temperature": chat(temperature=1e-40),
+        "--media-folder": shown(picture("file:///etc/passwd")),
+    }
+    assert {field: post(address, body)[1]["error"]["param"] for field, body in asked.items()} == {
+        field: field for field in asked
+    }

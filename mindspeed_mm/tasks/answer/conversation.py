@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from mindspeed_mm.core.artifacts import append_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
@@ -110,6 +111,7 @@ class Conversation:
         turn, waiting = user_turn(text, self.waiting, "chat")
         media = [*self.media, *waiting]
         messages = [*self._begun(), turn]
+        check_whole_characters(messages, "chat")
         answer = self.model.answer(messages, media, self.sampling, tell)
         self.turns += [turn, {"role": "assistant", "content": answer.text}]
         self.media, self.waiting = media, []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mindspeed_mm.core.errors import MachineError, MMError, UsageError
+from mindspeed_mm.core.errors import MachineError, MMError, UsageError, first_names
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
@@ -47,7 +47,7 @@ class RemoteModel:
             key: What it asks for, if anything.
 
         Raises:
-            MMError: There is no such server, it does not answer, or lists no model.
+            MMError: There is no such server, it does not answer, or lists no model, or none of this name.
         """
         base = address.rstrip("/")
         try:
@@ -55,13 +55,15 @@ class RemoteModel:
         except ValueError as error:
             raise UsageError(f"is no address: {error}", where=address) from error
         server = cls(base if has_path else f"{base}/v1", name, key)
-        if name:
-            return server
         with closing(server._asked("GET", "/models")) as answer:
-            listed = _json(answer.read()).get("data") or []
-        if not listed:
+            listed = [str(model["id"]) for model in _json(answer.read()).get("data") or []]
+        if not listed and not name:
             raise MachineError("the server lists no model", where=address, way_out="Name one: --name NAME.")
-        return cls(server.address, str(listed[0]["id"]), key)
+        # SGLang lists models, and is asked for one with adapters as `model:adapters`.
+        if listed and name and name not in listed and name.partition(":")[0] not in listed:
+            way_out = f"It has: {first_names(listed)}."
+            raise UsageError(f"the server has no model '{name}'", where=address, key="--name", way_out=way_out)
+        return cls(server.address, name or listed[0], key)
 
     def answer(
         self,

@@ -7,9 +7,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -112,9 +113,12 @@ def read_chat(body: bytes, limits: Limits) -> ChatCall:
     limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
     asked = fields.max_completion_tokens or fields.max_tokens or limits.max_new_tokens
     limits.check("max_new_tokens", asked, f"an answer of {asked:,} tokens is asked for")
-    sampling = Sampling(
-        asked, fields.temperature, fields.top_p, fields.seed, fields.top_k, fields.min_p, fields.repetition_penalty
-    )
+    try:
+        sampling = Sampling(
+            asked, fields.temperature, fields.top_p, fields.seed, fields.top_k, fields.min_p, fields.repetition_penalty
+        )
+    except UsageError as error:
+        raise RefusedError.of(error, param="temperature") from error
     return ChatCall(
         model=fields.model,
         sample=_conversation(fields),
@@ -135,6 +139,8 @@ def read_fields(body: bytes, kind: type[Request]) -> Request:
         value = parse_json(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"the request is not JSON: {error}"[:200], code="invalid_json") from error
+    if has_lone_surrogate(value):
+        raise RefusedError(400, f"the request holds {HALF_CHARACTER}.", code="invalid_json")
     if not isinstance(value, dict):
         raise RefusedError(400, "the request is JSON, and no object.", code="invalid_json")
     try:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mm.core.errors import MMError
 
 _LONGEST_MESSAGE = 300
+_YAML_SECTION = "data."
+_SAID_BY = {
+    "tools": "tools",
+    "messages": "messages",
+    "media_roots": "--media-folder",
+    "allow_remote_media": "--allow-remote-media",
+}
+"""Last part of a key of the YAML → a field of requests, or an option of `mm serve`."""
 
 
 class RefusedError(Exception):
@@ -26,10 +35,19 @@ class RefusedError(Exception):
         super().__init__(self.message)
 
     @classmethod
-    def of(cls, error: MMError) -> RefusedError:
-        """From an error of the package; its way out speaks to who runs the server, and is left out."""
+    def of(cls, error: MMError, param: str | None = None) -> RefusedError:
+        """From an error of the package. Its way out speaks to who runs the server, and is left out; so does a key of
+        a YAML, in whose place stands the field of the request, or the option of `mm serve`, that says the same.
+
+        Args:
+            error: Of the package.
+            param: The field of the request; None: as the error's key says.
+        """
         problem = error.problems[0]
-        return cls(400, problem.what.rstrip(".") + ".", param=problem.key or None, code="invalid_value")
+        key = re.sub(r"^message (\d+)", r"messages[\1]", problem.key)
+        if key.startswith(_YAML_SECTION):
+            key = _SAID_BY.get(key.rpartition(".")[2], "")
+        return cls(400, problem.what.rstrip(".") + ".", param=param or key or None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's errors are."""

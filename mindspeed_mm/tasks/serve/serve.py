@@ -194,6 +194,10 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     is_generator = kind_of_path(request.model) is GENERATOR
     if request.adapters and (is_generator or request.engine != OWN):
         raise UsageError("only the package's own engine chooses adapters", key="--adapter", way_out="Use --lora.")
+    if request.shown_name in request.adapters:
+        what = f"the model itself is called '{request.shown_name}', and these adapters could not be asked for"
+        way_out = "Call the adapters otherwise, or the model: --name NAME."
+        raise UsageError(what, key="--adapter", way_out=way_out)
     if is_generator and request.engine != OWN:
         raise UsageError("pictures and clips are made here alone", key="--engine", way_out="Leave it out.")
     if is_generator:

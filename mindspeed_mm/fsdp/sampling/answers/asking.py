@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, told_as
+from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
@@ -114,6 +115,7 @@ class QuestionEncoder:
 
     def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
         """One question. Raises `DataError`, naming the row."""
+        check_whole_characters([question.messages, question.tools], str(question.place))
         options = EncodeOptions(self._basic.cutoff_len)
         end = self.tokenizer.eos_token_id
         encoder = SampleEncoder(self._tokens, end, self._template, self._plugin, media, options)

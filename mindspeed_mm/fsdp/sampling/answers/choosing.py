@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.seeds import derive_seed
+
+LEAST_TEMPERATURE = 0.001
+"""Of sampling. Far below it, logits that are divided by it overflow, and another token than the likeliest is taken."""
+MOST_BEAMS = 1024
+"""Searches of more gain nothing, and each beam is a row of the batch."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,15 @@ class Sampling:
     repetition_penalty: float | None = None
     beams: int | None = None
     """More than 1: beam search, which neither samples nor tells an answer while it is made."""
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for a temperature that logits cannot be divided by, and for more beams than fit."""
+        if self.temperature and self.temperature < LEAST_TEMPERATURE:
+            what = f"temperature {self.temperature:g} is below {LEAST_TEMPERATURE}, and is not 0"
+            raise UsageError(what, key="--temperature", way_out="0 always takes the likeliest token.")
+        if self.beams and self.beams > MOST_BEAMS:
+            what = f"{self.beams:,} beams, each of which takes the memory of a row, are not searched"
+            raise UsageError(what, key="--beams", way_out=f"Give up to {MOST_BEAMS}.")
 
     def of_row(self, row: int) -> Sampling:
         """The same, with a seed of the row's own where there is one."""

@@ -99,7 +99,12 @@ def _media_first(text: str, media: Sequence[MediaItem]) -> str | list[dict[str, 
 
 
 def read_questions(
-    path: Path, *, needs_answers: bool, media_dir: Path | None = None, row_format: RowFormat | None = None
+    path: Path,
+    *,
+    needs_answers: bool,
+    media_dir: Path | None = None,
+    row_format: RowFormat | None = None,
+    media_key: str = "--media-dir",
 ) -> list[Question]:
     """Every row of a JSONL, JSON, CSV or parquet file.
 
@@ -112,23 +117,31 @@ def read_questions(
         media_dir: Where relative media paths start; by default the file's folder. A picture that is not there is an
             error now, not in the middle of the work.
         row_format: How rows are laid out; None: in one of the usual spellings.
+        media_key: The option or key that names the folder of media.
 
     Raises:
         DataError: Naming the bad rows (the first ten), or the file.
     """
     if not path.is_file():
         raise DataError("there is no such file", where=str(path), way_out="Give a JSONL file of conversations.")
+    if media_dir is not None and not media_dir.is_dir():
+        way_out = "Name the folder that media paths start at."
+        raise DataError("there is no such folder", where=str(media_dir), key=media_key, way_out=way_out)
     reader = open_reader(path)
     media_dir = media_dir or path.parent
     questions: list[Question] = []
     problems: list[Problem] = []
     for index in range(len(reader)):
         try:
-            questions.append(_read_question(reader, index, row_format or RowFormat(), needs_answers, media_dir))
+            question = _read_question(reader, index, row_format or RowFormat(), needs_answers)
+            _check_media_exist(question.sample, media_dir, media_key)
+            questions.append(question)
         except DataError as error:
             problems += map(as_asked, error.problems)
     if problems:
         headline = f"{path}: {len(problems)} of {len(reader)} rows are bad"
+        if len(problems) > SHOWN_PROBLEMS:
+            headline += f"; the first {SHOWN_PROBLEMS} are"
         raise DataError(headline, problems=problems[:SHOWN_PROBLEMS])
     return questions
 
@@ -142,12 +155,9 @@ def as_asked(problem: Problem) -> Problem:
     return replace(problem, way_out=way_out)
 
 
-def _read_question(
-    reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool, media_dir: Path
-) -> Question:
+def _read_question(reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool) -> Question:
     row, place = reader.read(index), reader.place(index)
     sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
-    _check_media_exist(sample, media_dir)
     expected = words_of(answer["content"])
     return Question(
         row=place.row,
@@ -178,11 +188,11 @@ def question_of(
     return Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools), answer
 
 
-def _check_media_exist(sample: Sample, media_dir: Path) -> None:
+def _check_media_exist(sample: Sample, media_dir: Path, media_key: str) -> None:
     for item in sample.media:
         name = item.source.get("path") if isinstance(item.source, dict) else item.source
         if not isinstance(name, str) or len(name) >= _LONGEST_PATH or "://" in name:
             continue  # no path
         if not (media_dir / name).exists():
-            way_out = f"Relative paths start at '{media_dir}'."
+            way_out = f"Relative paths start at '{media_dir}'; {media_key} FOLDER names another."
             raise DataError(f"'{name}' not found", where=str(sample.place), key=f"{item.kind}s", way_out=way_out)

@@ -72,7 +72,13 @@ class HeldOutQuestions:
             )
         data, view = Path(asked.data or ""), RowsView(param)
         media_dir = Path(asked.media_dir) if asked.media_dir else data.parent
-        questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+        questions = read_questions(
+            data,
+            needs_answers=True,
+            media_dir=media_dir,
+            row_format=view.row_format(data),
+            media_key=f"{KEY}.media_dir",
+        )
         if not questions:
             raise DataError("holds no questions", where=str(data), key=f"{KEY}.data")
         found = cls(questions[: asked.max_samples], Path(folder), view, media_dir)

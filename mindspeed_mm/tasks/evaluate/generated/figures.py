@@ -11,7 +11,8 @@ import numpy as np
 from mindspeed_mm.fsdp.sampling.answers.scoring import bootstrap_interval
 
 Measured = dict[str, Any]
-"""`value`, None where it is infinite; of means `n`, and `low` and `high`, the bounds of a 95 % interval."""
+"""`value`, None where it is infinite; of means `n`, and `low` and `high`, the bounds of a 95 % interval;
+of PSNR also `identical`, the number of pairs that are left out of it, where there are any."""
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> Measured:
@@ -33,4 +34,6 @@ def told(name: str, one: Measured) -> str:
     """For people."""
     value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
     interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
-    return f"{name}: {value}{interval}"
+    count = one.get("identical", 0)
+    identical = f"; {count} identical pair{'s' if count > 1 else ''} left out" if count else ""
+    return f"{name}: {value}{interval}{identical}"

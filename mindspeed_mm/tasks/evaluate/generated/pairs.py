@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -106,7 +107,16 @@ def likeness(pairs: Sequence[Pair], lpips: Lpips | None) -> dict[str, Measured]:
     for own, real in pairs:
         for values, value in zip(found.values(), _of_pair(own, real, lpips), strict=True):
             values.append(value)
-    return {name: mean_of(values) for name, values in found.items()}
+    return {name: mean_of(values) if name != "PSNR" else _mean_psnr(values) for name, values in found.items()}
+
+
+def _mean_psnr(values: Sequence[float]) -> Measured:
+    """The mean of the pairs that differ, and how many do not: theirs is infinite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) == len(values):
+        return mean_of(values)
+    identical = {"identical": len(values) - len(finite)}
+    return (mean_of(finite) if finite else {"value": None, "n": 0}) | identical
 
 
 def _of_pair(own: Path, real: Path, lpips: Lpips | None) -> list[float]:

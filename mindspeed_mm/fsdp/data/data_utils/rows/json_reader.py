@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 MAX_ROW_BYTES = 64 * 2**20
@@ -290,10 +291,10 @@ def parse_row(data: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"broken JSON: {_reason(error)}", where=where, way_out=REPAIR) from error
     if not isinstance(row, dict):
         raise DataError(f"the row is {_KINDS[type(row)]}, not an object", where=where, way_out=REPAIR)
-    if b"\\u" in data and _has_lone_surrogate(row):
+    if b"\\u" in data and has_lone_surrogate(row):
         found = _LONE_SURROGATE.search(data)
         at = f"byte {found.start()} of the row begins" if found else "the row holds"
-        raise DataError(f"{at} a lone surrogate (half a character)", where=where, way_out=REPAIR)
+        raise DataError(f"{at} {HALF_CHARACTER}", where=where, way_out=REPAIR)
     return row
 
 
@@ -303,14 +304,6 @@ def _reason(error: Exception) -> str:
 
 _LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)")
 """The first half of a pair without the second, or the second without the first."""
-
-
-def _has_lone_surrogate(row: dict[str, Any]) -> bool:
-    try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
