@@ -348,7 +348,7 @@ def test_processes_share_the_rows_and_go_on_where_others_stopped(folder: Path, r
         (["--data", "rows.jsonl", "--out", "/proc/x.jsonl"], 3, ["/proc/x.jsonl", "cannot be written", "--out"]),
         (["--data", "rows.jsonl", "--out", "o.jsonl"], 4, ["'a.png' not found", "--media-dir FOLDER", "12 of 12 rows"]),
         (["--data", "rows.jsonl", "--out", "o.jsonl"], 4, ["the first 10 are"]),
-        (["--data", "rows.jsonl", "--out", "o.jsonl", "--media-dir", "no"], 2, ["--media-dir", "no such folder"]),
+        (["--data", "rows.jsonl", "--out", "o.jsonl", "--media-dir", "no"], 4, ["--media-dir", "no such folder"]),
         (["--prompt", "what?", "--image", "missing.png"], 4, ["missing.png  --image  there is no such file"]),
         (["--prompt", "half \udcff"], 4, ["--prompt", "lone surrogate"]),
     ],
