@@ -59,14 +59,14 @@ def check_output_place(target: Path, key: str = "") -> None:
 
     Raises:
         UsageError: It lies in a checkpoint, which may hold nothing else, or in a model folder.
-        MachineError: No file can be written in its folder, or in the one that its folder would be made in.
+        MachineError: No file can be written in it, if it is a folder, or in the nearest folder above it.
     """
     found = kind_above(target)
     if found is not None and found[0] != "a run folder":
         raise UsageError(f"lies in {found[0]}, {found[1]}", where=str(target), key=key, way_out="Choose another place.")
-    parent = next(folder for folder in target.parents if folder.exists())
+    place = next(folder for folder in (target, *target.parents) if folder.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=parent, prefix=".probe-"):  # without a name, where the file system can do that
+        with tempfile.TemporaryFile(dir=place, prefix=".probe-"):  # without a name, where the file system can do that
             pass
     except OSError as error:
         raise MachineError(
