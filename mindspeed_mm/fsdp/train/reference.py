@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError, Problem, told_as
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -20,9 +17,7 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.posttrain_args import ReferenceArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.reference_start import reference_start
-
-_FOLDER_OF_POLICY, _FOLDER = "model.model_name_or_path", "posttrain.reference.model_name_or_path"
+from mindspeed_mm.fsdp.train.reference_start import FOLDER_KEY, reference_start, told_of_reference
 
 
 class AdaptersOff:
@@ -131,18 +126,6 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 
 
-@contextmanager
-def told_of_reference(arguments: Arguments) -> Iterator[None]:
-    """What is wrong with a folder of its own is told under the key that names it."""
-    has_own = arguments.posttrain.reference.model_name_or_path is not None
-
-    def with_key(problem: Problem) -> Problem:
-        return replace(problem, key=_FOLDER) if has_own and problem.key in ("", _FOLDER_OF_POLICY) else problem
-
-    with told_as(with_key):
-        yield
-
-
 def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | None) -> None:
     """Raise `ConfigError` where a reference of another kind, vocabulary or width would read the policy's batches as
     something else, or not at all."""
@@ -151,7 +134,7 @@ def check_same_inputs(policy: nn.Module, reference: nn.Module, folder: str | Non
         what = "vocabulary" if facts_of(policy).kind.has_tokens else "widths of latents and text"
         raise ConfigError(
             f"'{folder}' is {other}, and the trained model is {own}: it would read the same rows otherwise",
-            key=_FOLDER,
+            key=FOLDER_KEY,
             way_out=f"Name a model of the same family and {what}.",
         )
 

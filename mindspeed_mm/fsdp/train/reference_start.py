@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
+
+FOLDER_KEY = "posttrain.reference.model_name_or_path"
+_FOLDER_OF_POLICY = "model.model_name_or_path"
 
 
 def reference_start(arguments: Arguments) -> Arguments:
@@ -19,3 +28,25 @@ def reference_start(arguments: Arguments) -> Arguments:
             "training": arguments.training.model_copy(update={"lora": lora}),
         }
     )
+
+
+def reference_outline(arguments: Arguments) -> Outline:
+    """The reference on meta.
+
+    Raises:
+        MMError: It cannot be built.
+    """
+    with told_of_reference(arguments):
+        return build_outline(reference_start(arguments))
+
+
+@contextmanager
+def told_of_reference(arguments: Arguments) -> Iterator[None]:
+    """What is wrong with a folder of its own is told under the key that names it."""
+    has_own = arguments.posttrain.reference.model_name_or_path is not None
+
+    def with_key(problem: Problem) -> Problem:
+        return replace(problem, key=FOLDER_KEY) if has_own and problem.key in ("", _FOLDER_OF_POLICY) else problem
+
+    with told_as(with_key):
+        yield

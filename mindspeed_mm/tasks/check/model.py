@@ -17,9 +17,9 @@ from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
-from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
-from mindspeed_mm.fsdp.train.reference import check_same_inputs, check_start, told_of_reference
-from mindspeed_mm.fsdp.train.reference_start import reference_start
+from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.train.reference import check_same_inputs, check_start
+from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start, told_of_reference
 
 
 def weights_told(training: TrainingArguments) -> Path | None:
@@ -68,7 +68,7 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
         return
     start = reference_start(arguments)
     with told_of_reference(arguments):
-        outline = build_outline(start)
+        outline = reference_outline(arguments)
         # The adapters and the checkpoint that the policy goes on from are not the reference's.
         check_stored_weights(outline, start.model_copy(update={"training": start.training.model_copy(update=_FRESH)}))
     check_same_inputs(policy, outline.model, folder)

@@ -8,10 +8,9 @@ from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
-from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units
-from mindspeed_mm.fsdp.train.reference_start import reference_start
+from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 
@@ -25,7 +24,7 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
     if reference_kind(arguments) != "frozen" or has_moving_reference(arguments.posttrain):
         return 0
     start = reference_start(arguments)
-    outline = build_outline(start)
+    outline = reference_outline(arguments)
     outline.model.requires_grad_(False)
     compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
     set_dtypes(outline.model, compute)

@@ -17,11 +17,11 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
-from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
+from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
-from mindspeed_mm.fsdp.train.reference_start import reference_start
+from mindspeed_mm.fsdp.train.reference_start import reference_outline
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
 
 EVERY_KIND = ("linear", "adapter", "convolution", "experts", "attention", "linear attention")
@@ -131,7 +131,7 @@ def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> Flo
         count = count.beside(policy, "the policy that drew")
     if reference_kind(arguments) in ("adapters_off", "frozen"):
         folder = arguments.posttrain.reference.model_name_or_path
-        other = count_flops(build_outline(reference_start(arguments)).model) if folder else policy
+        other = count_flops(reference_outline(arguments).model) if folder else policy
         count = count.beside(other, "reference") if other is not None else count
     return count
 
