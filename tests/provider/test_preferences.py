@@ -108,6 +108,7 @@ def media_losses(run: Path) -> list[tuple[float, float, float]]:
     return [(line["loss"], line["rewards/margins"], line["grad_norm"]) for line in lines(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_the_entry_of_generators_trains_as_the_yaml_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dpo = {
@@ -124,6 +125,14 @@ def test_the_entry_of_generators_trains_as_the_yaml_does(tmp_path: Path, monkeyp
     by_flags, by_yaml = media_losses(Path("by_flags")), media_losses(Path("by_yaml"))
     assert by_flags == by_yaml and len(by_flags) == 3 and by_flags[2][1] != 0
 
+
+def test_a_script_s_entry_of_generators_says_what_it_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_media_files(tmp_path, 0.5)
+    weighted = translate(parse([*MEDIA_FLAGS.split(), "--posttrain-method", "dpo", "--dpo-beta", "0.2"], {}))
+    dpo = weighted.arguments.posttrain.dpo
+    assert (dpo.beta, dpo.timestep_weight, dpo.weight_alpha) == (100, "sigma", 0.5)
+    assert dpo.histogram_path == str(tmp_path / "scores.json")
     write_media_files(tmp_path, 0.0)
     unweighted = translate(parse([*MEDIA_FLAGS.split(), "--posttrain-method", "dpo"], {}))
     assert unweighted.arguments.posttrain.dpo.histogram_path is None

@@ -37,6 +37,43 @@ def files(folder: Path) -> None:
     (folder / "data.json").write_text(json.dumps({"dataset_param": {"basic_parameters": basic}}))
 
 
+def by_hand(folder: Path) -> dict[str, Any]:
+    """The YAML that these flags mean."""
+    return {
+        "model": {"model_name_or_path": str(folder / "flux"), "model_id": "flux"},
+        "data": {
+            "dataset_param": {
+                "dataset_type": "generation_prompts",
+                "basic_parameters": {"dataset": str(folder / "videos2caption.json")},
+                "preprocess_parameters": {"height": 16, "width": 16},
+            }
+        },
+        "training": {
+            "lr": 1e-3, "weight_decay": 1e-4, "lr_decay_style": "constant", "clip_grad": 1.0, "train_iters": 2,
+            "micro_batch_size": 2, "gradient_accumulation_steps": 4, "seed": 42, "log_interval": 1,
+            "diffusion": {"shift": 3.0, "guidance": 3.5},
+        },
+        "posttrain": {
+            "method": "grpo",
+            "grpo": {"num_generations": 4, "clip_range": 1e-4, "adv_clip_max": 5.0},
+            "flow": {"sde": "dance", "noise_level": 0.3, "num_inference_steps": 4, "timestep_fraction": 0.6,
+                     "same_noise": True},
+            "rewards": [{"name": "hps_v2", "settings": {"path": str(folder / "hps" / "HPS_v2.1_compressed.pt"),
+                                                        "tokenizer": str(folder / "flux" / "tokenizer")}}],
+        },
+    }  # fmt: skip
+
+
+def test_flags_mean_a_yaml(tmp_path: Path) -> None:
+    files(tmp_path)
+    found, expected = configuration(read_flags(words(tmp_path)).options), by_hand(tmp_path)
+    for section in ("model", "data", "posttrain"):
+        assert found[section] == expected[section]
+    of_the_run = {"save": str(tmp_path / "run"), "save_interval": 10000, "lr_warmup_ratio": 0.0}
+    assert found["training"] == expected["training"] | of_the_run
+
+
+@pytest.mark.slow
 def test_flags_train_as_a_yaml_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ruamel.yaml import YAML
     from transformers import CLIPModel
@@ -52,31 +89,8 @@ def test_flags_train_as_a_yaml_does(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = capsys.readouterr().err
     assert "--cfg has no effect" in told and "--sampler_seed has no effect" in told and "make one step" in told
 
-    by_hand: dict[str, Any] = {
-        "model": {"model_name_or_path": str(tmp_path / "flux"), "model_id": "flux"},
-        "data": {
-            "dataset_param": {
-                "dataset_type": "generation_prompts",
-                "basic_parameters": {"dataset": str(tmp_path / "videos2caption.json")},
-                "preprocess_parameters": {"height": 16, "width": 16},
-            }
-        },
-        "training": {
-            "lr": 1e-3, "weight_decay": 1e-4, "lr_decay_style": "constant", "clip_grad": 1.0, "train_iters": 2,
-            "micro_batch_size": 2, "gradient_accumulation_steps": 4, "seed": 42, "log_interval": 1,
-            "diffusion": {"shift": 3.0, "guidance": 3.5},
-        },
-        "posttrain": {
-            "method": "grpo",
-            "grpo": {"num_generations": 4, "clip_range": 1e-4, "adv_clip_max": 5.0},
-            "flow": {"sde": "dance", "noise_level": 0.3, "num_inference_steps": 4, "timestep_fraction": 0.6,
-                     "same_noise": True},
-            "rewards": [{"name": "hps_v2", "settings": {"path": str(tmp_path / "hps"),
-                                                        "tokenizer": str(tmp_path / "flux" / "tokenizer")}}],
-        },
-    }  # fmt: skip
     with (tmp_path / "run.yaml").open("w") as file:
-        YAML().dump(by_hand, file)
+        YAML().dump(by_hand(tmp_path), file)
     said = mm("train", tmp_path / "run.yaml", f"training.save={tmp_path / 'other'}")
     assert said.code == ExitCode.OK, said.err
     one, other = (
