@@ -45,6 +45,7 @@ FREE_KEYS = (
     "features.loss_cfg.router_aux_loss_offload",
     "features.recompute*",
     "features.skip_moe_pad_tokens",
+    "features.weight_offload_plan*",
     "inference.*",
     "model.model_name_or_path",
     "model.skip_*_recompute",

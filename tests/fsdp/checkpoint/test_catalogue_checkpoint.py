@@ -268,7 +268,12 @@ CASES = [
         "95-hf", in_place_of_the_run(config_DOT_json="{}"), r"kind 'hf'.*model\.model_name_or_path", action=named(".")
     ),
     Case("95-deepspeed", in_place_of_the_run(global_step5__x=""), r"is a DeepSpeed checkpoint", action=named(".")),
-    Case("95-nothing", in_place_of_the_run(notes="x"), r"is not a checkpoint .* it holds notes", action=named(".")),
+    Case(
+        "95-nothing",
+        in_place_of_the_run(notes="x"),
+        r"is neither a checkpoint nor .* it holds notes",
+        action=named("."),
+    ),
     Case(
         "95-absent",
         nothing,
