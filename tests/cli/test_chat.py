@@ -193,12 +193,11 @@ def test_a_running_server_says_what_the_folder_says(folder: Path, picture: Path,
 def test_a_server_chooses_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes | None = None) -> io.BytesIO:
-        if body is None:
-            return io.BytesIO(b'{"data": [{"id": "x"}]}')
+    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes) -> io.BytesIO:
         asked.append(json.loads(body).get("max_tokens"))
         return io.BytesIO(b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "length"}]}\n')
 
+    monkeypatch.setattr(RemoteModel, "_listed", lambda _server: ["x"])
     monkeypatch.setattr(RemoteModel, "_asked", noted)
     for words in ([], ["--max-new-tokens", "3"]):
         said = CliRunner().invoke(command, ["http://127.0.0.1:9", "--name", "x", *words], input="hello\n")

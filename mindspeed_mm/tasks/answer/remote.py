@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, END_THOUGHT
 TIMEOUT_S = 600.0
 """Of silence."""
 _LONGEST_MESSAGE = 300
+_NOT_OFFERED = (http.client.NOT_FOUND, http.client.METHOD_NOT_ALLOWED, http.client.NOT_IMPLEMENTED)
 _KINDS = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 """What a file is where its name does not say."""
 
@@ -55,8 +56,7 @@ class RemoteModel:
         except ValueError as error:
             raise UsageError(f"is no address: {error}", where=address) from error
         server = cls(base if has_path else f"{base}/v1", name, key)
-        with closing(server._asked("GET", "/models")) as answer:
-            listed = [str(model["id"]) for model in _json(answer.read()).get("data") or []]
+        listed = server._listed()
         if not listed and not name:
             raise MachineError("the server lists no model", where=address, way_out="Name one: --name NAME.")
         # SGLang lists models, and is asked for one with adapters as `model:adapters`.
@@ -64,6 +64,16 @@ class RemoteModel:
             way_out = f"It has: {first_names(listed)}."
             raise UsageError(f"the server has no model '{name}'", where=address, key="--name", way_out=way_out)
         return cls(server.address, name or listed[0], key)
+
+    def _listed(self) -> list[str]:
+        """The models that the server names; none where it has no such list."""
+        with closing(self._sent("GET", "/models")) as answer:
+            content = _json(answer.read())
+            if answer.status in _NOT_OFFERED:
+                return []
+            if answer.status != http.client.OK:
+                raise self._error(answer.status, content)
+        return [str(model["id"]) for model in content.get("data") or []]
 
     def answer(
         self,
@@ -117,6 +127,18 @@ class RemoteModel:
         Raises:
             MMError: It does not answer, or refuses.
         """
+        answer = self._sent(method, path, body)
+        if answer.status != http.client.OK:
+            with closing(answer):
+                raise self._error(answer.status, _json(answer.read()))
+        return answer
+
+    def _sent(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        """The same, whatever its status.
+
+        Raises:
+            MMError: It does not answer.
+        """
         parts = urlsplit(self.address)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -129,9 +151,6 @@ class RemoteModel:
         except (OSError, ValueError, http.client.HTTPException) as error:
             way_out = "Start it with mm serve, or correct the address."
             raise MachineError(f"the server does not answer: {error}", where=self.address, way_out=way_out) from error
-        if answer.status != http.client.OK:
-            with closing(answer):
-                raise self._error(answer.status, _json(answer.read()))
         return answer
 
     def _error(self, status: int, body: dict[str, Any]) -> MMError:
