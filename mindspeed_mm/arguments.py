@@ -1,4 +1,4 @@
-"""The second front door's command line: Megatron-style flags as a namespace. It imports no torch."""
+"""Megatron-style flags as a namespace. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The second front door: `pretrain` with functions of your own, called as Megatron-LM and MindSpeed-MM call them, on
-the engine that `mm train` runs on.
+"""`pretrain` with functions of your own, called as Megatron-LM and MindSpeed-MM call them, on the engine of `mm train`.
 
 An entry is a script that ends in `pretrain(...)`. Its flags are those of `mindspeed_mm.arguments`, and stand for the
 same configuration that a YAML is.

@@ -1,11 +1,14 @@
-"""Draws the rooms of the package, floor by floor, from the import law: `python -m tests.architecture`.
+"""Draws the packages layer by layer: `python -m tests.architecture`.
 
-The floors are those of the contract in `pyproject.toml`, the width of a room is its lines of code. The picture in
-`docs/architecture.md` is this program's output; a test says when the two differ.
+The layers are those of the import contract in `pyproject.toml`; a box holds the first sentence of the docstring of its
+package. The picture in `docs/architecture.md` is what this program draws; a test says when the two differ.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+import textwrap
 import tomllib
 from html import escape
 from pathlib import Path
@@ -13,57 +16,83 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 PACKAGE = "mindspeed_mm"
-WIDTH, FLOOR, GAP, MARGIN = 960, 46, 8, 16
-LEAST_ROOM = 104
+WIDTH, GAP, MARGIN, PADDING = 960, 5, 8, 6
+NAME_LINE, LINE = 17, 13
+"""Heights of the name and of a line of text, in pixels."""
+LETTER = 5.6
+"""Width of a letter of the text, in pixels."""
 COLOURS = ("#dbeafe", "#e0e7ff", "#ede9fe", "#fae8ff", "#fce7f3", "#ffe4e6", "#ffedd5", "#fef9c3", "#ecfccb", "#dcfce7",
            "#ccfbf1", "#cffafe")  # fmt: skip
 
 
 def floors() -> list[list[str]]:
-    """Rooms by floor, the highest first, as the import law has them."""
-    law = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (layers,) = [each["layers"] for each in law["tool"]["importlinter"]["contracts"] if each["type"] == "layers"]
+    """Packages by layer, the highest first, as the import contract has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = [each["layers"] for each in contracts["tool"]["importlinter"]["contracts"] if each["type"] == "layers"]
     return [[room.strip().removeprefix(f"{PACKAGE}.") for room in layer.split("|")] for layer in layers]
 
 
-def lines_of(room: str) -> int:
-    """Lines in the files of a room."""
+def purpose_of(room: str) -> str:
+    """The first sentence of a package's docstring."""
     path = ROOT / PACKAGE / room.replace(".", "/")
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return re.split(r"\.(?:\s|$)", " ".join(docstring.split()))[0].replace("`", "")
 
 
 def draw() -> str:
     """The picture as SVG."""
-    rows = floors()
-    height = 2 * MARGIN + len(rows) * (FLOOR + GAP) - GAP
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-    ]
-    for number, rooms in enumerate(rows):
-        top = MARGIN + number * (FLOOR + GAP)
-        parts += _floor(rooms, top, COLOURS[number % len(COLOURS)])
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _floor(rooms: list[str], top: int, colour: str) -> list[str]:
-    """Boxes side by side, each as wide as its share of the floor's lines, but wide enough for its name."""
-    lines = [lines_of(room) for room in rooms]
-    free = WIDTH - 2 * MARGIN - GAP * (len(rooms) - 1) - LEAST_ROOM * len(rooms)
-    left, parts = float(MARGIN), []
-    for room, count in zip(rooms, lines, strict=True):
-        width = LEAST_ROOM + free * count / sum(lines)
-        middle = left + width / 2
-        parts += [
-            f'<rect x="{left:.0f}" y="{top}" width="{width:.0f}" height="{FLOOR}" rx="6" fill="{colour}" '
-            'stroke="#94a3b8"/>',
-            f'<text x="{middle:.0f}" y="{top + 20}" text-anchor="middle" font-size="14">{escape(room)}</text>',
-            f'<text x="{middle:.0f}" y="{top + 37}" text-anchor="middle" font-size="11" fill="#475569">'
-            f"{round(count, -2):,} lines</text>",
+    boxes: list[str] = []
+    top = MARGIN
+    for number, rooms in enumerate(floors()):
+        height, drawn = _layer(rooms, top, COLOURS[number % len(COLOURS)])
+        boxes += drawn
+        top += height + GAP
+    height = top - GAP + MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            *boxes,
+            "</svg>",
+            "",
         ]
-        left += width + GAP
-    return parts
+    )
+
+
+def _layer(rooms: list[str], top: int, colour: str) -> tuple[int, list[str]]:
+    """The height of a layer and its boxes, all of one width; a box that is alone has name and text on one line."""
+    width = (WIDTH - 2 * MARGIN - GAP * (len(rooms) - 1)) // len(rooms)
+    if len(rooms) == 1:
+        height = NAME_LINE + PADDING
+        return height, [
+            _box(MARGIN, top, width, height, colour),
+            *_line(MARGIN + PADDING, top + NAME_LINE, rooms[0], purpose_of(rooms[0])),
+        ]
+    letters = int((width - 2 * PADDING) / LETTER)
+    texts = {room: textwrap.wrap(purpose_of(room), letters) for room in rooms}
+    height = NAME_LINE + LINE * max(map(len, texts.values())) + PADDING
+    drawn = []
+    for number, (room, lines) in enumerate(texts.items()):
+        left = MARGIN + number * (width + GAP)
+        drawn.append(_box(left, top, width, height, colour))
+        drawn += _line(left + PADDING, top + NAME_LINE, room, "")
+        for below, line in enumerate(lines, start=1):
+            drawn.append(_text(left + PADDING, top + NAME_LINE + below * LINE, line))
+    return height, drawn
+
+
+def _box(left: int, top: int, width: int, height: int, colour: str) -> str:
+    return f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="4" fill="{colour}" stroke="#94a3b8"/>'
+
+
+def _line(left: int, baseline: int, name: str, text: str) -> list[str]:
+    named = f'<text x="{left}" y="{baseline}" font-size="13" font-weight="bold">{escape(name)}</text>'
+    return [named, _text(left + 130, baseline, text)] if text else [named]
+
+
+def _text(left: int, baseline: int, text: str) -> str:
+    return f'<text x="{left}" y="{baseline}" font-size="11" fill="#334155">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The suite's own data sets and loaders for functions of a user: what a data provider may build and return."""
+"""Data sets and loaders for functions of a user: what a data provider may build and return."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Modules of this name change Megatron in MindSpeed-MM. There is no Megatron here to change: they can be imported, and
-hold nothing."""
+"""Empty modules that scripts of MindSpeed-MM import. There they change Megatron, and here is none to change."""
 
 from mindspeed_mm.patchs import (
     dummy_optimizer_patch,

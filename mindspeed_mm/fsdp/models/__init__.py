@@ -1,1 +1,1 @@
-"""Models: the hub that builds them and one folder for each model with code of its own."""
+"""The hub that builds models, and one folder for each model with code of its own."""

@@ -1,1 +1,1 @@
-"""Prompts and samplers of generators: what draws while training, afterwards, and in an evaluation."""
+"""Answers and drawings of a model: while it trains, afterwards, and in an evaluation."""

@@ -1,1 +1,1 @@
-"""Entries under the names that models of speech have for theirs: the same trainer, the same engine."""
+"""Entries under the names that models of speech have for theirs."""

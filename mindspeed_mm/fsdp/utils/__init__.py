@@ -1,1 +1,1 @@
-"""Registries and the only door to an accelerator."""
+"""Registries, and the only access to an accelerator."""
