@@ -228,7 +228,7 @@ def write_batches(workload: Workload, steps: int) -> None:
     training = arguments.training
     dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=training.seed)
     adapter = find_adapter(workload.model)
-    objective = GeneratorFamily(arguments, adapter, torch.device("cpu")).flow_matching(dataset)
+    objective = GeneratorFamily(arguments, adapter, torch.device("cpu")).denoising(dataset)
     loader = build_mm_dataloader(
         dataset,
         arguments.data.dataloader_param,

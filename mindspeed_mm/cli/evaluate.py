@@ -11,6 +11,7 @@ import click
 
 from mindspeed_mm.cli.sharing import is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.garbage import collecting_later
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
@@ -288,6 +289,7 @@ def _tell(result: Result, as_json: bool) -> None:
             click.echo(line)
 
 
+@collecting_later()
 def _score_rows(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
@@ -301,6 +303,7 @@ def _score_rows(model: str, options: dict[str, Any]) -> Result:
     return evaluate.run(Path(model), options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
 
 
+@collecting_later()
 def _score_published(model: str, options: dict[str, Any]) -> Result:
     from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
 

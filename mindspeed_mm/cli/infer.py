@@ -14,6 +14,7 @@ import click
 
 from mindspeed_mm.cli.sharing import is_given, share
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.core.whole_text import check_whole_characters
 
@@ -329,6 +330,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     return share(context, "infer", say, shares=options["data"] is not None)
 
 
+@collecting_later()
 def answer_prompt(
     model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
 ) -> None:
@@ -343,6 +345,7 @@ def answer_prompt(
         click.echo(said.text)
 
 
+@collecting_later()
 def speak_answer(
     model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
 ) -> None:
@@ -362,6 +365,7 @@ def speak_answer(
     click.echo(f"{said.file}: {said.seconds:.1f} s", err=True)
 
 
+@collecting_later()
 def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
     """Answer every row of the file, and print how many there were."""
     from mindspeed_mm.tasks.answer import infer

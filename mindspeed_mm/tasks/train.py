@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import CollectedErrors, ExitCode, MMError
+from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.run_ownership import clear_unbegun_run, folders_to_make, leaving_no_unbegun_run
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.path import check_paths
@@ -49,17 +48,6 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
             trainer = Trainer(config, TrainOptions(**options))
             trainer.train()
     return TrainOutcome(trainer.iteration, int(ExitCode.OK), config.arguments.training.save)
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """No garbage collection until the trainer turns it on again: imports and set-up make millions of objects that stay,
-    and looking through them over and over is a fifth of the start (`python -m benchmarks startup`)."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str]) -> int:

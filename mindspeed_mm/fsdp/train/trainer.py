@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
@@ -65,9 +64,6 @@ from mindspeed_mm.fsdp.train.run.start_checks import (
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.run.trackers import Tracker
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-
-_FROZEN_AT_FIRST = gc.get_freeze_count()
-"""Objects that the interpreter itself keeps from the collector; some, from Python 3.12 on."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,10 @@ class Trainer:
 
     def _run(self, engine: TrainEngine, record: RunRecord) -> None:
         raises = self.options.raises_on_second_interrupt
-        with _kept(), StopSignal(LaunchFolder.of_this_rank(), record.break_off, raises=raises) as engine.stop_signal:
+        with (
+            passed_over_by_collection(),
+            StopSignal(LaunchFolder.of_this_rank(), record.break_off, raises=raises) as engine.stop_signal,
+        ):
             engine.train()
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)
@@ -349,22 +348,6 @@ class Trainer:
         if save:
             key, way_out = "training.save_on_signal", "Set training.save_on_signal=true."
         raise StoppedUnsaved(f"stopped after step {engine.iteration}; nothing was saved", key=key, way_out=way_out)
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Inside, the garbage collector passes over what has been built: it need not look at it, and worker processes do
-    not copy its pages. Afterwards it may collect it: a model's cycles hold its process group, whose threads wake a
-    hundred times a second."""
-    was_frozen = gc.get_freeze_count() > _FROZEN_AT_FIRST  # by the caller, whose own objects thawing would thaw, too
-    if not was_frozen:
-        gc.freeze()
-    gc.enable()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -112,10 +113,11 @@ def answer_all(
     answers = generator.answer(
         questions, media, sampling=sampling, batch_size=batch_size, hides_thoughts=hides_thoughts
     )
-    for answered in answers:
-        yield answered
-        if is_shown:
-            progress.advance(len(answered))
+    with passed_over_by_collection():
+        for answered in answers:
+            yield answered
+            if is_shown:
+                progress.advance(len(answered))
     progress.close()
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import UsageError, told_as
+from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.fsdp.train.train_engine import Hook
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
@@ -14,7 +15,6 @@ from mindspeed_mm.tasks.given.arguments import named_by, short
 from mindspeed_mm.tasks.given.configuration import GivenConfig, resolved
 from mindspeed_mm.tasks.given.objects import with_objects
 from mindspeed_mm.tasks.given.run_view import RecordsInMemory, Run, run_of
-from mindspeed_mm.tasks.train import collecting_later
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.given.objects import Processor

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
@@ -208,7 +209,8 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     view = rows_view(source, request.config)
     if request.engine == OWN:
         generator = load_generator(source.folder, source.lora, view, request.adapters)
-        yield AnswerEngine(generator, most_rows=request.batch_size)
+        with passed_over_by_collection():
+            yield AnswerEngine(generator, most_rows=request.batch_size)
         return
     with running(request.engine, Served(source.folder, request.shown_name, view, source.lora)) as backend:
         yield backend
