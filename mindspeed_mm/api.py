@@ -302,11 +302,13 @@ def evaluate(
     with TemporaryDirectory(prefix="mm-") as name:
         data = question_file(rows, Path(name)) if rows is not None else None
         if loss:
-            generating = {"max_new_tokens": max_new_tokens is not None, "metric": metric != "exact"}
-            generating |= {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
-            return _loss_of(
-                folder, data, batch_size, results, shown, [key for key, given in generating.items() if given]
+            _refuse_given(
+                max_new_tokens=max_new_tokens is not None,
+                metric=metric != "exact",
+                ignore_case=ignore_case,
+                ignore_punctuation=ignore_punctuation,
             )
+            return _loss_of(folder, data, batch_size, results, shown)
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
         from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
@@ -318,19 +320,23 @@ def evaluate(
         )
 
 
+def _refuse_given(**is_given: bool) -> None:
+    """Raise `UsageError` where something is given that is about generating answers."""
+    for key, given in is_given.items():
+        if given:
+            raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
+
+
 def _loss_of(
     model: Path,
     data: Path | None,
     batch_size: int | None,
     out: Path | None,
     shown: dict[str, Any],
-    generating: Sequence[str],
 ) -> LossEvaluation:
-    """The cross-entropy of answers; raises `UsageError` where something is given that is about generating them."""
+    """The cross-entropy of answers."""
     from mindspeed_mm.tasks.evaluate import loss
 
-    for key in generating:
-        raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
     size = batch_size or loss.BATCH_SIZE
     return loss.run(loss.LossEvaluationRequest(model, data, batch_size=size, **shown), out)
 

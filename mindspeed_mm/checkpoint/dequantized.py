@@ -142,8 +142,12 @@ def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, object], 
 # --- the formats ------------------------------------------------------------------------------------------------------
 
 
+def _without(stored: Mapping[str, LazyTensor], *ends: str) -> dict[str, LazyTensor]:
+    return {key: tensor for key, tensor in stored.items() if not key.endswith(ends)}
+
+
 def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = {key: tensor for key, tensor in stored.items() if not key.endswith(".weight_scale_inv")}
+    found = _without(stored, ".weight_scale_inv")
     for key, scales in stored.items():
         name = key.removesuffix("_scale_inv")
         codes = stored.get(name)
@@ -159,7 +163,7 @@ def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) ->
 
 
 def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    found = {key: tensor for key, tensor in stored.items() if not key.endswith(("_blocks", "_scales"))}
+    found = _without(stored, "_blocks", "_scales")
     for key, blocks in stored.items():
         name = key.removesuffix("_blocks")
         scales = stored.get(f"{name}_scales")
@@ -171,14 +175,13 @@ def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: s
 
 
 def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
-    ends = (".weight_packed", ".weight_scale", ".weight_shape")
-    found = {key: tensor for key, tensor in stored.items() if not key.endswith(ends)}
+    found = _without(stored, ".weight_packed", ".weight_scale", ".weight_shape")
     for key, codes in stored.items():
         name = key.removesuffix("_packed")
         scales, shape = stored.get(f"{name}_scale"), stored.get(f"{name}_shape")
         if not key.endswith(".weight_packed") or scales is None or shape is None:
             continue
-        rows, columns = (int(size) for size in shape.read().tolist())
+        rows, columns = map(int, shape.read().tolist())
         if columns % scales.shape[1]:
             _refuse(f"{columns} columns in {scales.shape[1]} groups", f"{name}_scale", where)
         _check_shape(codes, (rows, -(-columns * rule.bits // _BITS_OF_INT32)), key, f"{name}_shape", where)

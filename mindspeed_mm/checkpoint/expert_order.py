@@ -44,8 +44,8 @@ def oriented(tensor: LazyTensor, swapped: LazyTensor, shape: tuple[int, ...], as
     """
     if shape not in (tensor.shape, swapped.shape):
         raise ValueError(f"its shape is {tensor.shape}, expected {shape} or its last two dims swapped")
-    if tensor.shape == swapped.shape:
-        if as_module is None:
-            raise UnknownOrder(f"{shape} ends in a square: its shape does not show which way round it is stored")
-        return tensor if as_module else swapped
-    return tensor if tensor.shape == shape else swapped
+    if tensor.shape != swapped.shape:
+        as_module = tensor.shape == shape
+    elif as_module is None:
+        raise UnknownOrder(f"{shape} ends in a square: its shape does not show which way round it is stored")
+    return tensor if as_module else swapped

@@ -46,9 +46,12 @@ class DtypeRule:
         """What the source folder's weights and configuration say, or `dtype` for everything."""
         if dtype is not None:
             return cls({}, dtype)
-        entries = find_entries(source) if holds_safetensors(source) else {}
-        # Codes of one byte are written as the numbers that they stand for.
-        whole = {key: entry.dtype for key, entry in entries.items() if entry.dtype.itemsize > 1}
+        whole: dict[str, torch.dtype] = {}
+        if holds_safetensors(source):
+            for key, entry in find_entries(source).items():
+                # Codes of one byte are written as the numbers that they stand for.
+                if entry.dtype.itemsize > 1:
+                    whole[key] = entry.dtype
         return cls(whole, config_dtype(source))
 
     def __call__(self, key: str, dtype: torch.dtype) -> torch.dtype:
@@ -114,8 +117,11 @@ def write_weights(
         metadata: Text to keep in each file, beside the format.
     """
     ranks = ranks or Ranks()
-    dtypes = {key: dtype_of(key, tensor.dtype) for key, tensor in tensors.items()}
-    sizes = {key: _elements(tensor) * dtypes[key].itemsize for key, tensor in tensors.items()}
+    dtypes: dict[str, torch.dtype] = {}
+    sizes: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        dtypes[key] = dtype_of(key, tensor.dtype)
+        sizes[key] = _elements(tensor) * dtypes[key].itemsize
     shards = plan_shards(sizes, max_shard_bytes, stem)
     notes = {"format": "pt", **(metadata or {})}
     for name, keys in shards.items():
@@ -161,7 +167,9 @@ def safetensors_files(
     """
     sizes = {key: tensor.size_bytes for key, tensor in tensors.items()}
     shards = plan_shards(sizes, max_shard_bytes, stem)
-    files = {name: SafetensorsFile({key: tensors[key] for key in keys}) for name, keys in shards.items()}
+    files: dict[str, SafetensorsFile] = {}
+    for name, keys in shards.items():
+        files[name] = SafetensorsFile({key: tensors[key] for key in keys})
     if len(shards) == 1:
         return files, {}
     text = _index_text(shards, sum(sizes.values()), sum(map(_elements, tensors.values())))
@@ -219,8 +227,8 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
         ModelFolderError: As `asset_files`.
     """
     assets = asset_files(source)
-    for path in assets:
-        copy_plain(path, folder / path.name)
+    for name, path in assets.items():
+        copy_plain(path, folder / name)
     config = _read_json(folder / "config.json")
     if any(sections_of(config)):
         _write_config(folder, without_quantization(config))
@@ -229,24 +237,27 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
         config = _with_dtype(_read_json(folder / "config.json"), name)
         config.setdefault("dtype", name)
         _write_config(folder, config)
-    return [path.name for path in assets]
+    return list(assets)
 
 
 def _write_config(folder: Path, config: Mapping[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def asset_files(source: Path) -> list[Path]:
-    """What `copy_assets` copies.
+def asset_files(source: Path) -> dict[str, Path]:
+    """What `copy_assets` copies, by name.
 
     Raises:
         ModelFolderError: There is no config.json, or something leads out of the folder; see `check_links`.
     """
     model_config(source)
-    assets = [path for path in sorted(source.iterdir()) if _is_asset(path)]
-    for path in assets:
+    assets: dict[str, Path] = {}
+    for path in sorted(source.iterdir()):
+        if not _is_asset(path):
+            continue
         if path.is_dir():
             check_links(path, deep=True)
+        assets[path.name] = path
     return assets
 
 

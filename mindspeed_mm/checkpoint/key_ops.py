@@ -51,7 +51,7 @@ class OpOnEach(Op):
     """An operation that changes every tensor for itself."""
 
     def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[self._changed(tensor) for tensor in column] for column in columns]
+        return [list(map(self._changed, column)) for column in columns]
 
     @abstractmethod
     def _changed(self, tensor: LazyTensor) -> LazyTensor: ...
@@ -125,7 +125,10 @@ class Unstack(Op):
     dim: int = 0
 
     def _apply(self, columns: list[Column]) -> list[Column]:
-        return [[Selected(base, self.dim, i) for i in range(base.shape[self.dim])] for (base,) in columns]
+        dealt: list[Column] = []
+        for (base,) in columns:
+            dealt.append([Selected(base, self.dim, i) for i in range(base.shape[self.dim])])
+        return dealt
 
     def _inverse(self) -> Op:
         return Stack(self.dim)
@@ -222,7 +225,8 @@ class Deinterleave(Op):
         lengths = [size // self.groups for size in self.sizes]
         runs = consecutive(base, self.dim, lengths * self.groups)
         # The runs of one column stand as far from each other as there are columns.
-        return [[Concatenated(runs[column :: len(lengths)], self.dim)] for column in range(len(lengths))]
+        apart = len(lengths)
+        return [[Concatenated(runs[column::apart], self.dim)] for column in range(apart)]
 
     def _inverse(self) -> Op:
         return Interleave(self.dim, self.groups, self.sizes)

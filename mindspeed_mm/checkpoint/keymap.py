@@ -57,8 +57,8 @@ class KeyRule:
     """One line of a key map. Patterns may be given as one string or several."""
 
     def __init__(self, sources: str | Sequence[str], targets: str | Sequence[str], ops: Sequence[Op] = ()) -> None:
-        self.sources = (sources,) if isinstance(sources, str) else tuple(sources)
-        self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        self.sources = _as_tuple(sources)
+        self.targets = _as_tuple(targets)
         self.ops = tuple(ops)
 
     @property
@@ -88,8 +88,12 @@ class KeyRule:
             ModelFolderError: A source is absent, or shapes do not fit the operations.
         """
         _check_complete(self, columns)
-        keys = tuple(match.key for match in chain.from_iterable(columns))
-        work: list[Column] = [[tensors[match.key] for match in column] for column in columns]
+        keys: list[str] = []
+        work: list[Column] = []
+        for matches in columns:
+            keys_of_column = [match.key for match in matches]
+            keys += keys_of_column
+            work.append([tensors[key] for key in keys_of_column])
         # Every match of an application has the same values of the shared placeholders.
         values = {name: columns[0][0].values[name] for name in self.shared}
         made: dict[str, LazyTensor] = {}
@@ -104,7 +108,7 @@ class KeyRule:
         except (ValueError, IndexError) as error:
             way_out = error.way_out if isinstance(error, UnknownOrder) else ""
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
-        return RuleMatch(keys, made, tuple(dropped))
+        return RuleMatch(tuple(keys), made, tuple(dropped))
 
     def _named(self, pattern: str, column: Column, values: dict[str, str]) -> dict[str, LazyTensor]:
         """The tensors of a target pattern: one, or as many as a placeholder that only the targets have deals out."""
@@ -113,7 +117,10 @@ class KeyRule:
             return {_fill(pattern, values): column[0]}
         if len(dealt) != 1:
             raise ValueError(f"{len(column)} tensors for the one target {pattern}")
-        return {_fill(pattern, values | {dealt[0]: str(i)}): tensor for i, tensor in enumerate(column)}
+        made: dict[str, LazyTensor] = {}
+        for i, tensor in enumerate(column):
+            made[_fill(pattern, {**values, dealt[0]: str(i)})] = tensor
+        return made
 
     def __repr__(self) -> str:
         return f"{' + '.join(self.sources)} -> {' + '.join(self.targets)}"
@@ -148,11 +155,16 @@ class KeyMap:
             position, column, values = found
             rule = self.rules[position]
             shared_values = tuple(values.get(name, "") for name in rule.shared)
-            columns = applications.setdefault((position, shared_values), [[] for _ in rule.sources])
-            columns[column].append(KeyMatch(key, values))
-        steps = [self.rules[position].build(columns, tensors) for (position, _), columns in applications.items()]
+            application = position, shared_values
+            if application not in applications:
+                applications[application] = [[] for _ in rule.sources]
+            applications[application][column].append(KeyMatch(key, values))
+        steps: list[RuleMatch] = []
+        for (position, _), columns in applications.items():
+            steps.append(self.rules[position].build(columns, tensors))
         if self.keep_others:
-            steps += [RuleMatch((key,), {key: tensors[key]}) for key in others]
+            for key in others:
+                steps.append(RuleMatch((key,), {key: tensors[key]}))
         return steps
 
     def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
@@ -161,6 +173,27 @@ class KeyMap:
                 if match := regex.fullmatch(key):
                     return position, column, match.groupdict()
         return None
+
+
+def renamings(names: Mapping[str, str], hub: str = "", own: str = "", end: str = ".{p}") -> list[KeyRule]:
+    """Rules for tensors that only get another name.
+
+    Args:
+        names: Source → target.
+        hub: Stands before every source.
+        own: Stands before every target.
+        end: Stands behind all of them: by default the weight and the bias of a module.
+    """
+    return [KeyRule(f"{hub}{source}{end}", f"{own}{target}{end}") for source, target in names.items()]
+
+
+def names_behind(names: Iterable[str], prefix: str) -> set[str]:
+    """What follows a prefix, up to the next dot: the numbers of layers, as they are written."""
+    found = set()
+    for name in names:
+        if name.startswith(prefix):
+            found.add(name.removeprefix(prefix).partition(".")[0])
+    return found
 
 
 def made_by(steps: Iterable[RuleMatch]) -> dict[str, LazyTensor]:
@@ -208,7 +241,13 @@ def in_natural_order(values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 def natural_order(key: str) -> list[tuple[int, str]]:
     """Sort key that puts `layers.2` before `layers.10`."""
-    return [(int(part), "") if is_number(part) else (-1, part) for part in key.split(".")]
+    return list(map(_order_of_part, key.split(".")))
+
+
+def _order_of_part(part: str) -> tuple[int, str]:
+    if is_number(part):
+        return int(part), ""
+    return -1, part
 
 
 def is_number(part: str) -> bool:
@@ -219,6 +258,12 @@ def is_number(part: str) -> bool:
 _PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
 
 
+def _as_tuple(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        return (patterns,)
+    return tuple(patterns)
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
     text, position, seen = "", 0, set()
     for match in _PLACEHOLDER.finditer(pattern):
@@ -227,8 +272,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
         if name in seen:
             text += f"(?P={name})"  # a second time it stands for the same
         else:
-            any_number, one_part = ".+", "[^.]+"
-            text += f"(?P<{name}>{any_number if star else one_part})"
+            anything = ".+" if star else "[^.]+"
+            text += f"(?P<{name}>{anything})"
         position = match.end()
         seen.add(name)
     return re.compile(text + re.escape(pattern[position:]))
@@ -257,5 +302,5 @@ def _check_complete(rule: KeyRule, columns: list[list[KeyMatch]]) -> None:
         indices: list[str] = []
         for match in column:
             indices += [match.values[name] for name in collected]
-        if indices != [str(i) for i in range(len(column))]:
+        if indices != list(map(str, range(len(column)))):
             raise ModelFolderError(f"'{pattern}' is not numbered from 0 without holes: {indices}", key=present)

@@ -49,8 +49,12 @@ def list_iterations(save: Path) -> list[int]:
     """Steps that have a folder, ascending; whether one is valid is not looked at."""
     if not save.is_dir():
         return []
-    found = (_FOLDER.fullmatch(path.name) for path in save.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    steps = []
+    for path in save.iterdir():
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def read_tracker(save: Path) -> str | None:
@@ -60,6 +64,14 @@ def read_tracker(save: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return text if text == RELEASE or _STEP.fullmatch(text) else None
+
+
+def tracker_text(save: Path) -> str:
+    """What the tracker holds, whether or not it is a step; nothing where there is none."""
+    tracker = save / TRACKER
+    if not tracker.is_file():
+        return ""
+    return tracker.read_text(errors="replace").strip()
 
 
 def write_tracker(save: Path, iteration: int) -> None:
@@ -106,8 +118,10 @@ def put_aside(folder: Path, why: str) -> str:
     Returns:
         A line for the user.
     """
-    names = (folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}") for number in count(1))
-    aside = next(path for path in names if not os.path.lexists(path))
+    for number in count(1):
+        aside = folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}")
+        if not os.path.lexists(aside):
+            break
     folder.rename(aside)
     return f"warning: {folder} was there already, {why}: it is kept as {aside.name}"
 

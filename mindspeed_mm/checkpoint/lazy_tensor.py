@@ -71,9 +71,12 @@ class Stored(LazyTensor):
         for dim, (start, length) in enumerate(region):
             tensor = tensor.narrow(dim, start, length)
         # Over to an accelerator in the stored dtype: fewer bytes on the bus, and the cast is done there.
-        out.copy_(tensor if out.device == tensor.device else tensor.to(out.device))
+        if out.device != tensor.device:
+            tensor = tensor.to(out.device)
+        out.copy_(tensor)
 
-    def read(self) -> torch.Tensor:  # noqa: D102
+    def read(self) -> torch.Tensor:
+        """As the file's reader gives it, without a copy where the file is mapped."""
         return self._reader().get_tensor(self.key)
 
 
@@ -280,7 +283,8 @@ class HeldTensor(LazyTensor):
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         out.copy_(self._tensor[_slices(region)])
 
-    def read(self) -> torch.Tensor:  # noqa: D102
+    def read(self) -> torch.Tensor:
+        """The tensor itself, not a copy."""
         return self._tensor
 
 
@@ -306,7 +310,8 @@ class Reshaped(LazyTensor):
         tensor = self.base.read().reshape(self.shape)
         out.copy_(tensor[_slices(region)])
 
-    def read(self) -> torch.Tensor:  # noqa: D102
+    def read(self) -> torch.Tensor:
+        """A view of the base in the new shape, where its layout allows one."""
         return self.base.read().reshape(self.shape)
 
 
@@ -335,10 +340,11 @@ def _check_same(shapes: Sequence[tuple[int, ...]], what: str) -> None:
 
 def _check_same_dtype(parts: Sequence[LazyTensor], what: str) -> None:
     """A cast would be silent: the number that one part holds may not be one of the other's dtype."""
-    other = next((part for part in parts if part.dtype != parts[0].dtype), None)
-    if other is not None:
-        both = " and ".join(f"{part.dtype}{_key_of(part)}" for part in (parts[0], other))
-        raise ValueError(f"cannot {what} tensors of different types, {both}")
+    first = parts[0]
+    for other in parts:
+        if other.dtype != first.dtype:
+            both = f"{first.dtype}{_key_of(first)} and {other.dtype}{_key_of(other)}"
+            raise ValueError(f"cannot {what} tensors of different types, {both}")
 
 
 def _key_of(tensor: LazyTensor) -> str:

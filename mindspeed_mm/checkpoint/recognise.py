@@ -61,8 +61,10 @@ def recognise(path: Path) -> FolderKind:
 
 def is_megatron_folder(path: Path) -> bool:
     """A step of Megatron's here, or one in it."""
-    steps = [path, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
-    return any(is_megatron_step(each) for folder in steps for each in (folder, folder / layout.RELEASE))
+    for step in (path, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))):
+        if is_megatron_step(step) or is_megatron_step(step / layout.RELEASE):
+            return True
+    return False
 
 
 def is_megatron_step(path: Path) -> bool:

@@ -38,7 +38,8 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     if parts := expert_folders(folder):
         found: dict[str, TensorEntry] = {}
         for part in parts:
-            found |= {f"{part.name}.{key}": entry for key, entry in find_entries(part).items()}
+            for key, entry in find_entries(part).items():
+                found[f"{part.name}.{key}"] = entry
         return found
     index = _find_index(folder)
     if index is None:
@@ -53,7 +54,8 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def holds_safetensors(folder: Path) -> bool:
     """Whether there are weights in a folder, or in those of its two transformers."""
-    return all(any(part.glob("*.safetensors")) for part in expert_folders(folder) or [folder])
+    folders = expert_folders(folder) or [folder]
+    return all(any(part.glob("*.safetensors")) for part in folders)
 
 
 def check_same_tensors(made: Mapping[str, LazyTensor], source: Path, folder: Path) -> None:
@@ -93,7 +95,10 @@ def weight_files(folder: Path) -> list[Path]:
         ModelFolderError: There are no safetensors, or a shard that the index names is missing.
     """
     if parts := expert_folders(folder):
-        return [file for part in parts for file in weight_files(part)]
+        files = []
+        for part in parts:
+            files += weight_files(part)
+        return files
     index = _find_index(folder)
     if index is None:
         return [_single_file(folder)]
@@ -253,18 +258,22 @@ def _wrong_shards(weight_map: dict[str, str], headers: dict[str, dict[str, Tenso
     for name, header in headers.items():
         for key in header:
             homes[key].append(name)
-    return [
-        Problem(f"says '{name}', found in {' and '.join(homes[key]) or 'no shard'}", str(index), key)
-        for key, name in weight_map.items()
-        if homes[key] != [name]
-    ]
+    problems = []
+    for key, name in weight_map.items():
+        if homes[key] != [name]:
+            found = " and ".join(homes[key]) or "no shard"
+            problems.append(Problem(f"says '{name}', found in {found}", str(index), key))
+    return problems
 
 
 def _orphans(
     weight_map: dict[str, str], headers: dict[str, dict[str, TensorEntry]], folder: Path, index: Path
 ) -> list[Problem]:
     """Shards beside those that the index names, and tensors in a shard that the index does not name."""
-    stems = {match["stem"] for name in headers if (match := _SHARD.match(name))}
+    stems = set()
+    for name in headers:
+        if match := _SHARD.match(name):
+            stems.add(match["stem"])
     found = []
     for file in sorted(folder.glob("*.safetensors")):
         match = _SHARD.match(file.name)

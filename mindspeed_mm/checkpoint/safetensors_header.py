@@ -109,11 +109,11 @@ def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
 
 def _parse(text: bytes, file: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise _damaged(file, f"the header holds the key '{twice}' twice")
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise _damaged(file, f"the header holds the key '{name}' twice")
+            found[name] = value
         return found
 
     try:

@@ -51,7 +51,10 @@ class Group:
 
     def columns(self, tensors: Mapping[str, LazyTensor]) -> Columns:
         """The tensors instead of their keys."""
-        return {pattern: [tensors[key] for key in keys] for pattern, keys in self.keys.items()}
+        columns: Columns = {}
+        for pattern, keys in self.keys.items():
+            columns[pattern] = [tensors[key] for key in keys]
+        return columns
 
 
 def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[WeightTransform]:
@@ -107,8 +110,14 @@ def _by_kind(rules: Sequence[WeightTransform]) -> tuple[list[WeightTransform], l
     """The rules that only rename, and those that change tensors."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming  # heavy
 
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings: list[WeightTransform] = []
+    converters: list[WeightConverter] = []
+    for rule in rules:
+        if isinstance(rule, WeightRenaming):
+            renamings.append(rule)
+        elif isinstance(rule, WeightConverter):
+            converters.append(rule)
+    return renamings, converters
 
 
 def saving_steps(
@@ -164,7 +173,9 @@ def _steps(
         else:
             group = groups.setdefault(target, Group(by_pattern[pattern], target))
             group.keys.setdefault(pattern, []).append(key)
-    return steps + [_convert(model, group, tensors) for group in groups.values()]
+    for group in groups.values():
+        steps.append(_convert(model, group, tensors))
+    return steps
 
 
 def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTensor]) -> RuleMatch:
@@ -239,8 +250,10 @@ def _chunk(op: Operation, columns: Columns, group: Group, model: PreTrainedModel
 
 def _split(op: Operation, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     base, targets = _one(columns), group.converter.target_patterns
-    names = [group.first_target.replace(targets[0], target) for target in targets]
-    sizes = [_shape(model, name)[op.dim] for name in names]
+    sizes = []
+    for target in targets:
+        name = group.first_target.replace(targets[0], target)
+        sizes.append(_shape(model, name)[op.dim])
     return _runs(base, op.dim, targets, sizes)
 
 
@@ -316,5 +329,8 @@ def _computed(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTe
     def pick(key: str) -> Callable[[list[torch.Tensor]], torch.Tensor]:
         return lambda read: run(read)[key]
 
-    outlines = run([torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
-    return {key: Computed(parts, pick(key), outline.shape, outline.dtype) for key, outline in outlines.items()}
+    on_meta = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts]
+    computed: dict[str, LazyTensor] = {}
+    for key, outline in run(on_meta).items():
+        computed[key] = Computed(parts, pick(key), outline.shape, outline.dtype)
+    return computed

@@ -51,7 +51,9 @@ class TransformersOutline:
         import transformers  # heavy
 
         names: list[str] = config.get("architectures") or []
-        model_class = next((found for name in names if (found := getattr(transformers, str(name), None))), None)
+        model_class = None
+        for name in names:
+            model_class = model_class or getattr(transformers, str(name), None)
         if model_class is None or config.get("auto_map"):
             return None
         try:

@@ -1,1 +1,1 @@
-"""Errors, file writing, patterns, suggestions and units. Nothing here imports torch."""
+"""Ground floor: errors, patterns, suggestions, units, artifacts. Nothing here imports torch."""

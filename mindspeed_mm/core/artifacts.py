@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +68,12 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 def atomic_write_text(path: Path, text: str) -> None:
     """`atomic_write_bytes` of UTF-8 text."""
     atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_jsonl(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """`atomic_write_text` of one JSON object a line."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    atomic_write_text(path, "".join(lines))
 
 
 def fsync_tree(folder: Path) -> None:

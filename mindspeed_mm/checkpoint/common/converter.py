@@ -52,6 +52,7 @@ class Converter:
         """Public methods that the subclass, or one between it and this class, defines; by name."""
         found: dict[str, Callable[..., Any]] = {}
         for ancestor in reversed(cls.__mro__[: cls.__mro__.index(Converter)]):
-            methods = {name: value for name, value in vars(ancestor).items() if not name.startswith("_")}
-            found |= {name: value for name, value in methods.items() if inspect.isfunction(value)}
+            for name, value in vars(ancestor).items():
+                if inspect.isfunction(value) and not name.startswith("_"):
+                    found[name] = value
         return found

@@ -117,10 +117,12 @@ class SafetensorsFile(OutputFile):
     """Text in the file's header."""
 
     @property
-    def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """By the keys of the file's header."""
         return self.content
 
-    def write(self, path: Path, note: Note) -> None:  # noqa: D102
+    def write(self, path: Path, note: Note) -> None:
+        """The header, then the bytes of each tensor, the wider types first."""
         # Wider types first, so that every tensor starts at a multiple of its own width.
         keys = sorted(self.tensors, key=lambda key: -self.tensors[key].dtype.itemsize)
         with path.open("wb") as file:
@@ -146,7 +148,8 @@ class SafetensorsFile(OutputFile):
         return len(text).to_bytes(8, "little") + text
 
     @contextmanager
-    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
+    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:
+        """The file's own header says where tensors lie; they are mapped, not loaded."""
         with closing(MappedFiles(MAPPED_BYTES)) as files:
             yield files.stored(read_header(path))
 
@@ -161,17 +164,21 @@ class PtFile(OutputFile):
     """Plain values beside the sections, as `{"checkpoint_version": 3.0}`."""
 
     @property
-    def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """By `section/key`; those of the top level by their key alone."""
         found: dict[str, LazyTensor] = {}
         for name, part in self.sections.items():
-            found |= {_joined(name, key): tensor for key, tensor in part.items()}
+            for key, tensor in part.items():
+                found[_joined(name, key)] = tensor
         return found
 
-    def write(self, path: Path, note: Note) -> None:  # noqa: D102
+    def write(self, path: Path, note: Note) -> None:
+        """As `torch.save` writes it, the storage of each tensor when its turn comes."""
         content: dict[str, Any] = dict(self.extras)
         for name, part in self.sections.items():
             place = content if name == "" else content.setdefault(name, {})
-            place.update({key: Entry(_joined(name, key), tensor) for key, tensor in part.items()})
+            for key, tensor in part.items():
+                place[key] = Entry(_joined(name, key), tensor)
 
         def read(entry: Entry) -> memoryview:
             tensor = entry.tensor.read()
@@ -181,7 +188,8 @@ class PtFile(OutputFile):
         write_pt(content, path, read)
 
     @contextmanager
-    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
+    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:
+        """Loaded whole, without running code of the file's; values that are no tensors are left out."""
         content = load_weights(path)
         found: dict[str, LazyTensor] = {}
         for name in self.sections:

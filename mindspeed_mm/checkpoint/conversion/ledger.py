@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mm.checkpoint.dcp_folder.index_check import have_overlap
+from mindspeed_mm.checkpoint.dcp_folder.index_check import Interval, have_overlap
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored, TensorReader, whole
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 
@@ -50,7 +50,8 @@ class CountedTensor(Stored):
         else:
             self.base.copy_to(out, region)
 
-    def read(self) -> torch.Tensor:  # noqa: D102
+    def read(self) -> torch.Tensor:
+        """The base's values; on the meta device none, and the whole of it is counted as used."""
         if torch.get_default_device().type != "meta":
             return self.base.read()
         self.taken[whole(self.shape)] += 1
@@ -93,7 +94,9 @@ def check_ledgers(
     Raises:
         ModelFolderError: Naming keys that are unused, used in part or more often, or not written so.
     """
-    counted = list(chain.from_iterable(ledger.tensors.values() for ledger in ledgers))
+    counted: list[CountedTensor] = []
+    for ledger in ledgers:
+        counted += ledger.tensors.values()
     for tensor in counted:
         tensor.take()  # whatever was read before is not of this conversion
     told: dict[str, list[Problem]] = {}
@@ -159,23 +162,29 @@ def _place(view: torch.Tensor, target: torch.Tensor) -> Region:
 
 def _fault(what: str, boxes: Counter[Region], size: int, times: int | None = 1) -> str | None:
     """What is wrong with the boxes of a tensor: they have to fill `size` elements without overlap, each `times`."""
-    sizes = {box: math.prod(length for _, length in box) for box in boxes}
-    filled = [box for box, elements in sizes.items() if elements]
-    held = sum(sizes.values())
+    filled: list[list[Interval]] = []
+    other_times: list[int] = []
+    held = total = 0
+    for region, n in boxes.items():
+        elements = math.prod(length for _, length in region)
+        held += elements
+        total += elements * n
+        if elements:
+            filled.append(_ends(region))
+            if times is not None and n != times:
+                other_times.append(n)
     if size and not held:
         return f"is not {what}"
-    other_times = [boxes[box] for box in filled if times is not None and boxes[box] != times]
     if other_times and times != 1:
         return f"is {what} {other_times[0]} times, and {times} are expected"
-    if other_times or held > size or have_overlap([_ends(box) for box in filled]):
-        total = sum(sizes[box] * n for box, n in boxes.items())
+    if other_times or held > size or have_overlap(filled):
         return f"is {what} more than once: {total:,} of {size:,} elements"
     if held < size:
         return f"is {what} in part: {held:,} of {size:,} elements"
     return None
 
 
-def _ends(box: Region) -> list[tuple[int, int]]:
+def _ends(box: Region) -> list[Interval]:
     return [(start, start + length) for start, length in box]
 
 

@@ -49,7 +49,10 @@ class WrittenFile:
     def of(cls, path: Path) -> WrittenFile:
         """The record of a file on the disk."""
         size = path.stat().st_size
-        return cls(size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= _SMALL_BYTES else None)
+        digest = None
+        if size <= _SMALL_BYTES:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return cls(size, digest)
 
     @classmethod
     def read(cls, record: object) -> WrittenFile:
@@ -59,7 +62,9 @@ class WrittenFile:
         size, digest = record["size_bytes"], record["sha256"]
         if type(size) is not int or size < 0 or (digest is None and size <= _SMALL_BYTES):
             raise ValueError(f"has the size {size!r:.40}, which is not a size, or needs a SHA-256")
-        return cls(size, None if digest is None else read_sum(digest))
+        if digest is None:
+            return cls(size, None)
+        return cls(size, read_sum(digest))
 
 
 def write_manifest(
@@ -161,8 +166,10 @@ def _read_written(content: Mapping[str, object], records: Records, root: Path) -
 
 def _table(content: Mapping[str, object], key: str, root: Path) -> dict[str, object]:
     table = content.get(key)
+    if key not in content:
+        raise _no_manifest(root, "is not there", key)
     if not isinstance(table, dict):
-        raise _no_manifest(root, "is not a table" if key in content else "is not there", key)
+        raise _no_manifest(root, "is not a table", key)
     return table
 
 
@@ -208,8 +215,9 @@ def differences(
                     problems.append(Problem(_CHANGED, name, key))
                 if progress is not None and key in stored:
                     progress.advance(stored[key].size_bytes / MB)
-            surplus = sorted(stored.keys() - records[name].keys()) if alone else ()
-            problems += [Problem("is there and was not written", name, key) for key in surplus]
+            if alone:
+                for key in sorted(stored.keys() - records[name].keys()):
+                    problems.append(Problem("is there and was not written", name, key))
     return problems
 
 
@@ -251,7 +259,9 @@ def _differences_of_files(root: Path, written: Mapping[str, WrittenFile], found:
             problems.append(Problem(f"has {size:,} bytes, and {record.size_bytes:,} were written", name))
         elif record.sha256 is not None and WrittenFile.of(root / name) != record:
             problems.append(Problem(_CHANGED, name))
-    return problems + [Problem("is there and was not written", name) for name in sorted(found - written.keys())]
+    for name in sorted(found - written.keys()):
+        problems.append(Problem("is there and was not written", name))
+    return problems
 
 
 def check_source(folder: Path) -> None:
@@ -279,7 +289,8 @@ def differences_of_share(folder: Path, part: int, parts: int) -> list[Problem]:
 
 
 def _present(root: Path, folder: Path) -> Records:
-    return {name: found for name, found in _inside(read_records(root), root, folder).items() if (root / name).exists()}
+    inside = _inside(read_records(root), root, folder)
+    return {name: found for name, found in inside.items() if (root / name).exists()}
 
 
 def _share(records: Records, part: int, parts: int) -> Records:
@@ -329,7 +340,11 @@ def _compare(root: Path, records: Records, problems: list[Problem], progress: Wo
 
 
 def _kinds_of(root: Path, records: Records) -> dict[str, OutputFile]:
-    return {name: _kind_of(root / name, found) for name, found in records.items() if (root / name).exists()}
+    kinds: dict[str, OutputFile] = {}
+    for name, found in records.items():
+        if (root / name).exists():
+            kinds[name] = _kind_of(root / name, found)
+    return kinds
 
 
 def _kind_of(path: Path, records: Mapping[str, TensorRecord]) -> OutputFile:

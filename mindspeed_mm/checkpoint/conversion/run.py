@@ -57,7 +57,7 @@ class Conversion:
     @property
     def size_bytes(self) -> int:
         """Of all that will be written, small texts left out."""
-        copied = sum(_size_of(path) for path in self.copies.values())
+        copied = sum(map(_size_of, self.copies.values()))
         return copied + sum(file.size_bytes for file in self.files.values())
 
 
@@ -84,7 +84,10 @@ class Converted:
         if source:
             parts.append(source)
         parts.append(f"written in {self.write_s:.1f} s")
-        parts.append(f"verified in {self.verify_s:.1f} s" if self.verify_s else "not verified")
+        if self.verify_s:
+            parts.append(f"verified in {self.verify_s:.1f} s")
+        else:
+            parts.append("not verified")
         lines = [f"{self.folder}: {', '.join(parts)}"]
         reasons: dict[str, list[str]] = {}
         for key, why in self.left_out.items():
@@ -149,23 +152,26 @@ def convert(
         check_target(target, overwrite=writing.overwrite, sources=conversion.sources)
     check_complete(conversion)
     check_space(conversion, target)
-    progress = WorkProgress(0, 1, stream, unit="MB") if stream is not None else None
-    for source in set(conversion.sources) if writing.verify else ():
-        check_source(source)
+    progress = None
+    if stream is not None:
+        progress = WorkProgress(0, 1, stream, unit="MB")
+    if writing.verify:
+        for source in set(conversion.sources):
+            check_source(source)
     began = time.monotonic()
     with _explained(target, conversion), _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft:
         records = _write(conversion, draft, progress)
         written = time.monotonic()
-        logits = ""
+        logits, verify_s = "", 0.0
         if writing.verify:
             _verify(conversion, draft, records, progress)
             if writing.examine is not None:
                 logits = writing.examine(conversion, draft, writing.verify == "full")
-        verified = time.monotonic()
+            verify_s = time.monotonic() - written
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
-    times = written - began, verified - written if writing.verify else 0.0
-    return Converted(target, tensors, conversion.size_bytes, *times, backup, logits, conversion.left_out)
+    write_s = written - began
+    return Converted(target, tensors, conversion.size_bytes, write_s, verify_s, backup, logits, conversion.left_out)
 
 
 def check_complete(conversion: Conversion) -> None:

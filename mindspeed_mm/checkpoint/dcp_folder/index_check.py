@@ -55,11 +55,10 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: Collection[Met
     elif any(not _lies_within(chunk, entry.size) for chunk in entry.chunks):
         what = f"has a chunk that lies outside its size, {list(entry.size)}"
     else:
-        # A rank that has no part of a tensor saves an empty chunk.
-        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        chunks = filled_chunks(entry)
         wanted = math.prod(entry.size)
         held = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if have_overlap([_box(chunk) for chunk in chunks]):
+        if have_overlap(list(map(_box, chunks))):
             what = "has chunks that overlap"
         elif held != wanted:
             what = f"is {list(entry.size)}, {wanted:,} numbers, and its chunks hold {held:,} of them"
@@ -68,6 +67,11 @@ def _check_tensor(key: str, entry: TensorStorageMetadata, places: Collection[Met
     if what is not None:
         way_out = "Restore the checkpoint from a copy, or name an older one."
         raise CheckpointError(what, where=str(path), key=key, way_out=way_out)
+
+
+def filled_chunks(entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+    """Those that hold something: a rank that has no part of a tensor saves an empty chunk."""
+    return [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
 
 
 def have_overlap(boxes: Sequence[Sequence[Interval]]) -> bool:
@@ -83,8 +87,9 @@ def have_overlap(boxes: Sequence[Sequence[Interval]]) -> bool:
     beside: list[Sequence[Interval]] = []
     for box in sorted(boxes, key=lambda box: box[along]):
         beside = [other for other in beside if other[along][1] > box[along][0]]
-        if any(all(_meet(box[dim], other[dim]) for dim in dims) for other in beside):
-            return True
+        for other in beside:
+            if all(_meet(box[dim], other[dim]) for dim in dims):
+                return True
         beside.append(box)
     return False
 

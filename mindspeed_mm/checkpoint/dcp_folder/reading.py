@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.index_check import filled_chunks
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
 from mindspeed_mm.checkpoint.dcp_folder.storage import read_chunk, read_tree
 from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored
@@ -49,10 +50,12 @@ class DcpReader:
 
     def model_tensors(self) -> dict[str, Stored]:
         """The model's tensors by name."""
-        keys = [key for key in self.entries if key.startswith(self.prefix)]
-        if self.prefix:
-            keys = [key for key in keys if not key.startswith(_OTHER_PREFIXES)]
-        return {key.removeprefix(self.prefix): self.lazy(key) for key in keys}
+        tensors: dict[str, Stored] = {}
+        for key in self.entries:
+            is_other = bool(self.prefix) and key.startswith(_OTHER_PREFIXES)
+            if key.startswith(self.prefix) and not is_other:
+                tensors[key.removeprefix(self.prefix)] = self.lazy(key)
+        return tensors
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """One whole tensor in host memory, in the dtype that it was saved in."""
@@ -91,7 +94,7 @@ class _ChunkedTensor(Stored):
 
     def __init__(self, key: str, entry: TensorStorageMetadata, reader: DcpReader) -> None:
         super().__init__(key, entry.size, entry.properties.dtype, lambda: reader)
-        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        chunks = filled_chunks(entry)
         self._reader_of_chunks = reader
         self._chunks = {tuple(chunk.offsets): chunk for chunk in chunks}
         self._starts: list[list[int]] = []
@@ -111,7 +114,9 @@ class _ChunkedTensor(Stored):
                 first, last = max(start, offset), min(start + length, offset + size)
                 source = source.narrow(dim, first - offset, last - first)
                 target = target.narrow(dim, first - start, last - first)
-            target.copy_(source if out.device == source.device else source.to(out.device))
+            if out.device != source.device:
+                source = source.to(out.device)
+            target.copy_(source)
 
     def _overlapping(self, region: Region) -> Iterator[ChunkStorageMetadata]:
         # Of each dim, the starts near enough to reach the region with the longest chunk; not all of them do.
@@ -120,11 +125,17 @@ class _ChunkedTensor(Stored):
             near.append(starts[bisect_right(starts, start - longest) : bisect_left(starts, start + length)])
         for offsets in product(*near):
             chunk = self._chunks.get(offsets)
-            if chunk is None:  # starts of different chunks, at which none starts in every dim
-                continue
-            ends = (offset + size for offset, size in zip(offsets, chunk.sizes, strict=True))
-            if all(end > start for end, (start, _) in zip(ends, region, strict=True)):
+            # Starts of different chunks need not be, in every dim, those of one.
+            if chunk is not None and _reaches(chunk, region):
                 yield chunk
+
+
+def _reaches(chunk: ChunkStorageMetadata, region: Region) -> bool:
+    """Whether a chunk ends behind the start of a region in every dim."""
+    for offset, size, (start, _) in zip(chunk.offsets, chunk.sizes, region, strict=True):
+        if offset + size <= start:
+            return False
+    return True
 
 
 def model_prefix(metadata: Metadata) -> str:
@@ -140,18 +151,24 @@ def model_prefix(metadata: Metadata) -> str:
             if isinstance(path, tuple) and len(path) > 1 and path[0] == MODEL:
                 return prefix
         return ""
-    entries = metadata.state_dict_metadata.items()
-    tensors = [key for key, entry in entries if isinstance(entry, TensorStorageMetadata)]
-    is_tree = bool(tensors) and all(key.startswith((prefix, *_OTHER_PREFIXES)) for key in tensors)
-    return prefix if is_tree else ""
+    found = ""
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        if not key.startswith((prefix, *_OTHER_PREFIXES)):
+            return ""
+        found = prefix
+    return found
 
 
 def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
     """`model.` where a checkpoint was saved from a model inside another module of that name, so that every name of the
     model has it in front; else nothing."""
     known = set(names)
-    plain = sum(name in known for name in wanted)
-    wrapped = sum(f"{MODEL}.{name}" in known for name in wanted)
+    plain = wrapped = 0
+    for name in wanted:
+        plain += name in known
+        wrapped += f"{MODEL}.{name}" in known
     return f"{MODEL}." if wrapped > plain else ""
 
 
@@ -164,7 +181,7 @@ def find_step(folder: Path) -> Path:
     if (folder / layout.METADATA).is_file():
         return folder
     named = layout.read_tracker(folder)
-    if named is None and (said := _tracker_text(folder)):
+    if named is None and (said := layout.tracker_text(folder)):
         raise CheckpointError(
             f"names {said[:_SHOWN]!r}, which is not a step",
             where=str(folder / layout.TRACKER),
@@ -183,9 +200,3 @@ def find_step(folder: Path) -> Path:
         where=str(folder),
         way_out=f"Name the folder with {layout.TRACKER}, its {layout.RELEASE}/ or an iter_*/.",
     )
-
-
-def _tracker_text(folder: Path) -> str:
-    """What the tracker holds, whether or not it is a step; nothing where there is none."""
-    tracker = folder / layout.TRACKER
-    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,16 +43,19 @@ class DcpFolder(OutputFile):
     """Further name → the name that a tensor is stored under: one copy on the disk, read back under both."""
 
     @property
-    def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """By the model's names, without aliases."""
         return self.content
 
-    def write(self, path: Path, note: Note) -> None:  # noqa: D102
+    def write(self, path: Path, note: Note) -> None:
+        """The tensors one after another, then the index, which has the aliases too."""
         writer = disk_errors_told(_AliasWriter(path, self.aliases))
         with plain_errors(path):
             dcp.save({}, storage_writer=writer, planner=_LazyPlanner(self.content, note), no_dist=True)
 
     @contextmanager
-    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
+    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:
+        """By the index, each tensor once: aliases are left out."""
         stored = DcpReader(path).model_tensors()
         yield {name: tensor for name, tensor in stored.items() if name not in self.aliases}
 
@@ -64,8 +68,12 @@ class _LazyPlanner(DefaultSavePlanner):
         self._tensors, self._note = tensors, note
 
     def create_local_plan(self) -> SavePlan:
-        items = [_item(f"{SECTION}{name}", tensor) for name, tensor in self._tensors.items()]
-        self.plan = SavePlan(items, planner_data={f"{SECTION}{name}": (MODEL, name) for name in self._tensors})
+        items, paths = [], {}
+        for name, tensor in self._tensors.items():
+            key = f"{SECTION}{name}"
+            items.append(_item(key, tensor))
+            paths[key] = (MODEL, name)
+        self.plan = SavePlan(items, planner_data=paths)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -96,8 +104,9 @@ class _AliasWriter(FileSystemWriter):
             for item in plan.items:
                 start = stream.tell()
                 tensor = planner.resolve_data(item).detach()  # type: ignore[union-attr]
-                # The storage of a view would go into the file whole.
-                torch.save(tensor.clone() if tensor.untyped_storage().size() != tensor.nbytes else tensor, stream)
+                if tensor.untyped_storage().size() != tensor.nbytes:
+                    tensor = tensor.clone()  # the storage of a view would go into the file whole
+                torch.save(tensor, stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(_FILE, start, length)))
             stream.flush()
@@ -106,7 +115,7 @@ class _AliasWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {result.index.fqn: result for part in results for result in part}
+        written = {result.index.fqn: result for result in chain.from_iterable(results)}
         again = []
         for alias, key in self._aliases.items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
@@ -66,7 +67,7 @@ class GenericDCPConverter(Converter):
             ledger = SourceLedger(stored, hf_dir)
             fused = fused_linear_names or []
             renames = bool(dcp_prefix or hf_prefix or fused)
-            outline = None if renames else TransformersOutline.of(hf_dir)
+            outline = _outline(hf_dir, renames)
             surplus: list[str] = []
             tensors: dict[str, LazyTensor] = dict(ledger.tensors)
             if outline is not None:
@@ -131,52 +132,45 @@ class GenericDCPConverter(Converter):
         del trust_remote_code
         self._check_family(model_assets_dir)
         step = find_step(load_dir)
-        assets = asset_files(model_assets_dir)
-        has_weights = _has_weights(model_assets_dir)
+        copies = asset_files(model_assets_dir)
         fused = fused_linear_names or []
         renames = bool(dcp_prefix or hf_prefix or fused)
-        outline = None if renames else TransformersOutline.of(model_assets_dir)
+        outline = _outline(model_assets_dir, renames)
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
-        left_out: dict[str, str] = {}
-        times: dict[str, int | None] = {}
-        made: dict[str, LazyTensor] = {}
-        with open_weights(model_assets_dir, MAPPED_BYTES) if has_weights else _nothing() as stored:
+        with _own_weights(model_assets_dir) as stored:
             if outline is not None:
-                taken_over: list[str] = []
-                if has_weights:  # read first: it finds out which keys of the folder are tied
-                    _, taken_over = outline.own_tensors(stored)
-                held = _unwrapped(ledger.tensors, outline)
-                left_out = _copies(held, outline)
-                held = {name: tensor for name, tensor in held.items() if tensor.key not in left_out}
-                made = outline.hub_tensors(held, step)
-                for key, name in outline.tied_keys.items():
-                    made[key] = held[name]
-                    times[held[name].key] = 2
-                made |= {key: stored[key] for key in taken_over}
+                on_hub = _by_class(outline, ledger.tensors, stored, step)
             else:
                 _check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
                 _check_fused(fused, ledger.tensors, step, dims=2)
-                made = _by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused)
-            if has_weights:
-                check_same_tensors(made, step, model_assets_dir)
+                on_hub = _OnHub(_by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused))
+            if stored is not None:
+                check_same_tensors(on_hub.tensors, step, model_assets_dir)
             rule = DtypeRule.of_source(model_assets_dir)
-            tensors = {key: rule.cast(key, tensor) for key, tensor in made.items()}
+            tensors = {key: rule.cast(key, tensor) for key, tensor in on_hub.tensors.items()}
             files, texts = safetensors_files(tensors, max_shard_bytes)
             conversion = Conversion(
                 sources=[step, model_assets_dir],
                 ledgers=[ledger],
                 files=files,
                 layout={"kind": "hf"},
-                times=times,
-                left_out=left_out,
+                times=on_hub.times,
+                left_out=on_hub.left_out,
                 incomparable=_why_incomparable(outline, renames),
-                copies={path.name: path for path in assets},
+                copies=copies,
                 texts=texts,
             )
             return convert(conversion, save_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
 
     def _check_family(self, folder: Path) -> None:
         """Raise `UsageError` when the converter is not for this folder's model."""
+
+
+def _outline(folder: Path, renames: bool) -> TransformersOutline | None:
+    """The model of a folder, by whose names tensors go; None where flags rename them, or there is no such class."""
+    if renames:
+        return None
+    return TransformersOutline.of(folder)
 
 
 def _why_incomparable(outline: TransformersOutline | None, renames: bool) -> str:
@@ -211,7 +205,10 @@ def _check_fused(names: Sequence[str], tensors: Mapping[str, LazyTensor], where:
         keys = [key for key in tensors if name in key]
         if any(len(tensors[key].shape) >= dims for key in keys):
             continue
-        what = f"none of the keys with '{name}' has {dims} dims" if keys else f"no key holds '{name}'"
+        if keys:
+            what = f"none of the keys with '{name}' has {dims} dims"
+        else:
+            what = f"no key holds '{name}'"
         raise UsageError(what, where=str(where), key="--fused_linear_names", way_out=_some_keys(keys or tensors))
 
 
@@ -238,8 +235,43 @@ def _check_ties(ties: Mapping[str, str], tensors: Collection[str]) -> None:
 
 
 @contextmanager
-def _nothing() -> Iterator[dict[str, Stored]]:
-    yield {}
+def _own_weights(folder: Path) -> Iterator[Mapping[str, Stored] | None]:
+    """A model's own tensors; None of a folder that has none."""
+    if not _has_weights(folder):
+        yield None
+        return
+    with open_weights(folder, MAPPED_BYTES) as stored:
+        yield stored
+
+
+@dataclass
+class _OnHub:
+    """A checkpoint's tensors by the hub's keys."""
+
+    tensors: dict[str, LazyTensor]
+    times: dict[str, int | None] = field(default_factory=dict)
+    """Keys of the checkpoint that are written several times."""
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def _by_class(
+    outline: TransformersOutline, tensors: Mapping[str, Stored], stored: Mapping[str, Stored] | None, step: Path
+) -> _OnHub:
+    """What the model's class says; what it has no place for is taken over from the model's own folder."""
+    taken_over: list[str] = []
+    if stored is not None:  # read first: it finds out which keys of the folder are tied
+        _, taken_over = outline.own_tensors(stored)
+    held = _unwrapped(tensors, outline)
+    left_out = _copies(held, outline)
+    held = {name: tensor for name, tensor in held.items() if tensor.key not in left_out}
+    made = outline.hub_tensors(held, step)
+    times: dict[str, int | None] = {}
+    for key, name in outline.tied_keys.items():
+        made[key] = held[name]
+        times[held[name].key] = 2
+    if stored is not None:
+        made |= {key: stored[key] for key in taken_over}
+    return _OnHub(made, times, left_out)
 
 
 def _unwrapped(tensors: Mapping[str, Stored], outline: TransformersOutline) -> dict[str, Stored]:

@@ -36,10 +36,13 @@ def adapter_model(
         module_names: Beginnings of hub names, and what they are in the folder; empty: the hub's own.
     """
     base = family.model(_config(family, depths), canonical=True)
-    linears = [rule for rule in base.rules if _is_linear(rule)]
+    rules: list[KeyRule] = []
+    for rule in base.rules:
+        if _is_linear(rule):
+            rules += [_adapter_rule(rule, part, prefix, module_names) for part in "AB"]
     return replace(
         base,
-        rules=[_adapter_rule(rule, part, prefix, module_names) for rule in linears for part in "AB"],
+        rules=rules,
         cuts=dict(_adapter_cut(pattern, cut) for pattern, cut in base.cuts.items()),
         tied_head=False,
         vocabulary=None,
@@ -71,5 +74,5 @@ def _adapter_rule(rule: KeyRule, part: str, prefix: str, module_names: Mapping[s
 
 
 def _adapter_cut(pattern: str, cut: TensorCut) -> tuple[str, TensorCut]:
-    module, part = pattern.rpartition(".")[0], "B" if cut.dim == 0 else "A"
-    return f"{module}.lora_{part}.default.weight", TensorCut(cut.dim)
+    part = "B" if cut.dim == 0 else "A"
+    return f"{pattern.rpartition('.')[0]}.lora_{part}.default.weight", TensorCut(cut.dim)

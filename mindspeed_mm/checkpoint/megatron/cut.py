@@ -48,7 +48,7 @@ class TensorCut:
         starts = self._starts(each, ranks)
         start, run = starts[rank], starts[rank + 1] - starts[rank]
         runs = [Sliced(tensor, self.dim, part * each + start, run) for part in range(self.parts)]
-        return runs[0] if self.parts == 1 else Concatenated(runs, self.dim)
+        return _end_to_end(runs, self.dim)
 
     def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:
         """The tensor again.
@@ -67,8 +67,10 @@ class TensorCut:
                 if rest:
                     rows = piece.shape[self.dim]
                     raise ValueError(f"{rows} rows cannot be divided into {self.parts} equal parts")
-                in_order.append(piece if self.parts == 1 else Sliced(piece, self.dim, part * length, length))
-        tensor = in_order[0] if len(in_order) == 1 else Concatenated(in_order, self.dim)
+                if self.parts > 1:
+                    piece = Sliced(piece, self.dim, part * length, length)
+                in_order.append(piece)
+        tensor = _end_to_end(in_order, self.dim)
         if not self.padded or true_length is None or tensor.shape[self.dim] == true_length:
             return tensor
         if tensor.shape[self.dim] < true_length:
@@ -85,7 +87,18 @@ class TensorCut:
             what = "heads or groups" if self.units else "rows"
             raise ValueError(f"{ranks} ranks do not divide {units} {what}")
         # The first `more` ranks hold a unit more than the others.
-        return [(each * rank + min(rank, more)) * (length // units) for rank in range(ranks + 1)]
+        rows_of_unit = length // units
+        starts = []
+        for rank in range(ranks + 1):
+            units_before = each * rank + min(rank, more)
+            starts.append(units_before * rows_of_unit)
+        return starts
+
+
+def _end_to_end(runs: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    if len(runs) == 1:
+        return runs[0]
+    return Concatenated(runs, dim)
 
 
 def pad(tensor: LazyTensor, dim: int, multiple: int) -> LazyTensor:

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Zeros
-from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import EXPERT, Config, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.folder import megatron_tensors
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
@@ -22,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def expected_shapes(
-    home: Path, family: MegatronFamily, config: Mapping[str, Any], *, canonical: bool, weights: bool = True
+    home: Path, family: MegatronFamily, config: Config, *, canonical: bool, weights: bool = True
 ) -> Shapes | None:
     """The whole Megatron tensors of a model.
 

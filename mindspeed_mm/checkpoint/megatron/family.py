@@ -92,6 +92,19 @@ class MegatronModel:
         """Name of the whole head."""
         return self._in_text(HEAD)
 
+    @cached_property
+    def hub_names(self) -> dict[str, str]:
+        """Megatron's name → the hub's, of the first of each that a rule has."""
+        return {rule.targets[0]: rule.sources[0] for rule in self.rules}
+
+    def rules_of(self, tower: PipelineTower) -> list[KeyRule]:
+        """Those that make tensors of one tower alone."""
+        found = []
+        for rule in self.rules:
+            if all(name.startswith(tower.prefix) for name in rule.targets):
+                found.append(rule)
+        return found
+
     def cut_of(self, name: str) -> TensorCut | None:
         """How tensor parallelism cuts a whole tensor; None: not at all."""
         return next((cut for regex, cut in self._cuts if regex.fullmatch(name)), None)

@@ -5,12 +5,13 @@ the files of one that is written hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, is_number, made_by
+from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, is_number, made_by, names_behind
+from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER, tracker_text
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Sliced
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import (
@@ -29,8 +30,6 @@ from mindspeed_mm.checkpoint.recognise import is_megatron_step, is_torch_dist
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 _SHOWN = 100
 _CHUNK = re.compile(r"model\d*")
@@ -69,7 +68,9 @@ class DividedWeights:
         """
         if stored is None:
             return join(self.shards, self.model, self.layout)
-        counted: Shards = {rank: {chunk: {} for chunk in chunks} for rank, chunks in self.shards.items()}
+        counted: Shards = {}
+        for rank, chunks in self.shards.items():
+            counted[rank] = {chunk: {} for chunk in chunks}
         for rank, chunk, name, _ in self._pieces():
             counted[rank][chunk][name] = stored[self._key(rank, chunk, name)]
         return join(counted, self.model, self.layout)
@@ -115,18 +116,18 @@ def find_step(folder: Path) -> Path:
     """
     if is_megatron_step(folder):
         return folder
-    tracker = folder / TRACKER
-    named = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    named = tracker_text(folder)
     if is_number(named):
         named = f"iter_{int(named):07d}"
     steps = [path.name for path in sorted(folder.glob("*/")) if _holds_step(path)]
     if named in steps:
         return find_step(folder / named)
     if named:
+        way_out = "Copy the whole folder again."
+        if steps:
+            way_out = f"Name a step itself: {', '.join(steps)}."
         raise CheckpointError(
-            f"names '{named[:_SHOWN]}', and there is no such step here",
-            where=str(tracker),
-            way_out=f"Name a step itself: {', '.join(steps)}." if steps else "Copy the whole folder again.",
+            f"names '{named[:_SHOWN]}', and there is no such step here", where=str(folder / TRACKER), way_out=way_out
         )
     if len(steps) == 1:
         return find_step(folder / steps[0])
@@ -162,7 +163,10 @@ def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dic
 
 def without_a_name(whole: Mapping[str, LazyTensor], model: MegatronModel) -> list[LazyTensor]:
     """What `renamed_to_hub` drops, since the hub has no tensor for it: a bias that changes nothing, say."""
-    return [tensor for step in model.key_map.inverse.steps(whole) for tensor in step.dropped]
+    dropped: list[LazyTensor] = []
+    for step in model.key_map.inverse.steps(whole):
+        dropped += step.dropped
+    return dropped
 
 
 def read_weights(
@@ -301,22 +305,21 @@ def divided_files(
     """As `files_of`, of tensors under Megatron's own names."""
     layout.check(model.depths, model.experts)
     _check_layers(whole, model)
-    shards = divide(whole, model, layout)
+    return rank_files(divide(whole, model, layout), layout)
+
+
+def rank_files(shards: Shards, layout: MegatronLayout) -> dict[str, dict[str, dict[str, LazyTensor]]]:
+    """What each rank holds, by its file's name in a step."""
     return {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
 
 
 def _check_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> None:
     for tower in model.towers:
-        found = _layers_named(whole, tower.layers)
+        found = names_behind(whole, tower.layers)
         for layer in range(model.depths[tower.name]):
             if str(layer) not in found:
                 what = f"nothing is stored of layer {layer} of the {tower.name} tower"
                 raise ModelFolderError(what, key=f"{tower.layers}{layer}")
-
-
-def _layers_named(names: Iterable[str], prefix: str) -> set[str]:
-    """The numbers, as they are written, that follow a prefix."""
-    return {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
 
 
 def _read_files(step: Path, expert_ranks: int) -> dict[MegatronRank, PtContent]:
@@ -364,8 +367,7 @@ def _layout_of(
 
 def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: MegatronModel, tp: int) -> int:
     """The smallest power of two that explains how far the vocabulary was filled up; 1 where none does."""
-    chunks = chain.from_iterable(content.tensors.values() for content in contents.values())
-    embedding = next((stored[model.embedding] for stored in chunks if model.embedding in stored), None)
+    embedding = _find_tensor(contents, model.embedding)
     if embedding is None or not embedding.shape or model.vocabulary is None:
         return 1
     rows = embedding.shape[0] * tp
@@ -377,20 +379,29 @@ def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: Mega
     return 1
 
 
+def _find_tensor(contents: Mapping[MegatronRank, PtContent], name: str) -> LazyTensor | None:
+    """The first piece of a tensor; None where no rank has one."""
+    for content in contents.values():
+        for stored in content.tensors.values():
+            if name in stored:
+                return stored[name]
+    return None
+
+
 def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk: str, layers: str) -> int:
     """Layers in a chunk of a stage, by its first file: the others hold pieces of the same layers."""
     for rank, content in contents.items():
         if rank.pp == stage:
-            return len(_layers_named(content.tensors.get(chunk, ()), layers))
+            return len(names_behind(content.tensors.get(chunk, ()), layers))
     return 0
 
 
 def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Path) -> None:
     """Raise `UsageError` where a person said another division than the checkpoint has."""
     said, held = wanted.to_json(), found.to_json()
-    different = [key for key in said if key != "vocabulary_multiple" and said[key] != held.get(key, said[key])]
-    if different:
-        key = different[0]
+    for key, value in said.items():
+        if key == "vocabulary_multiple" or value == held.get(key, value):
+            continue
         raise UsageError(
             f"{said[key]} was given, and the checkpoint has {held[key]}",
             where=str(step),
@@ -413,7 +424,7 @@ def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: Mega
             where=str(contents[surplus[0]].path.parent),
             way_out="Take it away, or copy the whole folder again.",
         )
-    keys = [layout.model_key(chunk) for chunk in range(layout.chunks)]
+    keys = layout.chunk_keys
     shards: Shards = {}
     for rank, content in contents.items():
         path = str(content.path)

@@ -107,18 +107,28 @@ class MegatronLayout:
     def layers_at(self, tower: str, place: Place) -> range:
         """The layers of a tower at a place, by their numbers in the whole model."""
         if tower in self.everywhere:
-            return range(sum(map(sum, self.layers[tower])) if place.chunk == 0 else 0)
+            if place.chunk > 0:
+                return range(0)
+            return range(sum(map(sum, self.layers[tower])))
         return next(range(start, end) for found, start, end in self._runs(tower) if found == place)
 
     def model_key(self, chunk: int) -> str:
         """What a chunk's tensors stand under in a file."""
         return "model" if self.chunks == 1 else f"model{chunk}"
 
+    @property
+    def chunk_keys(self) -> list[str]:
+        """`model_key` of every chunk."""
+        return list(map(self.model_key, range(self.chunks)))
+
     def folder_name(self, rank: MegatronRank) -> str:
         """`mp_rank_TT`, with `_PPP` when there are several stages and `_EEE` when there are several expert ranks."""
-        pp = f"_{rank.pp:03d}" if self.stages > 1 else ""
-        ep = f"_{rank.ep:03d}" if self.ep > 1 else ""
-        return f"mp_rank_{rank.tp:02d}{pp}{ep}"
+        name = f"mp_rank_{rank.tp:02d}"
+        if self.stages > 1:
+            name += f"_{rank.pp:03d}"
+        if self.ep > 1:
+            name += f"_{rank.ep:03d}"
+        return name
 
     def check(self, depths: Mapping[str, int], experts: int, *, where: str = "") -> None:
         """Compare with a model.
@@ -204,7 +214,7 @@ class MegatronLayout:
     def _unequal_shapes(self, where: str) -> list[Problem]:
         problems = []
         for tower, chunks in self.layers.items():
-            shape = [len(chunk) for chunk in chunks]
+            shape = list(map(len, chunks))
             if shape != [self.stages] * self.chunks:
                 what = f"has {shape} stages in its chunks, the first tower has {[self.stages] * self.chunks}"
                 problems.append(Problem(what, where, FLAG_OF_TOWER[tower]))
@@ -224,7 +234,11 @@ class MegatronLayout:
         return self.u_shape and tower == "text"
 
     def _filled(self, tower: str) -> list[Place]:
-        return [place for place, start, end in self._runs(tower) if end > start]
+        places = []
+        for place, start, end in self._runs(tower):
+            if end > start:
+                places.append(place)
+        return places
 
 
 _TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
@@ -232,7 +246,7 @@ _EVERYWHERE = "towers_on_every_stage"
 
 
 def _as_lists(stages: Stages) -> list[list[int]]:
-    return [list(chunk) for chunk in stages]
+    return list(map(list, stages))
 
 
 def _towers(values: Mapping[str, object], layers: Mapping[str, Stages]) -> frozenset[str]:
@@ -319,7 +333,8 @@ def even_stages(depth: int, stages: int, chunks: int) -> Stages:
 
 
 def _in_chunks(counts: list[int], stages: int) -> Stages:
-    return tuple(tuple(counts[i : i + stages]) for i in range(0, len(counts), stages))
+    starts = range(0, len(counts), stages)
+    return tuple(tuple(counts[start : start + stages]) for start in starts)
 
 
 def parse_folder_name(name: str, *, expert_ranks: bool) -> MegatronRank | None:
@@ -332,7 +347,7 @@ def parse_folder_name(name: str, *, expert_ranks: bool) -> MegatronRank | None:
     found = _FOLDER.fullmatch(name)
     if found is None:
         return None
-    tp, second, third = (int(number) if number else 0 for number in found.groups())
+    tp, second, third = map(int, found.groups(default="0"))
     if expert_ranks and found[3] is None:
         return MegatronRank(tp, 0, second)
     return MegatronRank(tp, second, third)

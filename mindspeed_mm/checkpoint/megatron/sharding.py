@@ -4,7 +4,7 @@ are expressions over the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -32,8 +32,9 @@ def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shar
     Raises:
         ModelFolderError: A tensor belongs to no tower, or the ranks do not divide it.
     """
-    chunks = [layout.model_key(chunk) for chunk in range(layout.chunks)]
-    shards: Shards = {rank: {chunk: {} for chunk in chunks} for rank in layout.ranks}
+    shards: Shards = {}
+    for rank in layout.ranks:
+        shards[rank] = {chunk: {} for chunk in layout.chunk_keys}
     tensors = dict(whole)
     if model.tied_head and layout.stages > 1 and model.embedding in tensors:
         tensors[model.head] = tensors[model.embedding]
@@ -107,7 +108,8 @@ def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tup
         return [(layout.first_place(tower.name), name)]
     if name.startswith(tower.last):
         return [(layout.last_place(tower.name), name)]
-    return [(Place(chunk, stage), name) for chunk in range(layout.chunks) for stage in range(layout.stages)]
+    places = product(range(layout.chunks), range(layout.stages))
+    return [(Place(chunk, stage), name) for chunk, stage in places]
 
 
 def _expert_ranks(name: str, model: MegatronModel, layout: MegatronLayout) -> tuple[list[int], str]:
@@ -210,7 +212,7 @@ def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: Megat
     copies_of_part: list[list[_Piece]] = [[] for _ in range(size)]
     for piece in pieces:
         copies_of_part[piece.rank.tp % size].append(piece)
-    agreed = [_agreed(copies) for copies in copies_of_part]
+    agreed = list(map(_agreed, copies_of_part))
     try:
         for part in agreed:
             if len(part.shape) <= cut.dim:
@@ -225,7 +227,9 @@ def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: Megat
 def _check_present(name: str, pieces: list[_Piece], layout: MegatronLayout) -> None:
     """Every tensor rank holds a piece, or the whole; so does every expert rank, except of an expert."""
     present = {(piece.rank.tp, piece.rank.ep) for piece in pieces}
-    expert_ranks = sorted({ep for _, ep in present}) if EXPERT.fullmatch(name) else range(layout.ep)
+    expert_ranks: Iterable[int] = range(layout.ep)
+    if EXPERT.fullmatch(name):
+        expert_ranks = sorted({ep for _, ep in present})
     for tp, ep in product(range(layout.tp), expert_ranks):
         if (tp, ep) in present:
             continue

@@ -66,19 +66,24 @@ def _config(tensors: Tensors, given: Json) -> Json:
     patches = tensors["patch_embed.proj.weight"].shape
     dim, head_dim = patches[0], tensors["transformer_blocks.0.attn1.norm_q.weight"].shape[0]
     is_1_5 = len(patches) == 2  # a linear layer over patches that also span frames
-    patch, patch_t = 2, 2
-    per_patch = patch * patch * (patch_t if is_1_5 else 1)
+    patch, in_channels = 2, patches[1]
+    patch_t: int | None = None
+    per_patch = patch * patch
+    if is_1_5:
+        patch_t = 2
+        per_patch *= patch_t
+        in_channels //= per_patch
     is_rotary = dim != 30 * 64
     config: Json = {
         "num_attention_heads": dim // head_dim,
         "attention_head_dim": head_dim,
-        "in_channels": patches[1] // per_patch if is_1_5 else patches[1],
+        "in_channels": in_channels,
         "out_channels": tensors["proj_out.weight"].shape[0] // per_patch,
         "time_embed_dim": tensors["time_embedding.linear_1.weight"].shape[0],
         "text_embed_dim": tensors["patch_embed.text_proj.weight"].shape[1],
         "num_layers": count(tensors, "transformer_blocks."),
         "patch_size": patch,
-        "patch_size_t": patch_t if is_1_5 else None,
+        "patch_size_t": patch_t,
         # The 2B alone has sine and cosine positions; its authors' file holds them, diffusers computes them.
         "use_rotary_positional_embeddings": is_rotary,
         "use_learned_positional_embeddings": is_rotary and "patch_embed.pos_embedding" in tensors,
@@ -93,9 +98,13 @@ def _config(tensors: Tensors, given: Json) -> Json:
 
 def _version(tensors: Tensors) -> str:
     patches = tensors["patch_embed.proj.weight"].shape
-    release = "1.5" if len(patches) == 2 else "1.0"
-    is_i2v = "ofs_embedding.linear_1.weight" in tensors or patches[1] == (32 if release == "1.0" else 256)
-    return f"CogVideoX {release} {'I2V' if is_i2v else 'T2V'}"
+    if len(patches) == 2:
+        release, inputs_of_i2v = "1.5", 256
+    else:
+        release, inputs_of_i2v = "1.0", 32
+    is_i2v = "ofs_embedding.linear_1.weight" in tensors or patches[1] == inputs_of_i2v
+    task = "I2V" if is_i2v else "T2V"
+    return f"CogVideoX {release} {task}"
 
 
 _BUFFERS = "is computed anew from the configuration"

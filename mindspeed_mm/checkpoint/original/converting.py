@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from safetensors import safe_open
-
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
+from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, divided_files, find_step
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.megatron.sharding import times_written
@@ -26,8 +25,7 @@ from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config, tol
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, count, from_diffusers
 from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
-from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_generator
-from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_file, open_generator
 from mindspeed_mm.core.errors import CheckpointError, UsageError
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -140,7 +138,9 @@ def plan_conversion(
         texts[CONFIG_FILE] = _json(config)
     if adapter is not None:  # a fused layer's A is read for each of its parts
         times |= dict.fromkeys(adapter.ledger.tensors)
-    sources = [weights.path, *([adapter.ledger.where] if adapter else [])]
+    sources = [weights.path]
+    if adapter is not None:
+        sources.append(adapter.ledger.where)
     return Conversion(sources, ledgers, files, layout, times, weights.left_out, texts=texts)
 
 
@@ -153,10 +153,9 @@ def _mm_files(
     layout = layout_of(family, depth, wanted.tp_size, wanted.pp_layers)
     model = megatron_family(family).model({"model_type": family.name, "num_layers": depth})
     contents = divided_files(whole, model, layout)
-    files: Files = {
-        f"{RELEASE}/{name}": PtFile(sections, {"checkpoint_version": CHECKPOINT_VERSION})
-        for name, sections in contents.items()
-    }
+    files: dict[str, OutputFile] = {}
+    for name, sections in contents.items():
+        files[f"{RELEASE}/{name}"] = PtFile(sections, {"checkpoint_version": CHECKPOINT_VERSION})
     texts[TRACKER] = RELEASE
     texts[f"{RELEASE}/{LAYOUT_FILE}"] = _json({"family": family.name, **layout.to_json()})
     return files, times_written(whole, model, layout)
@@ -202,12 +201,8 @@ def _open_adapter(adapter: Adapter) -> Iterator[_OpenedAdapter]:
         path = files[0]
     if path.suffix != ".safetensors":
         raise UsageError("is not a safetensors file", where=str(path), way_out="Get the LoRA as safetensors.")
-    entries = read_header(path)
-    with safe_open(path, framework="pt") as file:
-        stored: dict[str, LazyTensor] = {
-            key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()
-        }
-        yield _OpenedAdapter(*_with_alphas(stored, file.metadata() or {}, path, adapter.scaling))
+    with open_file(path) as (stored, metadata):
+        yield _OpenedAdapter(*_with_alphas(stored, metadata, path, adapter.scaling))
 
 
 def _with_alphas(
@@ -227,13 +222,12 @@ def _mm_adapter(path: Path) -> dict[str, LazyTensor]:
             way_out="Give the LoRA as one safetensors file.",
         )
     (content,) = read_pt_files([folders[0] / WEIGHTS_FILE])
-    return {
-        name: tensor
-        for section, tensors in content.tensors.items()
-        if section.startswith("model")
-        for name, tensor in tensors.items()
-        if ".lora_" in name
-    }
+    adapters: dict[str, LazyTensor] = {}
+    for section, tensors in content.tensors.items():
+        for name, tensor in tensors.items():
+            if section.startswith("model") and ".lora_" in name:
+                adapters[name] = tensor
+    return adapters
 
 
 def _json(value: Json) -> str:

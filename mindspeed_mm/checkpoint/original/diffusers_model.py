@@ -15,7 +15,7 @@ import torch
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors
-from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
+from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, transformer_folder
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -84,7 +84,10 @@ def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[
         elif tensors[key].shape != shape:
             what = f"has shape {list(tensors[key].shape)}, the model wants {list(shape)}"
             reshaped.append(Problem(what, key=key))
-    surplus = [Problem("is not one of the model's", key=key) for key in tensors if key not in shapes]
+    surplus = []
+    for key in tensors:
+        if key not in shapes:
+            surplus.append(Problem("is not one of the model's", key=key))
     return missing + surplus + reshaped
 
 
@@ -119,14 +122,17 @@ def _block_problems(at: str, found: Mapping[str, object], wanted: Mapping[str, o
             missing.append(Problem("is missing, and other blocks have it", key=at + name))
         elif found[name] != shape:
             reshaped.append(Problem(f"has shape {found[name]}, in other blocks {shape}", key=at + name))
-    surplus = [Problem("is in this block alone", key=at + name) for name in found if name not in wanted]
+    surplus = []
+    for name in found:
+        if name not in wanted:
+            surplus.append(Problem("is in this block alone", key=at + name))
     return missing + surplus + reshaped
 
 
 def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfig | None:
     """What is said about the model; the authors' own config.json has other names, and is no such thing."""
     if hf_dir is not None:
-        folder = hf_dir / "transformer" if (hf_dir / "transformer").is_dir() else hf_dir
+        folder = transformer_folder(hf_dir)
         given = _GivenConfig(model_config(folder, _NAME_FOLDER), str(folder / "config.json"))
         if "_class_name" not in given.content:
             raise ModelFolderError(

@@ -22,7 +22,7 @@ def recognise_generator(keys: Iterable[str]) -> tuple[GeneratorLayouts, Naming] 
     Args:
         keys: Of the stored tensors.
     """
-    names = {without_wrappers(key) for key in keys}
+    names = set(map(without_wrappers, keys))
     for family in GENERATORS:
         for naming, marks in family.marks.items():
             if names.issuperset(marks):

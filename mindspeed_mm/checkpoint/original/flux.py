@@ -35,8 +35,8 @@ def _double(feed_forward: Mapping[str, str]) -> list[KeyRule]:
     names = {"img_attn.proj": "attn.to_out.0", "txt_attn.proj": "attn.to_add_out", **feed_forward}
     return [
         *modules(names, _DOUBLE, _NEW_DOUBLE),
-        fused(f"{_DOUBLE}img_attn.qkv", [_NEW_DOUBLE + name for name in _IMAGE_QKV]),
-        fused(f"{_DOUBLE}txt_attn.qkv", [_NEW_DOUBLE + name for name in _TEXT_QKV]),
+        fused(f"{_DOUBLE}img_attn.qkv", _IMAGE_QKV, at=_NEW_DOUBLE),
+        fused(f"{_DOUBLE}txt_attn.qkv", _TEXT_QKV, at=_NEW_DOUBLE),
         *_norms(f"{_DOUBLE}img_attn.", _NEW_DOUBLE),
         *_norms(f"{_DOUBLE}txt_attn.", _NEW_DOUBLE, "added_"),
     ]

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from mindspeed_mm.checkpoint.key_ops import Split
-from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, check_used_once, made_by
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, check_used_once, made_by, names_behind, renamings
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 
@@ -76,12 +76,17 @@ class GeneratorLayouts:
                 f"MindSpeed-MM trains {self.name} as diffusers' own model, under diffusers' names",
                 way_out="Convert to diffusers instead.",
             )
-        return KeyMap(self.mm if naming is Naming.MM else self.original)
+        if naming is Naming.MM:
+            return KeyMap(self.mm)
+        return KeyMap(self.original)
 
     def why_left_out(self, key: str) -> str | None:
         """Why a stored key is no part of the transformer; None: it is one."""
         name = without_wrappers(key)
-        return next((why for start, why in self.left_out.items() if name.startswith(start)), None)
+        for start, why in self.left_out.items():
+            if name.startswith(start):
+                return why
+        return None
 
 
 def to_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -> dict[str, LazyTensor]:
@@ -97,9 +102,10 @@ def to_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -> 
     """
     stripped: dict[str, LazyTensor] = {}
     for key, tensor in tensors.items():
-        if naming is Naming.ORIGINAL and family.why_left_out(key) is not None:
-            continue
-        stripped[key if naming is Naming.DIFFUSERS else without_wrappers(key)] = tensor
+        if naming is Naming.DIFFUSERS:
+            stripped[key] = tensor
+        elif naming is Naming.MM or family.why_left_out(key) is None:
+            stripped[without_wrappers(key)] = tensor
     return _applied(family.rules(naming), stripped, family)
 
 
@@ -129,18 +135,17 @@ def modules(names: Mapping[str, str], at: str = "", becomes: str | None = None) 
         at: Stands before every source.
         becomes: Stands before every target; None: as `at`.
     """
-    becomes = at if becomes is None else becomes
-    return [KeyRule(f"{at}{old}.{{part}}", f"{becomes}{new}.{{part}}") for old, new in names.items()]
+    return renamings(names, at, at if becomes is None else becomes, ".{part}")
 
 
-def fused(source: str, targets: Iterable[str], ratio: tuple[int, ...] = (1, 1, 1)) -> KeyRule:
-    """A rule for one linear layer that holds several, one after another."""
-    return KeyRule(f"{source}.{{part}}", [f"{target}.{{part}}" for target in targets], (Split(0, ratio=ratio),))
+def fused(source: str, targets: Iterable[str], ratio: tuple[int, ...] = (1, 1, 1), at: str = "") -> KeyRule:
+    """A rule for one linear layer that holds several, one after another; `at` stands before every target."""
+    return KeyRule(f"{source}.{{part}}", [f"{at}{target}.{{part}}" for target in targets], (Split(0, ratio=ratio),))
 
 
 def count(tensors: Tensors, start: str) -> int:
     """Layers of a stack whose names begin so, before the number."""
-    return len({key.removeprefix(start).partition(".")[0] for key in tensors if key.startswith(start)})
+    return len(names_behind(tensors, start))
 
 
 def _applied(rules: KeyMap, tensors: Tensors, family: GeneratorLayouts) -> dict[str, LazyTensor]:

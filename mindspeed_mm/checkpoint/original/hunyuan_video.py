@@ -71,15 +71,15 @@ _MM = {
 
 def _refiner_rules() -> list[KeyRule]:
     old, new = "txt_in.individual_token_refiner.blocks.{n}.", "context_embedder.token_refiner.refiner_blocks.{n}."
-    return [*modules(_REFINER, old, new), fused(f"{old}self_attn_qkv", [new + name for name in _IMAGE_QKV])]
+    return [*modules(_REFINER, old, new), fused(f"{old}self_attn_qkv", _IMAGE_QKV, at=new)]
 
 
 def _double_rules() -> list[KeyRule]:
     old, new = "double_blocks.{n}.", "transformer_blocks.{n}."
     return [
         *modules(_DOUBLE, old, new),
-        fused(f"{old}img_attn_qkv", [new + name for name in _IMAGE_QKV]),
-        fused(f"{old}txt_attn_qkv", [new + name for name in _TEXT_QKV]),
+        fused(f"{old}img_attn_qkv", _IMAGE_QKV, at=new),
+        fused(f"{old}txt_attn_qkv", _TEXT_QKV, at=new),
     ]
 
 
@@ -93,7 +93,10 @@ def _last_rules(linear: str, modulation: str) -> list[KeyRule]:
 
 
 def _mm_name(name: str) -> str:
-    return next((new + name.removeprefix(old) for old, new in _MM.items() if name.startswith(old)), name)
+    for old, new in _MM.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _config(tensors: Tensors, given: Json) -> Json:
@@ -127,7 +130,9 @@ def _condition(tensors: Tensors, task: str | None) -> str | None:
 
 
 def _version(tensors: Tensors) -> str:
-    return f"HunyuanVideo {'I2V' if _condition(tensors, None) else 'T2V, or I2V that replaces the first frame'}"
+    if _condition(tensors, None):
+        return "HunyuanVideo I2V"
+    return "HunyuanVideo T2V, or I2V that replaces the first frame"
 
 
 HUNYUAN_VIDEO = GeneratorLayouts(

@@ -39,10 +39,9 @@ class LowRankSum(LazyTensor):
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         rows, columns = region
         rank = self.down.shape[0]
-        summed, down, up = (
-            torch.empty(shape, dtype=torch.float32)
-            for shape in ((rows[1], columns[1]), (rank, columns[1]), (rows[1], rank))
-        )
+        summed = torch.empty(rows[1], columns[1], dtype=torch.float32)
+        down = torch.empty(rank, columns[1], dtype=torch.float32)
+        up = torch.empty(rows[1], rank, dtype=torch.float32)
         self.base.copy_to(summed, region)
         self.down.copy_to(down, ((0, rank), columns))
         self.up.copy_to(up, (rows, (0, rank)))
@@ -102,7 +101,9 @@ def lora_modules(lora: Mapping[str, LazyTensor]) -> dict[str, tuple[LazyTensor, 
             problems.append(Problem("is neither A nor B of a linear layer's adapter, and cannot be merged", key=key))
             continue
         found.setdefault(bare_module(match["module"]), {})[_PART.get(match["part"], match["part"])] = tensor
-    problems += [Problem("has A or B, not both", key=module) for module, parts in found.items() if len(parts) != 2]
+    for module, parts in found.items():
+        if len(parts) != 2:
+            problems.append(Problem("has A or B, not both", key=module))
     if problems:
         raise ModelFolderError("the adapter cannot be merged", problems=problems[:10])
     return {module: (parts["lora_A"], parts["lora_B"]) for module, parts in found.items()}
@@ -120,7 +121,7 @@ def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], fa
     for naming in Naming:
         if naming is Naming.MM and not family.mm:
             continue
-        known = {without_wrappers(key) for key in from_diffusers(base, family, naming)}
+        known = set(map(without_wrappers, from_diffusers(base, family, naming)))
         unknown = [module for module in modules if f"{module}.weight" not in known]
         if not unknown:
             return naming
@@ -154,11 +155,12 @@ def alphas_of(
     stored = {bare_module(key.removesuffix(".alpha")): key for key in list(lora) if key.endswith(".alpha")}
     own = {module: _number(lora.pop(key), key, path) for module, key in stored.items()}
     config = _config(metadata, path)
+    of_others = config if config is not None else said.alpha
     alphas: dict[str, float] = {}
     for module, (down, _) in lora_modules(lora).items():
         if said.rank is not None and down.shape[0] != said.rank:
             raise UsageError(f"is {said.rank}, and the adapter's {module} has rank {down.shape[0]}", key="lora_rank")
-        alpha = own.get(module, config if config is not None else said.alpha)
+        alpha = own.get(module, of_others)
         if alpha is None:
             raise UsageError("the file does not say the adapter's alpha", where=str(path), way_out="Give --lora_alpha.")
         if said.alpha is not None and alpha != said.alpha:

@@ -99,7 +99,7 @@ def _of_one_layer(
         lora_format: As above.
     """
     parts = [adapters.get(source.removesuffix(".weight")) for source in step.sources]
-    there = [part for part in parts if part is not None]
+    there = list(filter(None, parts))
     first = there[0]
     rank, scale, dtype = max(part.a.shape[0] for part in there), first.scale, first.a.dtype
     whole_rank, inputs = rank * len(parts), first.a.shape[1]
@@ -113,7 +113,10 @@ def _of_one_layer(
     # The rule that joins the weights of the parts joins their B's: rows below one another.
     ((key, up),) = made_by(names.steps(diagonal)).items()
     layer = key.removesuffix(".weight")
-    layer = f"diffusion_model.{layer}" if lora_format == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
+    if lora_format == "comfyui":
+        layer = f"diffusion_model.{layer}"
+    else:
+        layer = f"lora_unet_{layer.replace('.', '_')}"
     alpha = Computed([], lambda _: torch.tensor(scale * whole_rank), (), torch.float32)
     return {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up, f"{layer}.alpha": alpha}
 

@@ -6,9 +6,9 @@ Names: https://github.com/Lightricks/LTX-Video, https://github.com/Lightricks/LT
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, Tensors, count, modules
 
 _HEADS = 32
@@ -27,25 +27,35 @@ _OTHER_PARTS = {
 
 def _attention() -> list[KeyRule]:
     same = ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")
-    names = {f"{{attention}}.{name}": f"{{attention}}.{name}" for name in same}
+    names = _unchanged([f"{{attention}}.{name}" for name in same])
     norms = {"{attention}.q_norm": "{attention}.norm_q", "{attention}.k_norm": "{attention}.norm_k"}
     return modules(norms | names, _BLOCK)
 
 
+def _unchanged(names: Sequence[str]) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
+
+
 def _same(*names: str) -> list[KeyRule]:
-    return [KeyRule(name, name) for name in names]
+    return renamings(_unchanged(names), end="")
 
 
 def _feed_forward(*names: str) -> list[KeyRule]:
-    return modules({f"{name}.net.{at}": f"{name}.net.{at}" for name in names for at in ("0.proj", "2")}, _BLOCK)
+    linears = []
+    for name in names:
+        linears += [f"{name}.net.0.proj", f"{name}.net.2"]
+    return modules(_unchanged(linears), _BLOCK)
 
 
 def _captions(*names: str) -> list[KeyRule]:
-    return modules({f"{name}.linear_{at}": f"{name}.linear_{at}" for name in names for at in (1, 2)})
+    linears = []
+    for name in names:
+        linears += [f"{name}.linear_1", f"{name}.linear_2"]
+    return modules(_unchanged(linears))
 
 
 def _modulations(names: Mapping[str, str]) -> list[KeyRule]:
-    return [KeyRule(f"{old}.{{rest*}}", f"{new}.{{rest*}}") for old, new in names.items()]
+    return renamings(names, end=".{rest*}")
 
 
 def _config(tensors: Tensors, given: Json) -> Json:

@@ -10,7 +10,8 @@ from mindspeed_mm.checkpoint.conversion.files import PtFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
-from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, find_step
+from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER
+from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, find_step
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
@@ -44,7 +45,7 @@ class LuminaConverter(Converter):
         if any(cfg.hf_dir.glob("*.safetensors")):
             check_same_tensors(ledger.tensors, step, cfg.hf_dir)
         files, texts = safetensors_files(ledger.tensors)
-        copies = {path.name: path for path in asset_files(cfg.hf_dir)}
+        copies = asset_files(cfg.hf_dir)
         return _run(Conversion([step, cfg.hf_dir], [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
 
 

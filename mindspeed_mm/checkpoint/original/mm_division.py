@@ -36,11 +36,13 @@ class RatioCut(TensorCut):
 
     ratio: tuple[int, ...] = (1,)
 
-    def piece(self, tensor: LazyTensor, rank: int, ranks: int, multiple: int = 1) -> LazyTensor:  # noqa: D102
+    def piece(self, tensor: LazyTensor, rank: int, ranks: int, multiple: int = 1) -> LazyTensor:
+        """A rank's share of every part, one after another. Raises `ValueError` where the rows are in no such ratio."""
         cut = TensorCut(self.dim)
         return Concatenated([cut.piece(part, rank, ranks) for part in self._parts(tensor)], self.dim)
 
-    def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:  # noqa: D102
+    def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:
+        """Part by part, each of the pieces of all ranks in order. Raises `ValueError` as `piece`."""
         of_parts = zip(*map(self._parts, pieces), strict=True)
         return Concatenated(list(chain.from_iterable(of_parts)), self.dim)
 
@@ -68,7 +70,10 @@ class MMDivision:
 
 def _linear(cut: TensorCut, *names: str) -> dict[str, TensorCut]:
     """The cuts of column-parallel layers: weight and bias."""
-    return {f"{name}.{part}": cut for name in names for part in ("weight", "bias")}
+    cuts: dict[str, TensorCut] = {}
+    for name in names:
+        cuts |= {f"{name}.weight": cut, f"{name}.bias": cut}
+    return cuts
 
 
 def _row(*names: str) -> dict[str, TensorCut]:
@@ -78,7 +83,10 @@ def _row(*names: str) -> dict[str, TensorCut]:
 
 def _of_both(*names: str) -> list[str]:
     """Layers that HunyuanVideo's double blocks have for pictures and for text."""
-    return [f"{_DOUBLE}{stream}_{name}" for name in names for stream in ("img", "txt")]
+    layers = []
+    for name in names:
+        layers += [f"{_DOUBLE}img_{name}", f"{_DOUBLE}txt_{name}"]
+    return layers
 
 
 _COLUMN, _QKV = TensorCut(0), TensorCut(0, parts=3)
@@ -146,8 +154,10 @@ def layout_of(family: GeneratorLayouts, depth: int, tp: int, pp_layers: object) 
     division = DIVISIONS[family.name]
     if isinstance(pp_layers, Places):
         stages = even_stages(depth, *pp_layers)
+    elif pp_layers:
+        stages = parse_stages(pp_layers, "pp_layers")
     else:
-        stages = parse_stages(pp_layers, "pp_layers") if pp_layers else ((depth,),)
+        stages = ((depth,),)
     layout = MegatronLayout({"text": stages}, tp=tp)
     if tp > 1 and not division.cuts:
         raise UsageError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from mindspeed_mm.checkpoint.keymap import names_behind
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.megatron.folder import DividedWeights, find_step, read_divided
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
@@ -66,9 +67,26 @@ class GeneratorWeights:
         Raises:
             ModelFolderError: The names do not fit the family; the keys are named.
         """
-        tensors = self.stored if tensors is None else tensors
-        named = self.divided.whole(tensors) if self.divided is not None else tensors
-        return to_diffusers(named, self.family, self.naming)
+        if tensors is None:
+            tensors = self.stored
+        if self.divided is not None:
+            tensors = self.divided.whole(tensors)
+        return to_diffusers(tensors, self.family, self.naming)
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[tuple[dict[str, LazyTensor], dict[str, str]]]:
+    """The tensors of one safetensors file by key, and the text in its header, for the length of the `with` block.
+
+    Raises:
+        ModelFolderError: As `read_header`.
+    """
+    entries = read_header(path)
+    with safe_open(path, framework="pt") as file:
+        stored: dict[str, LazyTensor] = {}
+        for key, entry in entries.items():
+            stored[key] = Stored(key, entry.shape, entry.dtype, lambda: file)
+        yield stored, file.metadata() or {}
 
 
 @contextmanager
@@ -87,16 +105,14 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     if path.is_file() and path.suffix in _PT_SUFFIXES:
         yield _recognised(path, _pt_tensors(path))
     elif path.is_file():
-        with safe_open(path, framework="pt") as file:
-            entries = read_header(path).items()
-            stored = {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries}
+        with open_file(path) as (stored, _):
             yield _recognised(path, stored)
     elif _has_ranks(path):
         yield _mm_weights(path)
     elif (pickled := _pickled_weights(path)) is not None:
         yield _recognised(pickled, _pt_tensors(pickled))
     else:
-        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        folder = transformer_folder(path)
         if folder != path and (path / "transformer_2").is_dir():
             raise UsageError(
                 "holds two transformers, and one is converted at a time",
@@ -121,6 +137,12 @@ def _has_ranks(path: Path) -> bool:
     if any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/")):
         return True
     return (path / "latest_checkpointed_iteration.txt").is_file()
+
+
+def transformer_folder(path: Path) -> Path:
+    """Where a pipeline's transformer lies; of any other folder itself."""
+    inside = path / "transformer"
+    return inside if inside.is_dir() else path
 
 
 def _pickled_weights(folder: Path) -> Path | None:
@@ -170,6 +192,5 @@ def _depth(contents: Sequence[PtContent], layers: str) -> int:
     for content in contents:
         stage = "_".join(content.path.parent.name.split("_")[3:])
         for chunk, tensors in content.tensors.items():
-            numbers = {name.removeprefix(layers).partition(".")[0] for name in tensors if name.startswith(layers)}
-            of_place[stage, chunk] = len(numbers)
+            of_place[stage, chunk] = len(names_behind(tensors, layers))
     return sum(of_place.values())

@@ -93,7 +93,7 @@ _VACE_PATCHES = {"vace_patch_embedding": "vace_patch_embedding"}
 def _config(tensors: Tensors, given: Json) -> Json:
     out_rows, dim = tensors["proj_out.weight"].shape
     patches = tensors["patch_embedding.weight"].shape
-    heads = int(given["num_heads"] if "num_heads" in given else _released_heads(dim))
+    heads = int(given["num_heads"]) if "num_heads" in given else _released_heads(dim)
     config: Json = {
         "patch_size": list(patches[2:]),
         "num_attention_heads": heads,
@@ -138,9 +138,12 @@ def _vace_config(tensors: Tensors, given: Json) -> Json:
 def _original_config(tensors: Tensors, config: Json) -> Json:
     dim = config["num_attention_heads"] * config["attention_head_dim"]
     is_vace = "vace_layers" in config
-    model_type = "vace" if is_vace else _task(tensors).lower()
+    if is_vace:
+        class_name, model_type = "VaceWanModel", "vace"
+    else:
+        class_name, model_type = "WanModel", _task(tensors).lower()
     original = {
-        "_class_name": "VaceWanModel" if is_vace else "WanModel",
+        "_class_name": class_name,
         "model_type": model_type,
         "dim": dim,
         "eps": config["eps"],

@@ -20,18 +20,18 @@ from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.keymap import made_by
+from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
 from mindspeed_mm.checkpoint.megatron.expected import check_whole, expected_shapes
 from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.folder import (
     CHECKPOINT_VERSION,
-    RELEASE,
-    TRACKER,
     DividedWeights,
     divided_files,
     find_step,
     megatron_tensors,
+    rank_files,
     read_layout,
     read_shards,
     read_weights,
@@ -39,7 +39,7 @@ from mindspeed_mm.checkpoint.megatron.folder import (
     renamed_to_hub,
     without_a_name,
 )
-from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, MegatronLayout
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, MegatronLayout
 from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
 from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
@@ -96,15 +96,13 @@ def hf_to_megatron(
         tensors: dict[str, LazyTensor] = dict(ledger.tensors)
         incomparable = ""
         if text_dir is not None:
-            # Both folders may have the same keys: those of the language model are counted under its folder's name.
-            counted_as = {key: f"{text_dir}/{key}" for key in of_text}
-            text_ledger = SourceLedger({counted_as[key]: tensor for key, tensor in of_text.items()}, text_dir)
+            for key in text_keys(tensors, model):
+                left_out[key] = f"comes from {text_dir}"
+                del tensors[key]
+            text_ledger, text = _counted_text(of_text, text_dir)
             ledgers.append(text_ledger)
             sources.append(text_dir)
-            left_out |= dict.fromkeys(text_keys(tensors, model), f"comes from {text_dir}")
-            tensors = {key: tensor for key, tensor in tensors.items() if key not in left_out}
-            counted = {key: text_ledger.tensors[counted_key] for key, counted_key in counted_as.items()}
-            tensors |= renamed_text(counted, model, text_dir)
+            tensors |= renamed_text(text, model, text_dir)
             incomparable = _OTHER_TEXT
         whole = megatron_tensors(tensors, model)
         shapes = expected_shapes(hf_dir, family, config, canonical=canonical, weights=False)
@@ -121,9 +119,18 @@ def hf_to_megatron(
             times=times_written(whole, model, layout),
             left_out=left_out,
             incomparable=incomparable,
-            copies={path.name: path for path in asset_files(hf_dir)},
+            copies=asset_files(hf_dir),
         )
         return convert(conversion, mm_dir, writing, stream=sys.stderr)
+
+
+def _counted_text(stored: Mapping[str, LazyTensor], folder: Path) -> tuple[SourceLedger, dict[str, LazyTensor]]:
+    """The ledger of another language model, and what it counts by the folder's own keys.
+
+    Both folders of a conversion may have the same keys: these are counted under their folder's name.
+    """
+    ledger = SourceLedger({f"{folder}/{key}": tensor for key, tensor in stored.items()}, folder)
+    return ledger, {key: ledger.tensors[f"{folder}/{key}"] for key in stored}
 
 
 def megatron_to_hf(
@@ -167,7 +174,7 @@ def megatron_to_hf(
             times=times,
             left_out=joined.left_out,
             dropped=joined.dropped,
-            copies={path.name: path for path in asset_files(hf_dir)},
+            copies=asset_files(hf_dir),
             texts=texts,
         )
         return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
@@ -233,15 +240,20 @@ def _joined(
     model = family.model(config, canonical=facts.enable_canonical_hf_struct)
     check_facts(facts, model, config, hf_dir)
     canonical = _is_canonical(mm_dir, facts.enable_canonical_hf_struct)
-    wanted = layout_of(said, model.depths, canonical=canonical) if said else None
+    wanted = None
+    if said is not None:
+        wanted = layout_of(said, model.depths, canonical=canonical)
     found = read_weights(mm_dir, family, config, wanted, canonical=canonical)
     ledger = SourceLedger(found.stored, found.step)
     whole = found.whole(ledger.tensors)
     check_whole(whole, expected_shapes(hf_dir, family, config, canonical=found.canonical), found.model, mm_dir, hf_dir)
     tensors = renamed_to_hub(whole, found.model)
     dropped = [*found.padding(ledger.tensors), *without_a_name(whole, found.model)]
-    with _opened(hf_dir if any(hf_dir.glob("*.safetensors")) else None) as own:
-        tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
+    weights = hf_dir if any(hf_dir.glob("*.safetensors")) else None
+    with _opened(weights) as own:
+        for key, tensor in own.items():
+            if key.startswith(model.not_carried):
+                tensors[key] = tensor
         yield _Joined(model, ledger, tensors, own, found.left_out, dropped)
 
 
@@ -272,7 +284,9 @@ def divide_anew(
     home = hf_dir or _home_of_config(source_dir)
     config = model_config(home)
     depths = family.model(config).depths
-    wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False)) if said else None
+    wanted = None
+    if said is not None:
+        wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False))
     found = read_weights(source_dir, family, config, wanted)
     ledger, model, canonical = SourceLedger(found.stored, found.step), found.model, found.canonical
     whole = found.whole(ledger.tensors)
@@ -285,7 +299,7 @@ def divide_anew(
         times=times_written(whole, model, layout),
         left_out=found.left_out,
         dropped=found.padding(ledger.tensors),
-        copies={path.name: path for path in asset_files(home)},
+        copies=asset_files(home),
     )
     return convert(conversion, target_dir, writing, stream=sys.stderr)
 
@@ -317,16 +331,14 @@ def adapters_to_megatron(
     with open_weights(hf_dir, MAPPED_BYTES) as stored:
         ledger = SourceLedger(stored, hf_dir)
         whole = megatron_tensors(ledger.tensors, model)
-        shards = divide(whole, model, layout)
-        files = {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
-        adapter_config = hf_dir / ADAPTER_CONFIG
+        files = rank_files(divide(whole, model, layout), layout)
         conversion = Conversion(
             sources=[hf_dir],
             ledgers=[ledger],
             **_megatron_output(files, layout),
             times=times_written(whole, model, layout),
             incomparable=_ADAPTERS,
-            copies={ADAPTER_CONFIG: adapter_config} if adapter_config.is_file() else {},
+            copies=_adapter_config(hf_dir),
         )
         return convert(conversion, mm_dir, writing, stream=sys.stderr)
 
@@ -370,18 +382,23 @@ def adapters_to_hf(
     ledger = SourceLedger(found.stored, step)
     tensors = renamed_to_hub(found.whole(ledger.tensors), model)
     files, texts = safetensors_files(tensors, float("inf"), ADAPTER_FILE.partition(".")[0])
-    home = step.parent if step.parent.joinpath(ADAPTER_CONFIG).is_file() else step
-    config = home / ADAPTER_CONFIG
+    copies = _adapter_config(step.parent) or _adapter_config(step)
     conversion = Conversion(
         sources=[mm_dir],
         ledgers=[ledger],
         files=files,
         layout={"kind": "adapters"},
         incomparable=_ADAPTERS,
-        copies={ADAPTER_CONFIG: config} if config.is_file() else {},
+        copies=copies,
         texts=texts,
     )
     return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
+
+
+def _adapter_config(folder: Path) -> dict[str, Path]:
+    """PEFT's configuration, by its name; nothing where the folder has none."""
+    file = folder / ADAPTER_CONFIG
+    return {ADAPTER_CONFIG: file} if file.is_file() else {}
 
 
 class _MegatronOutput(TypedDict):
@@ -406,7 +423,7 @@ def _vision_alone(
     whole: Mapping[str, LazyTensor], model: MegatronModel, layout: MegatronLayout
 ) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
     (vision,) = [tower for tower in model.towers if tower.name == "vision"]
-    rules = [rule for rule in model.rules if all(name.startswith(vision.prefix) for name in rule.targets)]
+    rules = model.rules_of(vision)
     depths = {"vision": model.depths["vision"]}
     model = replace(model, towers=(vision,), depths=depths, rules=rules, tied_head=False, experts=0)
     layout = replace(layout, layers={"vision": layout.layers["vision"]}, ep=1)
@@ -427,7 +444,7 @@ def _opened(folder: Path | None) -> Iterator[Mapping[str, LazyTensor]]:
 def _copy_of_tied_head(joined: _Joined) -> dict[str, LazyTensor]:
     """The head, where the model's folder stores it though it is the embedding."""
     model = joined.model
-    names = {rule.targets[0]: rule.sources[0] for rule in model.rules}
+    names = model.hub_names
     embedding, head = names[model.embedding], names[model.head]
     if model.tied_head and head in joined.own and head not in joined.tensors:
         return {head: joined.tensors[embedding]}

@@ -144,7 +144,10 @@ class _WithAdapters(_Megatron):
 
 
 def _other_text_model(cfg: ConvertMMConfig) -> Path | None:
-    told = {cfg.common_model_config.llm_hf_dir, cfg.llm_hf_config.hf_dir if cfg.llm_hf_config else None} - {None}
+    told = {cfg.common_model_config.llm_hf_dir}
+    if cfg.llm_hf_config:
+        told.add(cfg.llm_hf_config.hf_dir)
+    told.discard(None)
     if len(told) > 1:
         raise UsageError(
             "names another folder than cfg.common_model_config.llm_hf_dir",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
-from mindspeed_mm.checkpoint.megatron.family import MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import Config, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import FLAG_OF_TOWER, MegatronLayout, Stages, even_layers
 from mindspeed_mm.core.errors import Problem, UsageError
 
@@ -53,7 +53,9 @@ def layout_of(
         if size not in (0, said.tp_size) and tower in depths:
             sizes[tower] = size
     several = len(next(iter(layers.values()))[0]) > 1
-    everywhere = [tower for tower in depths if tower != "text" and said.encoders_on_every_stage and several]
+    everywhere: list[str] = []
+    if said.encoders_on_every_stage and several:
+        everywhere = [tower for tower in depths if tower != "text"]
     return MegatronLayout(
         layers,
         tp=said.tp_size,
@@ -70,7 +72,7 @@ def depths_of(layers: Mapping[str, Stages]) -> dict[str, int]:
     return {tower: sum(map(sum, stages)) for tower, stages in layers.items()}
 
 
-def check_facts(said: CommonModelConfig, model: MegatronModel, config: Mapping[str, Any], where: Path) -> None:
+def check_facts(said: CommonModelConfig, model: MegatronModel, config: Config, where: Path) -> None:
     """Compare what a person said of the model with its config.json.
 
     Raises:
@@ -93,7 +95,7 @@ def check_facts(said: CommonModelConfig, model: MegatronModel, config: Mapping[s
         raise UsageError("what was given contradicts the model's config.json", problems=problems)
 
 
-def _found(config: Mapping[str, Any], key: str) -> Iterator[Any]:
+def _found(config: Config, key: str) -> Iterator[Any]:
     """Values of a key, in the configuration and then in its sections."""
     if key in config:
         yield config[key]

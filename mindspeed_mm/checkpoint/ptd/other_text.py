@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from itertools import chain
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
@@ -16,8 +16,9 @@ _BASE = "model"
 
 def text_keys(keys: Collection[str], model: MegatronModel) -> list[str]:
     """Those of a larger model's keys on the hub that are its language model's."""
-    rules = [rule for rule in model.rules if all(name.startswith(TEXT.prefix) for name in rule.targets)]
-    regexes = list(chain.from_iterable(rule.regexes for rule in rules))
+    regexes: list[re.Pattern[str]] = []
+    for rule in model.rules_of(TEXT):
+        regexes += rule.regexes
     return [key for key in keys if any(regex.fullmatch(key) for regex in regexes)]
 
 
@@ -32,7 +33,7 @@ def renamed_text(tensors: Mapping[str, LazyTensor], model: MegatronModel, folder
     Raises:
         UsageError: The model is a language model alone.
     """
-    source_of = {rule.targets[0]: rule.sources[0] for rule in model.rules}
+    source_of = model.hub_names
     if len(model.towers) == 1:
         raise UsageError(
             "the model is a language model alone, and no other can take its place",
@@ -42,7 +43,7 @@ def renamed_text(tensors: Mapping[str, LazyTensor], model: MegatronModel, folder
         )
     at = source_of[model.embedding].split(".")[:-2]
     if at[-1:] == [_BASE]:  # the whole language model lies in the larger one
-        start = "".join(f"{part}." for part in at[:-1])
+        start = ".".join([*at[:-1], ""])
         return {start + key: tensor for key, tensor in tensors.items()}
     base, head = ".".join(at), source_of[model.head]
     return {_renamed(key, base, head): tensor for key, tensor in tensors.items()}

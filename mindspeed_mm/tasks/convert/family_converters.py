@@ -182,7 +182,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
             ledgers=[ledger],
             files=files,
             layout={"kind": "hf"},
-            copies={path.name: path for path in asset_files(hf_dir)},
+            copies=asset_files(hf_dir),
             texts=texts,
         )
         return convert(conversion, save_dir, Writing(overwrite, verify), stream=sys.stderr)

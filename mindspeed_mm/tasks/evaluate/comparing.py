@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.sampling.answers.scoring import error_rate
 Record = Mapping[str, Any]
 Question = tuple[str, str, str]
 """Task, id, and what is asked."""
-_SAMPLE = ("id", "task", "question", "expected", "given", "correct")
+_SAMPLE = frozenset({"id", "task", "question", "expected", "given", "correct"})
 _DRAWS = 2000
 
 
@@ -33,9 +33,16 @@ class PairedTest:
     p_value: float | None
     """Of McNemar's exact test that both are equally good; None where answers are right by degrees."""
 
-    def __str__(self) -> str:
+    def in_points(self) -> tuple[str, str, str]:
+        """The difference and the two ends of its interval, in percentage points with their sign."""
         points, low, high = (f"{100 * value:+.1f}" for value in (self.difference, self.low, self.high))
-        chance = "" if self.p_value is None else f", p = {self.p_value:.2g} by McNemar's exact test"
+        return points, low, high
+
+    def __str__(self) -> str:
+        points, low, high = self.in_points()
+        chance = ""
+        if self.p_value is not None:
+            chance = f", p = {self.p_value:.2g} by McNemar's exact test"
         return (
             f"{points} points (95 % interval {low} to {high}); better on {self.better}, worse on {self.worse} of "
             f"{self.questions} questions{chance}"
@@ -99,7 +106,7 @@ def by_question(samples: Iterable[Record]) -> dict[Question, Record]:
     """Samples of `mm evaluate` by task, id and question; those of other tools are left out."""
     found = {}
     for sample in samples:
-        if all(name in sample for name in _SAMPLE):
+        if sample.keys() >= _SAMPLE:
             found[(str(sample["task"]), str(sample["id"]), str(sample["question"]))] = sample
     return found
 
@@ -136,6 +143,6 @@ def mcnemar(better: int, worse: int) -> float:
 def _interval(n: int, difference: Callable[[np.ndarray], float]) -> tuple[float, float]:
     """The middle 95 % of differences over as many questions drawn with replacement."""
     draw = np.random.default_rng(0)
-    rows = (draw.integers(0, n, n) for _ in range(_DRAWS))
-    low, high = np.quantile([difference(chosen) for chosen in rows], [0.025, 0.975])
+    differences = [difference(draw.integers(0, n, n)) for _ in range(_DRAWS)]
+    low, high = np.quantile(differences, [0.025, 0.975])
     return float(low), float(high)

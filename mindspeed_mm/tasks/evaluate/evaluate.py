@@ -29,7 +29,7 @@ from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import Question as OfQuestion
 from mindspeed_mm.tasks.evaluate.comparing import by_question, compare_samples
-from mindspeed_mm.tasks.evaluate.folder import results_folder
+from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
@@ -76,7 +76,9 @@ def run(
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = _questions(data, media_dir, view)
-    others = _read_others(against, questions, comparison) if against is not None else None
+    others = None
+    if against is not None:
+        others = _read_others(against, questions, comparison)
     media_dir = media_dir or data.parent
     out = out or results_folder(source.run, source.folder)
     with joined_ranks(WAIT_S) as ranks:
@@ -113,9 +115,11 @@ def _read_others(against: Path, questions: list[Question], comparison: Compariso
     others = by_question(read_jsonl(path))
     if others.keys() != {(question.task, question.id, question.text) for question in questions}:
         raise UsageError("was made with other questions", where=str(path), key="--against")
-    if any(("errors" in sample) != (comparison.metric != "exact") for sample in others.values()):
-        way_out = "Score both with the same --metric."
-        raise UsageError("was scored by another metric", where=str(path), key="--against", way_out=way_out)
+    counts_errors = comparison.metric != "exact"
+    for sample in others.values():
+        if ("errors" in sample) != counts_errors:
+            way_out = "Score both with the same --metric."
+            raise UsageError("was scored by another metric", where=str(path), key="--against", way_out=way_out)
     return others
 
 
@@ -147,13 +151,15 @@ def _facts(
     max_new_tokens: int,
     seconds: float,
     answers: dict[int, Answer],
-) -> dict[str, Any]:
-    return {
-        "model": str(source.folder.absolute()),
-        **({"lora": str(source.lora.absolute())} if source.lora is not None else {}),
+) -> Facts:
+    facts: Facts = {"model": str(source.folder.absolute())}
+    if source.lora is not None:
+        facts["lora"] = str(source.lora.absolute())
+    facts |= {
         "data": data,
         "media_dir": str(media_dir.absolute()),
         "max_new_tokens": max_new_tokens,
         "cut_off": sum(not answer.finished for answer in answers.values()),
         "seconds": round(seconds, 3),
     }
+    return facts

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+"""What results tell beside scores: the model, the data, settings, and how long it took."""
 
 
 def results_folder(run: Path | None, evaluated: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.artifacts import atomic_write_jsonl, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.data import build_mm_dataset
@@ -38,7 +38,7 @@ from mindspeed_mm.tasks.answer.answering import AnswerProgress
 from mindspeed_mm.tasks.answer.generation import load_model
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.view import rows_view
-from mindspeed_mm.tasks.evaluate.folder import results_folder
+from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 
@@ -70,7 +70,7 @@ class MeanLoss:
         """exp(loss); infinite where that is not a number."""
         return math.exp(self.loss) if self.loss < _NO_PERPLEXITY else math.inf
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity."""
         perplexity = self.perplexity if math.isfinite(self.perplexity) else None
         return {"loss": self.loss, "perplexity": perplexity, "tokens": self.tokens, "rows": self.rows}
@@ -85,7 +85,7 @@ class LossEvaluation:
 
     tasks: dict[str, MeanLoss]
     overall: MeanLoss
-    facts: dict[str, Any]
+    facts: Facts
     samples: list[dict[str, Any]]
     """Result of each row that was counted: `id`, `task`, `loss` (its mean) and `tokens`."""
     left_out: list[dict[str, str]]
@@ -101,7 +101,7 @@ class LossEvaluation:
         """Of all rows."""
         return self.overall.perplexity
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What `loss.json` holds."""
         tasks = {name: mean.to_dict() for name, mean in self.tasks.items()}
         return {"tasks": tasks, "overall": self.overall.to_dict(), "left_out": self.left_out, **self.facts}
@@ -289,9 +289,10 @@ def _with_progress(batches: Iterable[Sequence[RowLoss | RowLeftOut]], total: int
     progress.close()
 
 
-def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: MMDataset, facts: dict[str, Any]) -> LossEvaluation:
+def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: MMDataset, facts: Facts) -> LossEvaluation:
     """Raises `DataError` where no row has a loss."""
     by_task: dict[str, list[RowLoss]] = defaultdict(list)
+    counted: list[RowLoss] = []
     samples, left_out = [], []
     for each in found:
         row = dataset.row(each.index)
@@ -301,22 +302,27 @@ def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: MMDataset, facts
             continue
         task = text_field(row, "task", DEFAULT_TASK)
         by_task[task].append(each)
+        counted.append(each)
         samples.append({"id": name, "task": task, "loss": each.total / each.weight, "tokens": each.tokens})
     if not samples:
-        reason = f"; the first: {left_out[0]['reason']}" if left_out else ""
-        raise DataError(f"none of the {len(found)} rows has a loss{reason}", way_out="Give rows with answers.")
-    counted = [each for rows in by_task.values() for each in rows]
+        what = f"none of the {len(found)} rows has a loss"
+        if left_out:
+            what += f"; the first: {left_out[0]['reason']}"
+        raise DataError(what, way_out="Give rows with answers.")
     tasks = {task: _mean(rows) for task, rows in by_task.items()}
     return LossEvaluation(tasks, _mean(counted), facts, samples, left_out)
 
 
 def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
-    total, weight = (math.fsum(getattr(row, name) for row in rows) for name in ("total", "weight"))
+    total = math.fsum(row.total for row in rows)
+    weight = math.fsum(row.weight for row in rows)
     return MeanLoss(total / weight, len(rows), sum(row.tokens for row in rows))
 
 
-def _facts(request: LossEvaluationRequest, model: Path, lora: Path | None) -> dict[str, Any]:
-    facts = {"model": str(model.absolute())} | ({"lora": str(lora.absolute())} if lora is not None else {})
+def _facts(request: LossEvaluationRequest, model: Path, lora: Path | None) -> Facts:
+    facts = {"model": str(model.absolute())}
+    if lora is not None:
+        facts["lora"] = str(lora.absolute())
     if request.data is None:
         return facts | {"data": "the run's validation rows"}
     media_dir = request.media_dir or request.data.parent
@@ -327,6 +333,5 @@ def _facts(request: LossEvaluationRequest, model: Path, lora: Path | None) -> di
 def _write(evaluation: LossEvaluation, out: Path) -> None:
     """The rows, then the results: where results stand, the rows are theirs."""
     (out / RESULTS).unlink(missing_ok=True)
-    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in evaluation.samples]
-    atomic_write_text(out / ROWS, "".join(lines))
+    atomic_write_jsonl(out / ROWS, evaluation.samples)
     atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_mm.checkpoint.key_ops import Concat
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -107,23 +107,25 @@ def _vl2(config: Config) -> MegatronModel:
         experts=text["n_routed_experts"],
         parts_of_layers={
             "mlp.linear_fc": range(dense),
-            **{f"mlp.{part}": range(dense, depth) for part in ("router", "shared_experts", "experts")},
+            "mlp.router": range(dense, depth),
+            "mlp.shared_experts": range(dense, depth),
+            "mlp.experts": range(dense, depth),
         },
     )
 
 
 def _vl2_text_rules(text: Config) -> list[KeyRule]:
     hub = "language.model.layers.{n}.self_attn."
-    queries, latent = ("q_a_proj" if text.get("q_lora_rank") else "q_proj"), "kv_a_proj_with_mqa"
+    queries = "q_a_proj" if text.get("q_lora_rank") else "q_proj"
     return [
         *end_rules("language.model.", "language.lm_head"),
         *norm_rules("language.model."),
         KeyRule(
-            [f"{hub}{name}.weight" for name in (queries, latent)],
+            [f"{hub}{queries}.weight", f"{hub}kv_a_proj_with_mqa.weight"],
             f"{_ATTENTION}linear_qkv.weight",
             (Concat(0, _latent_sizes(text)),),
         ),
-        *(KeyRule(f"{hub}{name}.weight", f"{_ATTENTION}{own}.weight") for name, own in _LATENT.items()),
+        *renamings(_LATENT, hub, _ATTENTION, ".weight"),
         KeyRule(f"{_HUB_MLP}gate.weight", f"{_MLP}router.weight"),
         KeyRule(f"{_HUB_MLP}gate.e_score_correction_bias", f"{_MLP}router.expert_bias"),
         *gated_mlp_rules(_HUB_MLP, _MLP),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import renamings
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
     attention_rules,
@@ -44,10 +44,11 @@ _VISION_NAMES = {
     "embeddings.position_embedding": f"{_ENCODER}embeddings.position_embedding",
     "post_layernorm": f"{_ENCODER}blocks.final_layernorm",
     "downsample": f"{_ENCODER}downsample",
-    **{
-        f"merger.{name}": f"{PROJECTOR}{name}"
-        for name in ("proj", "post_projection_norm", "gate_proj", "up_proj", "down_proj")
-    },
+    "merger.proj": f"{PROJECTOR}proj",
+    "merger.post_projection_norm": f"{PROJECTOR}post_projection_norm",
+    "merger.gate_proj": f"{PROJECTOR}gate_proj",
+    "merger.up_proj": f"{PROJECTOR}up_proj",
+    "merger.down_proj": f"{PROJECTOR}down_proj",
     "blocks.{n}.norm1": f"{BLOCK}input_layernorm",
     "blocks.{n}.norm2": f"{BLOCK}pre_mlp_layernorm",
     "blocks.{n}.attn.qkv": f"{BLOCK}self_attention.qkv",
@@ -58,8 +59,6 @@ _VISION_NAMES = {
 
 def _describe(config: Config) -> MegatronModel:
     text = text_config(config)
-    names = {f"{_TEXT}layers.{{n}}.{hub}": f"{LAYER}{own}" for hub, own in _TEXT_LAYER_NAMES.items()}
-    names |= {f"{_VISUAL}{hub}": own for hub, own in _VISION_NAMES.items()}
     return MegatronModel(
         towers=(TEXT, _TOWER),
         depths={"text": text["num_hidden_layers"], "vision": config["vision_config"]["depth"]},
@@ -68,7 +67,8 @@ def _describe(config: Config) -> MegatronModel:
             *norm_rules(_TEXT),
             *attention_rules(text, _TEXT),
             *gated_mlp_rules(f"{_VISUAL}blocks.{{n}}.mlp.", f"{BLOCK}mlp."),
-            *(KeyRule(f"{hub}.{{p}}", f"{own}.{{p}}") for hub, own in names.items()),
+            *renamings(_TEXT_LAYER_NAMES, f"{_TEXT}layers.{{n}}.", LAYER),
+            *renamings(_VISION_NAMES, _VISUAL),
         ],
         cuts={**text_cuts(text), **gated_mlp_cuts(f"{BLOCK}mlp.")},
         tied_head=has_tied_head(config),

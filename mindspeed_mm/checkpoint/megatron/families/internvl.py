@@ -7,7 +7,7 @@ encoder's [Q|K|V] keeps its order; each third is cut by heads, which the ranks n
 from __future__ import annotations
 
 from mindspeed_mm.checkpoint.key_ops import Concat
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -93,7 +93,10 @@ def _describe(config: Config) -> MegatronModel:
     original = config["model_type"] == "internvl_chat"
     section = "llm_config" if original else "text_config"
     text, vision = config[section], config["vision_config"]
-    rules = _renamings(_ORIGINAL) if original else [*_renamings(_HF), _hf_qkv_rule(vision)]
+    if original:
+        rules = renamings(_ORIGINAL, end="")
+    else:
+        rules = [*renamings(_HF, end=""), _hf_qkv_rule(vision)]
     whole_words = TensorCut(0, uneven=True)
     return MegatronModel(
         towers=(TEXT, VISION),
@@ -105,12 +108,9 @@ def _describe(config: Config) -> MegatronModel:
     )
 
 
-def _renamings(names: dict[str, str]) -> list[KeyRule]:
-    return [KeyRule(hub, own) for hub, own in names.items()]
-
-
 def _hf_qkv_rule(vision: Config) -> KeyRule:
-    parts = [f"vision_tower.encoder.layer.{{n}}.attention.{part}_proj.{{p}}" for part in "qkv"]
+    at = "vision_tower.encoder.layer.{n}.attention."
+    parts = [f"{at}q_proj.{{p}}", f"{at}k_proj.{{p}}", f"{at}v_proj.{{p}}"]
     return KeyRule(parts, _QKV, (Concat(0, (vision["hidden_size"],) * 3),))
 
 
@@ -118,11 +118,11 @@ def _text_rules(text: Config) -> list[KeyRule]:
     if text.get("model_type") != "internlm2":
         return text_rules(text, "language_model.model.", "language_model.lm_head")
     hub = "language_model.model."
-    gate_up = [f"{hub}layers.{{n}}.feed_forward.w{i}.{{p}}" for i in (1, 3)]
+    gate, up = f"{hub}layers.{{n}}.feed_forward.w1.{{p}}", f"{hub}layers.{{n}}.feed_forward.w3.{{p}}"
     return [
-        *_renamings({f"{hub}{name}": own for name, own in _INTERNLM2.items()}),
+        *renamings(_INTERNLM2, hub, end=""),
         KeyRule("language_model.output.weight", HEAD),
-        KeyRule(gate_up, f"{LAYER}mlp.linear_fc1.{{p}}", (Concat(0),)),
+        KeyRule([gate, up], f"{LAYER}mlp.linear_fc1.{{p}}", (Concat(0),)),
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from mindspeed_mm.checkpoint.key_ops import Concat
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -54,9 +54,11 @@ def _describe(config: Config) -> MegatronModel:
     for mlp in (_MLP, f"{_MLP}shared_experts.", _EXPERT):
         cuts |= gated_mlp_cuts(mlp)
     sparse: Collection[int] = ()
+    experts = 0
     if routed:
         rules += _expert_rules(config["model_type"])
         sparse = _sparse_layers(config)
+        experts = _experts(config)
     dense = [layer for layer in range(depth) if layer not in sparse]
     model = MegatronModel(
         towers=(TEXT,),
@@ -65,7 +67,7 @@ def _describe(config: Config) -> MegatronModel:
         cuts=cuts,
         tied_head=bool(config.get("tie_word_embeddings")),
         vocabulary=config["vocab_size"],
-        experts=_experts(config) if routed else 0,
+        experts=experts,
         parts_of_layers={
             "mlp.linear_fc": dense,
             "mlp.router": sparse,
@@ -124,10 +126,10 @@ def _predicting_layers(config: Config, depth: int) -> tuple[str, ...]:
 def _expert_rules(kind: str) -> list[KeyRule]:
     if kind == "mixtral":
         hub, own = f"{_HUB_LAYER}block_sparse_moe.", f"{_EXPERT}linear_fc"
-        up = [f"{hub}experts.{{e}}.w{i}.weight" for i in (1, 3)]
+        gate, up = f"{hub}experts.{{e}}.w1.weight", f"{hub}experts.{{e}}.w3.weight"
         return [
             KeyRule(f"{hub}gate.weight", f"{_MLP}router.weight"),
-            KeyRule(up, f"{own}1.weight", (Concat(0),)),
+            KeyRule([gate, up], f"{own}1.weight", (Concat(0),)),
             KeyRule(f"{hub}experts.{{e}}.w2.weight", f"{own}2.weight"),
         ]
     hub = f"{_HUB_LAYER}mlp."
@@ -142,17 +144,20 @@ def _expert_rules(kind: str) -> list[KeyRule]:
 
 
 def _latent_rules() -> list[KeyRule]:
-    return [KeyRule(f"{_HUB_LAYER}self_attn.{hub}.{{p}}", f"{_ATTENTION}{own}.{{p}}") for hub, own in _LATENT.items()]
+    return renamings(_LATENT, f"{_HUB_LAYER}self_attn.", _ATTENTION)
 
 
 def _latent_cuts(config: Config) -> dict[str, TensorCut]:
     """What leads down to the latents is whole on every rank, as Megatron-Core's layers with Transformer Engine have
     it."""
     heads = config["num_attention_heads"]
+    by_head = TensorCut(0, units=heads)
     return {
         EMBEDDING: TensorCut(0, padded=True),
         HEAD: TensorCut(0, padded=True),
-        **{f"{_ATTENTION}linear_{name}_proj.{{p}}": TensorCut(0, units=heads) for name in ("q", "q_up", "kv_up")},
+        f"{_ATTENTION}linear_q_proj.{{p}}": by_head,
+        f"{_ATTENTION}linear_q_up_proj.{{p}}": by_head,
+        f"{_ATTENTION}linear_kv_up_proj.{{p}}": by_head,
         f"{_ATTENTION}linear_proj.weight": TensorCut(1, units=heads),
     }
 

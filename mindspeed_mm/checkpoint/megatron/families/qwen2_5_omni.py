@@ -47,8 +47,11 @@ _ENDS = ("conv1", "conv2", "audio_bos_eos_token", "ln_post", "proj")
 
 
 def _describe(config: Config) -> MegatronModel:
-    whole_model = "thinker_config" in config
-    hub, thinker = ("thinker.", config["thinker_config"]) if whole_model else ("", config)
+    hub, thinker = "", config
+    not_carried: tuple[str, ...] = ()
+    if "thinker_config" in config:  # the whole model, of which the thinker is a part
+        hub, thinker = "thinker.", config["thinker_config"]
+        not_carried = ("talker.", "token2wav.")
     text, vision, audio = thinker["text_config"], thinker["vision_config"], thinker["audio_config"]
     depths = {
         "text": text["num_hidden_layers"],
@@ -66,7 +69,7 @@ def _describe(config: Config) -> MegatronModel:
         cuts={**text_cuts(text), **_vision_cuts(vision), **_audio_cuts(audio)},
         tied_head=has_tied_head(thinker),
         vocabulary=text["vocab_size"],
-        not_carried=("talker.", "token2wav.") if whole_model else (),
+        not_carried=not_carried,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     gated_mlp_cuts,
     gated_mlp_rules,
@@ -31,7 +31,7 @@ _MLP, _HUB_MLP = f"{BLOCK}mlp.", "visual.blocks.{n}.mlp."
 
 
 def _qwen2_vl(config: Config, *, canonical: bool = False) -> MegatronModel:
-    plain = [KeyRule(f"{_HUB_MLP}fc{i}.{{p}}", f"{_MLP}linear_fc{i}.{{p}}") for i in (1, 2)]
+    plain = renamings({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _HUB_MLP, _MLP)
     return _model(config, config["vision_config"]["embed_dim"], plain, canonical)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mindspeed_mm.checkpoint.expert_order import in_order_of_module
 from mindspeed_mm.checkpoint.key_ops import SwapTo, Unstack
-from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -34,18 +34,20 @@ _TEXT, _VISUAL = "model.language_model.", "model.visual."
 _EXPERTS, _LOCAL = f"{_TEXT}layers.{{n}}.mlp.experts.", f"{LAYER}mlp.experts.local_experts.{{e}}."
 _TOWER = replace(VISION, first=(*VISION.first, "image_encoder.encoder.pos_embed."))
 
+_LINEARS = {"linear_fc1": "linear_fc1", "linear_fc2": "linear_fc2"}
+
 
 def _describe(config: Config) -> MegatronModel:
     text, vision = config["text_config"], config["vision_config"]
     experts = int(text.get("num_local_experts") or text.get("num_experts") or 0)  # transformers 5 writes the first
+    rules = text_rules(text, _TEXT, "lm_head")
+    if experts:
+        rules += _expert_rules(text, experts, in_order_of_module(config.get("transformers_version")))
+    rules += _vision_rules(vision)
     return MegatronModel(
         towers=(TEXT, _TOWER),
         depths={"text": text["num_hidden_layers"], "vision": vision["depth"]},
-        rules=[
-            *text_rules(text, _TEXT, "lm_head"),
-            *(_expert_rules(text, experts, in_order_of_module(config.get("transformers_version"))) if experts else []),
-            *_vision_rules(vision),
-        ],
+        rules=rules,
         cuts={**text_cuts(text), **gated_mlp_cuts(_LOCAL), **_vision_cuts(vision)},
         tied_head=has_tied_head(config),
         vocabulary=text["vocab_size"],
@@ -71,7 +73,7 @@ def _vision_rules(vision: Config) -> list[KeyRule]:
         *block_rules(_VISUAL),
         fused_qkv_rule(_VISUAL, vision["hidden_size"], vision["num_heads"]),
         KeyRule(f"{_VISUAL}pos_embed.weight", "image_encoder.encoder.pos_embed.weight"),
-        *(KeyRule(f"{_VISUAL}blocks.{{n}}.mlp.linear_fc{i}.{{p}}", f"{BLOCK}mlp.linear_fc{i}.{{p}}") for i in (1, 2)),
+        *renamings(_LINEARS, f"{_VISUAL}blocks.{{n}}.mlp.", f"{BLOCK}mlp."),
         *_merger_rules(f"{_VISUAL}merger.", PROJECTOR),
     ]
     for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
@@ -83,7 +85,7 @@ def _vision_rules(vision: Config) -> list[KeyRule]:
 def _merger_rules(hub: str, own: str) -> list[KeyRule]:
     return [
         KeyRule(f"{hub}norm.{{p}}", f"{own}layernorm.{{p}}"),
-        *(KeyRule(f"{hub}linear_fc{i}.{{p}}", f"{own}encoder.linear_fc{i}.{{p}}") for i in (1, 2)),
+        *renamings(_LINEARS, hub, f"{own}encoder."),
     ]
 
 

@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, FINAL_NORM, HEAD, Config
 
 LAYER = "text_decoder.decoder.layers.{n}."
+_QKV = ("q_proj.{p}", "k_proj.{p}", "v_proj.{p}")
 
 
 def text_rules(config: Config, hub: str, head: str, *, canonical: bool = False) -> list[KeyRule]:
@@ -59,12 +60,9 @@ def attention_rules(config: Config, hub: str, *, canonical: bool = False) -> lis
         KeyRule(f"{layer}k_norm.weight", f"{own}k_layernorm.weight"),
     ]
     if canonical:
-        return [*rules, *_kept([f"{part}_proj.{{p}}" for part in "qkv"], layer, own)]
+        return [*rules, *_kept(_QKV, layer, own)]
     interleave = Interleave(0, key_value_heads(config), head_sizes(config))
-    return [
-        *rules,
-        KeyRule([f"{layer}{part}_proj.{{p}}" for part in "qkv"], f"{own}linear_qkv.{{p}}", (interleave,)),
-    ]
+    return [*rules, KeyRule([layer + name for name in _QKV], f"{own}linear_qkv.{{p}}", (interleave,))]
 
 
 def gated_mlp_rules(hub: str, own: str, *, canonical: bool = False) -> list[KeyRule]:
@@ -88,13 +86,15 @@ def _kept(names: Sequence[str], hub: str, own: str) -> list[KeyRule]:
 
 def text_cuts(config: Config) -> dict[str, TensorCut]:
     """Of all tensors that `text_rules` makes, canonical or not."""
-    attention, groups = f"{LAYER}self_attention.", key_value_heads(config)
+    attention, by_group = f"{LAYER}self_attention.", TensorCut(0, units=key_value_heads(config))
     return {
         EMBEDDING: TensorCut(0, padded=True),
         HEAD: TensorCut(0, padded=True),
-        f"{attention}linear_qkv.{{p}}": TensorCut(0, units=groups),
-        **{f"{attention}{part}_proj.{{p}}": TensorCut(0, units=groups) for part in "qkv"},
-        f"{attention}linear_proj.weight": TensorCut(1, units=groups),
+        f"{attention}linear_qkv.{{p}}": by_group,
+        f"{attention}q_proj.{{p}}": by_group,
+        f"{attention}k_proj.{{p}}": by_group,
+        f"{attention}v_proj.{{p}}": by_group,
+        f"{attention}linear_proj.weight": TensorCut(1, units=key_value_heads(config)),
         **gated_mlp_cuts(f"{LAYER}mlp."),
     }
 
@@ -138,4 +138,6 @@ def text_config(config: Config, section: str = "text_config") -> dict[str, Any]:
 def has_tied_head(config: Config, section: str = "text_config") -> bool:
     """Whether the head is the embedding: the model's word counts before its language model's."""
     own = config.get("tie_word_embeddings")
-    return bool((config.get(section) or {}).get("tie_word_embeddings") if own is None else own)
+    if own is None:
+        own = (config.get(section) or {}).get("tie_word_embeddings")
+    return bool(own)

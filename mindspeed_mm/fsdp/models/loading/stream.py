@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.checkpoint.transformers_map import loading_steps
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
+from mindspeed_mm.core.errors import first_names as listed
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -32,8 +33,6 @@ from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 _COMPARED_BYTES = 64 * 2**20
 """Of tied weights that are compared, read at a time."""
-_MOST = 5
-"""How many keys of each kind a message lists."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class _Comparison:
             return
         missing = [Problem("missing in the folder", key=key) for key in self.missing]
         unexpected = [Problem("stored, but the model has no place for it", key=key) for key in self.unexpected]
-        problems = [*_listed(missing), *_listed(unexpected), *_listed(self.mismatched)]
+        problems = [*first_problems(missing), *first_problems(unexpected), *first_problems(self.mismatched)]
         counts = (
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.mismatched)} of another form"
         )
@@ -119,7 +118,7 @@ def stream_weights(
     aliases = _aliases(whole)
     with open_source(folder, _config_of(model), from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
-        made = _made_by(steps)
+        made = made_by(steps)
         found = _compare(whole, _shapes(whole, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
@@ -152,7 +151,7 @@ def check_weights(
     aliases = _aliases(model)
     with open_stored(folder, _config_of(model)) as stored:
         steps = _steps(model, stored, {*targets, *aliases})
-        made = _made_by(steps)
+        made = made_by(steps)
         found = _compare(model, _shapes(model, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
@@ -216,15 +215,7 @@ def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, 
 def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
     """Inside, a folder's tensors can be read under the names of the model without adapters."""
     with open_stored(folder, _config_of(model)) as stored:
-        yield _made_by(_steps(model, stored, set(_targets(whole_of(model)))))
-
-
-def _made_by(steps: Sequence[RuleMatch]) -> dict[str, LazyTensor]:
-    """The tensors that the steps make of those stored, under the names of the model."""
-    made: dict[str, LazyTensor] = {}
-    for step in steps:
-        made |= step.targets
-    return made
+        yield made_by(_steps(model, stored, set(_targets(whole_of(model)))))
 
 
 def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:
@@ -299,7 +290,7 @@ def _check_ledger(
     wanted: set[str],
     found: _Comparison,
 ) -> None:
-    made = _made_by(steps).keys()
+    made = made_by(steps).keys()
     check_used_once(steps, stored, (wanted & made) | set(found.ignored))
 
 
@@ -400,23 +391,9 @@ def _differing_ties(key: str, first_key: str, folder: Path) -> ModelFolderError:
 def _warnings(folder: Path, found: _Comparison, nonfinite: Sequence[str]) -> list[str]:
     sentences = []
     if found.initialized:
-        sentences.append(f"{folder}: {_some(found.initialized)} not stored; initialised")
+        sentences.append(f"{folder}: {listed(found.initialized)} not stored; initialised")
     if found.ignored:
-        sentences.append(f"{folder}: {_some(found.ignored)} stored but not used")
+        sentences.append(f"{folder}: {listed(found.ignored)} stored but not used")
     if nonfinite:
-        sentences.append(f"{folder}: NaN or infinity in {_some(nonfinite)}")
+        sentences.append(f"{folder}: NaN or infinity in {listed(nonfinite)}")
     return sentences
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:_MOST])
-    if len(names) <= _MOST:
-        return listed
-    return f"{listed} and {len(names) - _MOST} more"
-
-
-def _listed(problems: Sequence[Problem]) -> list[Problem]:
-    listed = list(problems[:_MOST])
-    if len(problems) > _MOST:
-        listed.append(Problem(f"and {len(problems) - _MOST} more"))
-    return listed

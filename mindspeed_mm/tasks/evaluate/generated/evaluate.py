@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.core.artifacts import DRAWN_MANIFEST, SAMPLES_MANIFEST, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import any_of, check_output_file, is_object_of
-from mindspeed_mm.tasks.evaluate.folder import results_folder
+from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.generated import vbench
 from mindspeed_mm.tasks.evaluate.generated.encoders import Clip, Dino
 from mindspeed_mm.tasks.evaluate.generated.figures import Measured, mean_of, told
@@ -72,9 +71,9 @@ class GeneratedResult:
     """Measure → what was found, and what was measured."""
 
     measures: dict[str, Measured]
-    facts: dict[str, Any]
+    facts: Facts
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What `generated.json` holds."""
         return {"measures": self.measures, **self.facts}
 
@@ -142,7 +141,9 @@ def run(request: GeneratedRequest) -> GeneratedResult:
 
 def _find(request: GeneratedRequest) -> _Found:
     own = find_samples(request.folder, "MODEL")
-    real = find_samples(request.reference, "--reference") if request.reference is not None else {}
+    real: Samples = {}
+    if request.reference is not None:
+        real = find_samples(request.reference, "--reference")
     return _Found(own, real, prompts_of(request.folder, own))
 
 
@@ -181,7 +182,10 @@ def _named(request: GeneratedRequest) -> dict[str, str | list[str]]:
         "dino": request.dino,
         "flow": request.flow,
     }
-    named: dict[str, str | list[str]] = {key: str(path.absolute()) for key, path in paths.items() if path is not None}
+    named: dict[str, str | list[str]] = {}
+    for key, path in paths.items():
+        if path is not None:
+            named[key] = str(path.absolute())
     if request.features is not None and request.reference_features is not None:
         named["given_features"] = [str(path.absolute()) for path in (request.features, request.reference_features)]
     return named
@@ -190,7 +194,10 @@ def _named(request: GeneratedRequest) -> dict[str, str | list[str]]:
 def _of_pairs(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
     if not found.pairs:
         return {}
-    return likeness(found.pairs, Lpips(request.lpips) if request.lpips is not None else None)
+    lpips = None
+    if request.lpips is not None:
+        lpips = Lpips(request.lpips)
+    return likeness(found.pairs, lpips)
 
 
 def _by_clip_model(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
@@ -202,9 +209,14 @@ def _by_clip_model(request: GeneratedRequest, found: _Found) -> dict[str, Measur
     measures: dict[str, Measured] = {}
     if found.prompts:
         texts = clip.of_texts(list(found.prompts.values()))
-        scores = [_clip_score(features[name], text_F) for name, text_F in zip(found.prompts, texts, strict=True)]
+        scores = []
+        for name, text_F in zip(found.prompts, texts, strict=True):
+            scores.append(_clip_score(features[name], text_F))
         measures["CLIP score"] = mean_of(scores)
-    moving = [features[name] for name, path in found.own.items() if is_clip(path) and len(features[name]) > 1]
+    moving = []
+    for name, path in found.own.items():
+        if is_clip(path) and len(features[name]) > 1:
+            moving.append(features[name])
     if moving:
         measures["consistency of CLIP features"] = consistency_of(moving)
     own_NF = torch.cat(list(features.values()))

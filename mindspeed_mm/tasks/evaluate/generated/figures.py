@@ -33,7 +33,10 @@ def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> 
 def told(name: str, one: Measured) -> str:
     """For people."""
     value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
-    interval = f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})" if "low" in one else ""
-    count = one.get("identical", 0)
-    identical = f"; {count} identical pair{'s' if count > 1 else ''} left out" if count else ""
-    return f"{name}: {value}{interval}{identical}"
+    text = f"{name}: {value}"
+    if "low" in one:
+        text += f" (n={one['n']}, 95 % interval {one['low']:.5g} to {one['high']:.5g})"
+    if count := one.get("identical", 0):
+        pairs = "pair" if count == 1 else "pairs"
+        text += f"; {count} identical {pairs} left out"
+    return text

@@ -22,7 +22,8 @@ def frechet_distance(a_NF: torch.Tensor, b_NF: torch.Tensor) -> float:
     if min(len(a_NF), len(b_NF)) < 2:
         raise ValueError("a covariance needs two rows")
     means = (a_NF.mean(0) - b_NF.mean(0)).square().sum()
-    a_FF, b_FF = (torch.atleast_2d(torch.cov(features_NF.T)) for features_NF in (a_NF, b_NF))
+    a_FF = torch.atleast_2d(torch.cov(a_NF.T))
+    b_FF = torch.atleast_2d(torch.cov(b_NF.T))
     # Eigenvalues of the product are real and not negative, but for rounding; the trace of its root is their roots' sum.
     roots = torch.linalg.eigvals(a_FF @ b_FF).real.clamp(min=0).sqrt().sum()
     return float(means + a_FF.trace() + b_FF.trace() - 2 * roots)

@@ -66,8 +66,12 @@ def consistency(features_TF: torch.Tensor) -> tuple[float, int]:
 
 def consistency_of(features: Sequence[torch.Tensor]) -> Measured:
     """Over all clips; each counts by its frames, as in VBench."""
-    found = [consistency(features_TF) for features_TF in features]
-    return mean_of([value for value, _ in found], [frames for _, frames in found])
+    values, frames = [], []
+    for features_TF in features:
+        value, number = consistency(features_TF)
+        values.append(value)
+        frames.append(number)
+    return mean_of(values, frames)
 
 
 def motion_of(clips: Sequence[Path]) -> dict[str, Measured]:

@@ -74,7 +74,8 @@ class Lpips:
         return float(np.mean(frames))
 
     def _of_frames(self, a_3HW: torch.Tensor, b_3HW: torch.Tensor) -> float:
-        a_13HW, b_13HW = (frame[None].float().to(current_device()) for frame in (a_3HW, b_3HW))
+        device = current_device()
+        a_13HW, b_13HW = a_3HW[None].float().to(device), b_3HW[None].float().to(device)
         return float(self._model(a_13HW, b_13HW, normalize=True))
 
 
@@ -107,7 +108,8 @@ def likeness(pairs: Sequence[Pair], lpips: Lpips | None) -> dict[str, Measured]:
     for own, real in pairs:
         for values, value in zip(found.values(), _of_pair(own, real, lpips), strict=True):
             values.append(value)
-    return {name: mean_of(values) if name != "PSNR" else _mean_psnr(values) for name, values in found.items()}
+    psnr_of_pairs = found.pop("PSNR")
+    return {"PSNR": _mean_psnr(psnr_of_pairs)} | {name: mean_of(values) for name, values in found.items()}
 
 
 def _mean_psnr(values: Sequence[float]) -> Measured:
@@ -115,8 +117,10 @@ def _mean_psnr(values: Sequence[float]) -> Measured:
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) == len(values):
         return mean_of(values)
-    identical = {"identical": len(values) - len(finite)}
-    return (mean_of(finite) if finite else {"value": None, "n": 0}) | identical
+    mean: Measured = {"value": None, "n": 0}
+    if finite:
+        mean = mean_of(finite)
+    return mean | {"identical": len(values) - len(finite)}
 
 
 def _of_pair(own: Path, real: Path, lpips: Lpips | None) -> list[float]:
@@ -125,8 +129,12 @@ def _of_pair(own: Path, real: Path, lpips: Lpips | None) -> list[float]:
         if a_T3HW.shape != b_T3HW.shape:
             raise ValueError(f"has {_size(a_T3HW)}, and '{real}' {_size(b_T3HW)}")
         frames = list(zip(a_T3HW, b_T3HW, strict=True))
-        values = [float(np.mean([measure(a, b) for a, b in frames])) for measure in (psnr, ssim)]
-        return values if lpips is None else [*values, lpips.distance(a_T3HW, b_T3HW)]
+        values = []
+        for measure in (psnr, ssim):
+            values.append(float(np.mean([measure(a, b) for a, b in frames])))
+        if lpips is not None:
+            values.append(lpips.distance(a_T3HW, b_T3HW))
+        return values
     except ValueError as error:
         raise DataError(str(error), where=str(own), way_out="Make samples of the same size.") from error
 

@@ -30,12 +30,15 @@ def find_samples(folder: Path, key: str) -> dict[str, Path]:
         UsageError: It is no folder, or has none.
     """
     endings = (*PICTURES, *CLIPS)
-    files = sorted(folder.rglob("*")) if folder.is_dir() else []
-    found = [path for path in files if path.suffix.lower() in endings]
+    found: dict[str, Path] = {}
+    if folder.is_dir():
+        for path in sorted(folder.rglob("*")):
+            if path.suffix.lower() in endings:
+                found[str(path.relative_to(folder).with_suffix(""))] = path
     if not found:
         what = f"is not a folder with pictures or clips ({', '.join(endings)})"
         raise UsageError(what, where=str(folder), key=key)
-    return {str(path.relative_to(folder).with_suffix("")): path for path in found}
+    return found
 
 
 def is_clip(path: Path) -> bool:

@@ -64,8 +64,13 @@ def measure(
         UsageError: A dimension is none of these, or a prompt is not known.
         MachineError: It is not installed, or has found nothing.
     """
-    clips = {name: path for name, path in samples.items() if is_clip(path)}
-    known = {name: prompts[name] for name in clips if name in prompts}
+    clips: dict[str, Path] = {}
+    known: dict[str, str] = {}
+    for name, path in samples.items():
+        if is_clip(path):
+            clips[name] = path
+            if name in prompts:
+                known[name] = prompts[name]
     _check(known, list(clips), dimensions)
     package = find_outside(_WANTED, python)
     with tempfile.TemporaryDirectory() as place:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, is_object_of
 from mindspeed_mm.core.model_kinds import GENERATOR
+from mindspeed_mm.tasks.evaluate.folder import Facts
 from mindspeed_mm.tasks.evaluate.harness.figures import TaskFigures, read_newest, snapshot
 from mindspeed_mm.tasks.evaluate.harness.harnesses import HARNESSES, HarnessCall
 from mindspeed_mm.tasks.evaluate.harness.served import Folder, ServedModel, served
@@ -54,9 +54,9 @@ class HarnessResult:
     """Figures by task."""
 
     tasks: dict[str, TaskFigures]
-    facts: dict[str, Any]
+    facts: Facts
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What `harness.json` holds."""
         return {**self.facts, "tasks": {name: found.to_dict() for name, found in self.tasks.items()}}
 
@@ -64,7 +64,10 @@ class HarnessResult:
         """For people."""
         harness = self.facts["harness"]
         title = f"{harness['name']} {harness['version']}"
-        return [f"{title}, {line}" for name, found in self.tasks.items() for line in found.lines(name)]
+        lines = []
+        for name, found in self.tasks.items():
+            lines += [f"{title}, {line}" for line in found.lines(name)]
+        return lines
 
 
 def run(request: HarnessRequest) -> HarnessResult:
@@ -111,18 +114,22 @@ def _asked_model(model: ServedModel | Folder) -> Iterator[ServedModel]:
 
 
 def _nothing_found(package: OutsidePackage, code: int, tasks: dict[str, TaskFigures]) -> MachineError:
-    troubles = [f"{name}: {found.trouble}" for name, found in tasks.items() if found.trouble]
+    troubles = []
+    for name, found in tasks.items():
+        if found.trouble:
+            troubles.append(f"{name}: {found.trouble}")
     what = f"{package.wanted.title} ended with exit code {code} and has written no figures"
     if troubles:
         what += f" ({'; '.join(troubles)})"
     return MachineError(what, key="--harness", way_out="What it printed above says why.")
 
 
-def _facts(request: HarnessRequest, package: OutsidePackage, seconds: float) -> dict[str, Any]:
+def _facts(request: HarnessRequest, package: OutsidePackage, seconds: float) -> Facts:
     model = request.model
+    told = f"{model.name} at {model.address}" if isinstance(model, ServedModel) else str(model.model.absolute())
     return {
         "harness": {"name": package.wanted.title, "version": package.version},
-        "model": str(model.model.absolute()) if isinstance(model, Folder) else f"{model.name} at {model.address}",
+        "model": told,
         "options": list(request.options),
         "seconds": round(seconds, 3),
     }

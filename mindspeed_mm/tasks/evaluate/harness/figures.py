@@ -49,8 +49,12 @@ class TaskFigures:
         """For people: a line a figure, of many figures only the chief ones."""
         if not self.figures:
             return [f"{task}: no figures: {self.trouble or 'the harness has written none'}"]
-        names = list(self.chief) if self.chief and len(self.figures) > _MOST_TOLD else list(self.figures)
-        counted = "" if self.n is None else f", n={self.n}"
+        names = list(self.figures)
+        if self.chief and len(names) > _MOST_TOLD:
+            names = list(self.chief)
+        counted = ""
+        if self.n is not None:
+            counted = f", n={self.n}"
         return [f"{task}, {name}: {self.figures[name]}{counted}" for name in names]
 
 

@@ -24,6 +24,9 @@ _USUAL_LENGTH = 2048
 """Tokens of an answer that VLMEvalKit asks for; its own default, 32768, is more than many models have positions."""
 _KEY = "--harness-python"
 
+Content = Mapping[str, Any]
+"""Of a file that a harness wrote, or a table in it."""
+
 
 @dataclass(frozen=True)
 class HarnessCall:
@@ -52,7 +55,7 @@ class Harness:
     call: Callable[[OutsidePackage, HarnessCall], Call]
     results: str
     """Pattern of the file that its figures stand in."""
-    read: Callable[[Mapping[str, Any]], dict[str, TaskFigures]]
+    read: Callable[[Content], dict[str, TaskFigures]]
     """Content of that file → task → figures."""
 
 
@@ -66,7 +69,7 @@ def _call_lmms_eval(_: OutsidePackage, asked: HarnessCall) -> Call:
     return Call([*words, *asked.options], environment)
 
 
-def _read_lmms_eval(content: Mapping[str, Any]) -> dict[str, TaskFigures]:
+def _read_lmms_eval(content: Content) -> dict[str, TaskFigures]:
     results, counts = content.get("results") or {}, content.get("n-samples") or {}
     tasks = {}
     for name, found in results.items():
@@ -76,21 +79,29 @@ def _read_lmms_eval(content: Mapping[str, Any]) -> dict[str, TaskFigures]:
     return tasks
 
 
-def _figures_of_lmms_task(found: Mapping[str, Any]) -> dict[str, Figure]:
+def _figures_of_lmms_task(found: Content) -> dict[str, Figure]:
     figures = {}
     for key, written in found.items():
         metric, comma, chosen = key.rpartition(",")
         value = as_number(written)
         if not comma or value is None or "_stderr" in metric:
             continue
-        # Questions about one picture hang together: where the harness knows which, its clustered error is right.
-        errors = [as_number(found.get(f"{metric}_stderr{kind},{chosen}")) for kind in ("_clustered", "_clt", "")]
-        error = next((each for each in errors if each is not None), None)
+        error = _standard_error(found, metric, chosen)
         name = metric if chosen == "none" else f"{metric} ({chosen})"
         figures[name] = Figure(value)
         if error:  # of 0 answers have all fared alike, which does not make the figure certain
             figures[name] = Figure(value, value - Z_95 * error, value + Z_95 * error)
     return figures
+
+
+def _standard_error(found: Content, metric: str, chosen: str) -> float | None:
+    """Of a figure. Questions about one picture hang together: where the harness knows which, its clustered error is
+    right."""
+    for kind in ("_clustered", "_clt", ""):
+        error = as_number(found.get(f"{metric}_stderr{kind},{chosen}"))
+        if error is not None:
+            return error
+    return None
 
 
 def _call_vlmevalkit(package: OutsidePackage, asked: HarnessCall) -> Call:
@@ -105,18 +116,19 @@ def _call_vlmevalkit(package: OutsidePackage, asked: HarnessCall) -> Call:
     return Call([*words, *asked.options], {"LMDEPLOY_API_KEY": asked.model.key or "none"})
 
 
-def _read_vlmevalkit(content: Mapping[str, Any]) -> dict[str, TaskFigures]:
+def _read_vlmevalkit(content: Content) -> dict[str, TaskFigures]:
     return {name: _of_vlmevalkit_set(found) for name, found in (content.get("datasets") or {}).items()}
 
 
-def _of_vlmevalkit_set(found: Mapping[str, Any]) -> TaskFigures:
+def _of_vlmevalkit_set(found: Content) -> TaskFigures:
     figures = {}
     for name, written in (found.get("metrics") or {}).items():
         value = as_number(written)
         if value is not None:
             figures[name] = Figure(value)
-    named = found.get("primary_metric") or []
-    chief = [named] if isinstance(named, str) else list(named)
+    chief = found.get("primary_metric") or []
+    if isinstance(chief, str):
+        chief = [chief]
     trouble = str(found.get("error_message") or found.get("skip_reason") or "")
     return TaskFigures(figures, chief=[name for name in chief if name in figures], trouble=trouble)
 

@@ -70,7 +70,8 @@ class Folder:
         words = ["-m", "mindspeed_mm", "serve", str(self.model), "--port", "0", "--name", NAME, "--json"]
         words += ["--key-file", str(key_file), "--batch-size", str(self.batch_size), "--nproc", str(self.nproc)]
         for option, value in (("--lora", self.lora), ("--config", self.config), ("--plan", self.plan)):
-            words += [option, str(value)] if value is not None else []
+            if value is not None:
+                words += [option, str(value)]
         for name, limit in _LIMITS.items():
             words += [f"--{name}", str(limit)]
         return words

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.artifacts import atomic_write_jsonl, atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.core.json_file import parse_json
@@ -26,7 +26,7 @@ from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
-from mindspeed_mm.tasks.evaluate.folder import results_folder
+from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
@@ -50,10 +50,10 @@ class PublishedResult:
 
     tasks: dict[str, Score | GradedScore]
     overall: Score | GradedScore
-    facts: dict[str, Any]
+    facts: Facts
     against: PairedTest | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What `results.json` holds."""
         tasks = {name: one.to_dict() for name, one in self.tasks.items()}
         told = {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts}
@@ -133,7 +133,7 @@ def _read_others(request: PublishedRequest, items: Sequence[Item]) -> dict[str, 
     if request.against is None:
         return None
     others = _read_shares(request.against, request.benchmark)
-    if others.keys() != {_group(item) for item in items}:
+    if others.keys() != set(map(_group, items)):
         raise UsageError("was made with other questions", where=str(request.against), key="--against")
     return others
 
@@ -152,7 +152,7 @@ def _answers(request: PublishedRequest, source: ModelSource, items: Sequence[Ite
     return answer_on_ranks(generator, Questions(items), media, ranks, sampling=greedy, batch_size=request.batch_size)
 
 
-def _facts(request: PublishedRequest, source: ModelSource, answers: Mapping[int, Answer]) -> dict[str, Any]:
+def _facts(request: PublishedRequest, source: ModelSource, answers: Mapping[int, Answer]) -> Facts:
     published = SETS[request.benchmark]
     facts = {
         "benchmark": request.benchmark,
@@ -196,7 +196,7 @@ def _group(item: Item) -> str:
 
 
 def _result(
-    published: PublishedSet, samples: Sequence[dict[str, Any]], facts: dict[str, Any], others: dict[str, float] | None
+    published: PublishedSet, samples: Sequence[dict[str, Any]], facts: Facts, others: dict[str, float] | None
 ) -> PublishedResult:
     shares = shares_by_group(samples)
     by_task: dict[str, dict[str, float]] = defaultdict(dict)
@@ -232,6 +232,5 @@ def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
 def _write(result: PublishedResult, samples: Sequence[dict[str, Any]], out: Path) -> None:
     """Samples first: where results stand, the samples are theirs."""
     (out / RESULTS).unlink(missing_ok=True)
-    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-    atomic_write_text(out / SAMPLES, "".join(lines))
+    atomic_write_jsonl(out / SAMPLES, samples)
     atomic_write_text(out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")

@@ -35,21 +35,28 @@ def last_named_letter(answer: str, options: Mapping[str, str]) -> str | None:
 def _last(text: str, names: Mapping[str, str]) -> str | None:
     places = {letter: text.rfind(name) for letter, name in names.items() if name}
     latest = max(places, key=places.__getitem__, default=None)
-    return latest if latest is not None and places[latest] >= 0 else None
+    if latest is None or places[latest] < 0:
+        return None
+    return latest
 
 
 def says(answer: str, gold: str) -> bool:
     """Whether one of the results that an answer states, or a number in them, is the right one: a number to two
     decimals, a text within the result."""
     wanted = _comparable(gold)
-    results = _stated_results(answer)
-    said = [*results, *(number for text in results for pattern in _NUMBERS for number in pattern.findall(text))]
+    forms = [str(wanted)]
+    if isinstance(wanted, str) and len(wanted) == 1:
+        # A lone letter stands in most words: it has to stand at the border of one.
+        forms = [f" {wanted}", f"{wanted} "]
+    said = _stated_results(answer)
+    for text in tuple(said):
+        for pattern in _NUMBERS:
+            said += pattern.findall(text)
     for found in map(_comparable, said):
         if isinstance(wanted, float) or isinstance(found, float):
             if found == wanted:
                 return True
-        # A lone letter stands in most words: it has to stand at the border of one.
-        elif any(form in found for form in ([f" {wanted}", f"{wanted} "] if len(wanted) == 1 else [wanted])):
+        elif any(form in found for form in forms):
             return True
     return False
 
@@ -58,7 +65,9 @@ def _stated_results(answer: str) -> list[str]:
     lines = answer.strip().strip(".").lower().split("\n")
     results = []
     for number, line in enumerate(lines, 1):
-        leads = (*_LEADS, "=") if number == len(lines) else _LEADS
+        leads: tuple[str, ...] = _LEADS
+        if number == len(lines):
+            leads = (*_LEADS, "=")
         tails = [line.rsplit(lead, 1)[1].strip() for lead in leads if lead in line]
         shortest = min(filter(None, tails), key=len, default="")
         if shortest and shortest not in _OUTER_MARKS:

@@ -28,7 +28,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str | None:
     """The option that an answer names: by its letter, else by its text; None where it names none, or several."""
     for pattern in (_LEADING, *_NAMED):
-        said = [letter.upper() for letter in pattern.findall(answer.strip())]
+        said = map(str.upper, pattern.findall(answer.strip()))
         letters = [letter for letter in said if letter in options]
         if letters:
             return letters[-1]  # "Option A is wrong, option B is right"
@@ -50,12 +50,15 @@ def _lone_letters(answer: str) -> set[str]:
 def _quoted_option(answer: str, options: Mapping[str, str]) -> str | None:
     """The option whose text is in an answer; of several the longest, for a text may hold another."""
     said = _plain(answer)
-    named = [letter for letter, text in options.items() if text and _plain(text) in said]
-    if not named:
+    lengths: dict[str, int] = {}
+    for letter, text in options.items():
+        if text and _plain(text) in said:
+            lengths[letter] = len(text)
+    longest = max(lengths.values(), default=0)
+    named = [letter for letter, length in lengths.items() if length == longest]
+    if len(named) != 1:
         return None
-    longest = max(len(options[letter]) for letter in named)
-    named = [letter for letter in named if len(options[letter]) == longest]
-    return named[0] if len(named) == 1 else None
+    return named[0]
 
 
 def choice(answer: str, item: Item) -> float:
@@ -116,7 +119,10 @@ def vqa(answer: str, item: Item) -> float:
     VQA; Singh et al. 2019, TextVQA)."""
     said = _vqa_words(answer)
     agrees = [_vqa_words(gold) == said for gold in item.gold]
-    shares = [min(1.0, (sum(agrees) - left_out) / 3) for left_out in agrees]
+    shares = []
+    for left_out in agrees:
+        matches = sum(agrees) - left_out
+        shares.append(min(1.0, matches / 3))
     return sum(shares) / len(shares)
 
 
@@ -159,7 +165,7 @@ def typed(answer: str, item: Item) -> float:
 
 
 def _is_one_of(answer: str, golds: Sequence[str]) -> float:
-    return float(_plain(answer) in [_plain(gold) for gold in golds])
+    return float(_plain(answer) in map(_plain, golds))
 
 
 def _numbers(text: str) -> list[float]:
@@ -207,12 +213,12 @@ def _vqa_words(text: str) -> str:
     Of a contraction that its table lists the apostrophe does not count, nor does that of 've behind any word.
     """
     text = " ".join(text.lower().replace(",", "").replace("?", "").replace("'s", " 's").split())
-    gone: dict[str, str] = {}
+    gone: dict[str, str | int | None] = {}
     # All of a kind of mark go where one of them stands beside a blank.
     for mark in _PUNCTUATION:
         stands_apart = f"{mark} " in text or f" {mark}" in text
         gone[mark] = "" if stands_apart else " "
-    text = "".join(gone.get(sign, sign) for sign in text)
+    text = text.translate(str.maketrans(gone))
     text = re.sub(r"\.(?!\d)", "", _CONTRACTED.sub("", text))
     words = [_uncontracted(word) for word in text.split() if word not in _ARTICLES]
     return " ".join(_NUMERALS.get(word, word) for word in words)

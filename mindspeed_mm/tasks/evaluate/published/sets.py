@@ -19,7 +19,7 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score, graded, score
 from mindspeed_mm.tasks.evaluate.published import rules
 from mindspeed_mm.tasks.evaluate.published.item import Item, with_options
-from mindspeed_mm.tasks.evaluate.published.tables import ReaderTable, SetTable, TsvTable
+from mindspeed_mm.tasks.evaluate.published.tables import ReaderTable, Row, SetTable, TsvTable
 
 _LETTERS = string.ascii_uppercase
 _REFERENCE_CHARACTERS = 64
@@ -48,7 +48,9 @@ class PublishedSet:
 
     def score(self, shares: Sequence[float]) -> Score | GradedScore:
         """All answers together."""
-        return graded(shares) if self.is_graded else score(share == 1.0 for share in shares)
+        if self.is_graded:
+            return graded(shares)
+        return score(share == 1.0 for share in shares)
 
     def read(self, data: Path) -> Sequence[Item]:
         """The questions of a folder, or of a single file of it.
@@ -94,7 +96,7 @@ class TableItems(Sequence[Item]):
         self,
         table: SetTable,
         make: Callable[[SetTable, int, int], Item],
-        rotations: Callable[[dict[str, Any]], int] = lambda _: 1,
+        rotations: Callable[[Row], int] = lambda _: 1,
     ) -> None:
         self._table, self._make = table, make
         self._places: list[tuple[int, int]] = []
@@ -129,7 +131,7 @@ def _asked(question: str, options: Mapping[str, str]) -> str:
 # --- tab-separated files ----------------------------------------------------------------------------------------------
 
 
-def _options_of(row: Mapping[str, Any]) -> dict[str, str]:
+def _options_of(row: Row) -> dict[str, str]:
     return {letter: str(row[letter]) for letter in _LETTERS[:9] if letter in row}
 
 
@@ -143,7 +145,9 @@ def _tsv_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
         cell = table.media(numbers[cell], "image")
     if cell is None:
         return {}
-    texts = ast.literal_eval(cell) if cell.startswith("[") else [cell]
+    texts = [cell]
+    if cell.startswith("["):
+        texts = ast.literal_eval(cell)
     return {"images": [{"bytes": text} for text in texts]}
 
 
@@ -156,13 +160,15 @@ def _tsv_choice(table: SetTable, index: int, turn: int) -> Item:
     letters = list(options)
     turned = dict(zip(letters, letters[turn:] + letters[:turn], strict=True))
     shown = {turned[letter]: text for letter, text in options.items()}
-    gold = str(row["answer"])
+    name, gold = str(row["index"]), str(row["answer"])
+    if turn:
+        name = f"{name} turned by {turn}"
     if options:
         if gold not in turned:
             raise ValueError(f"its answer '{gold}' is none of the options")
         gold = turned[gold]
     return Item(
-        id=f"{row['index']} turned by {turn}" if turn else str(row["index"]),
+        id=name,
         task=str(row.get("l2-category", row.get("category", "all"))),
         prompt=_asked(question, dict(sorted(shown.items()))),
         gold=(gold,),
@@ -210,8 +216,12 @@ def _answers(cell: Any) -> tuple[str, ...]:
 
 
 def _parquet_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
-    found = [table.media(index, name) for name in _PICTURES]
-    return {"images": [picture for picture in found if picture is not None]}
+    pictures = []
+    for name in _PICTURES:
+        picture = table.media(index, name)
+        if picture is not None:
+            pictures.append(picture)
+    return {"images": pictures}
 
 
 def _parquet_choice(table: SetTable, index: int, _: int) -> Item:
@@ -298,8 +308,10 @@ def _parquet_films(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
 
     def make(table: SetTable, index: int, _: int) -> Item:
         row = table.rows[index]
-        lines = [str(option).strip() for option in row["options"]]
-        options = {line[0]: line[2:].strip() for line in lines}
+        options = {}
+        for option in row["options"]:
+            line = str(option).strip()
+            options[line[0]] = line[2:].strip()
         return Item(
             id=str(row["question_id"]),
             task=str(row["duration"]),
@@ -315,10 +327,11 @@ def _parquet_films(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
 # --- JSON files -------------------------------------------------------------------------------------------------------
 
 
-def _records(path: Path, key: str) -> list[dict[str, Any]]:
+def _records(path: Path, key: str) -> list[Row]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content[key] if key else content
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if key:
+            found = found[key]
         if isinstance(found, list) and all(isinstance(record, dict) for record in found):
             return found
         raise ValueError("it holds no list of questions")
@@ -330,7 +343,7 @@ def _picture(path: Path) -> dict[str, list[Any]]:
     return {"images": [str(path)]}
 
 
-def _json_items(path: Path, key: str, make: Callable[[int, dict[str, Any]], Item]) -> list[Item]:
+def _json_items(path: Path, key: str, make: Callable[[int, Row], Item]) -> list[Item]:
     items = []
     for number, record in enumerate(_records(path, key), start=1):
         try:
@@ -343,7 +356,7 @@ def _json_items(path: Path, key: str, make: Callable[[int, dict[str, Any]], Item
 def _json_charts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
     """`test_human.json` and `test_augmented.json`, charts in `png/`."""
 
-    def make(task: str, number: int, record: dict[str, Any]) -> Item:
+    def make(task: str, number: int, record: Row) -> Item:
         return Item(
             id=f"{task}-{number}",
             task=task,
@@ -359,7 +372,7 @@ def _json_charts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
 
 
 def _json_documents(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
-    def make(_: int, record: dict[str, Any]) -> Item:
+    def make(_: int, record: Row) -> Item:
         return Item(
             id=str(record["questionId"]),
             task="all",
@@ -372,7 +385,7 @@ def _json_documents(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
 
 
 def _json_scene_texts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
-    def make(_: int, record: dict[str, Any]) -> Item:
+    def make(_: int, record: Row) -> Item:
         return Item(
             id=str(record["question_id"]),
             task="all",
@@ -384,11 +397,11 @@ def _json_scene_texts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
     return _json_items(files[0], "data", make)
 
 
-def _circular(row: dict[str, Any]) -> int:
+def _circular(row: Row) -> int:
     return max(1, len(_options_of(row)))
 
 
-def _of_validation(row: dict[str, Any]) -> int:
+def _of_validation(row: Row) -> int:
     """MMMU's figures are those of its validation split; the file holds both."""
     return 0 if row.get("split") == "dev" else 1
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 
 _MOST_CELL_BYTES = 1 << 30
 _COPY_AGAIN = "Copy it again from where it is published."
+
+Row = dict[str, Any]
+"""Cells of a row by their columns, without pictures and empty ones."""
 
 
 class SetTable(Protocol):
     """Rows of one file, or of several in turn."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     """Without media; empty cells are left out."""
 
     def media(self, index: int, column: str) -> Any:
@@ -33,7 +36,7 @@ class TsvTable:
     def __init__(self, path: Path, heavy: Iterable[str]) -> None:
         self._path, self._heavy = path, frozenset(heavy)
         csv.field_size_limit(_MOST_CELL_BYTES)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         self._offsets: list[int] = []
         with path.open("rb") as file:
             lines = _Lines(file)
@@ -70,13 +73,14 @@ class ReaderTable:
     """Parquet, CSV or JSON lines: rows as the training's readers give them."""
 
     def __init__(self, paths: list[Path], heavy: Iterable[str]) -> None:
-        self._readers = [open_reader(path) for path in paths]
-        self._places = [(reader, i) for reader in self._readers for i in range(len(reader))]
         columns = frozenset(heavy)
-        self.rows = [
-            {k: v for k, v in reader.read(i).items() if k not in columns and v not in (None, "")}
-            for reader, i in self._places
-        ]
+        self._places: list[tuple[RowReader, int]] = []
+        self.rows: list[Row] = []
+        for reader in map(open_reader, paths):
+            for i in range(len(reader)):
+                self._places.append((reader, i))
+                row = reader.read(i).items()
+                self.rows.append({key: cell for key, cell in row if key not in columns and cell not in (None, "")})
 
     def media(self, index: int, column: str) -> Any:
         """A picture as its bytes or its path."""
