@@ -87,19 +87,6 @@ def test_a_spread_sample_trains_like_a_whole_one(plan: str, names: tuple[str, ..
             compare_steps(expected[name], measured[name], TOLERANCE)
 
 
-VERIFIED = {
-    "wan2_2": (), "wan2_2_5b_ti2v": (),
-}  # fmt: skip
-"""Family → further words: two transformers, a given frame."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", VERIFIED)
-def test_mm_verify_of_a_family(case: str, tmp_path: Path) -> None:
-    said = mm("verify", yamls_of((case,), tmp_path)[case], "--nproc", 2, *VERIFIED[case])
-    assert said.code == 0, said.out + said.err
-
-
 def without_masks(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
     """A planted fault: keys that are hidden are attended to."""
     with mock.patch.object(SpreadSample, "key_mask", lambda *_: None):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
 
@@ -89,6 +91,49 @@ def test_transformers_of_generators() -> None:
     assert shrink(wan, Room(tensor=4)).config == wan | {
         "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128,
     }  # fmt: skip
+
+
+def test_widths_that_generators_repeat() -> None:
+    """Positions have a setting of another name in each family; captions are brought to the width of the layers."""
+    hunyuan = {"num_layers": 20, "num_attention_heads": 24, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56]}
+    assert shrink(hunyuan, Room()).config == {
+        "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "rope_axes_dim": [4, 14, 14],
+    }  # fmt: skip
+    sd3 = {"num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64, "caption_projection_dim": 1536,
+           "joint_attention_dim": 4096}  # fmt: skip
+    assert shrink(sd3, Room(tensor=2)).config == {
+        "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "caption_projection_dim": 32,
+        "joint_attention_dim": 4096,
+    }  # fmt: skip
+    z_image = {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48]}
+    assert shrink(z_image, Room()).config == {
+        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "axes_dims": [4, 6, 6],
+    }  # fmt: skip
+    ltx2 = {
+        "num_layers": 48, "num_attention_heads": 32, "attention_head_dim": 128, "cross_attention_dim": 4096,
+        "audio_num_attention_heads": 32, "audio_attention_head_dim": 64, "audio_cross_attention_dim": 2048,
+    }  # fmt: skip
+    assert shrink(ltx2, Room()).config == {
+        "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32,
+        "audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(transformer_ids()))
+def test_every_generator_becomes_small(name: str) -> None:
+    """Of the sizes that diffusers' constructor has, which are those of a release in most families."""
+    prepare_for_transformers()
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    config = {}
+    for setting, parameter in inspect.signature(kind.__init__).parameters.items():
+        if parameter.default is not parameter.empty:
+            is_tuple = isinstance(parameter.default, tuple)
+            config[setting] = list(parameter.default) if is_tuple else parameter.default
+    with torch.device("meta"):
+        model = kind(**shrink(config, Room(tensor=2, stages=2)).config)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 30_000_000
 
 
 def test_nothing_is_dropped_any_more() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.tasks.verify.faults import swapped
 
 _P = ParamSpec("_P")
@@ -29,10 +30,11 @@ _rounds: ContextVar[bool] = ContextVar("rounds", default=False)
 @contextmanager
 def keeping_double() -> Iterator[None]:
     """While inside, what asks torch for fp32 of an fp64 tensor gets fp64: `x.float()`, `x.to(torch.float32)`,
-    `softmax(x, dtype=torch.float32)`. Batches are made as always: feature extractors round their filters to fp32 and
-    multiply them by sound in fp32."""
+    `softmax(x, dtype=torch.float32)`. Batches are made, and raw media encoded, as always: feature extractors and frozen
+    encoders round their filters to fp32 and multiply them by sound in fp32."""
     with ExitStack() as stack:
         stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
+        stack.enter_context(swapped(LiveEncoder, "__call__", _rounding(LiveEncoder.__call__)))
         stack.enter_context(swapped(torch.Tensor, "float", _float_of(torch.Tensor.float)))
         for owner, name in _TAKE_A_DTYPE:
             stack.enter_context(swapped(owner, name, _keeping(getattr(owner, name))))

@@ -56,13 +56,18 @@ _DENSE_ONES = "first_k_dense_replace"
 """How many layers, from the first, have no experts."""
 _LAYER_NUMBERS = re.compile(r"(indexes|indices|_layers|layer_ids)$")
 """Names of lists that hold numbers of layers."""
-_HEADS, _KEY_HEADS = ("num_attention_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_WIDTHS = ("head_dim", "attention_head_dim")
 _LATENT_ATTENTION = "kv_lora_rank"
 """With it, widths of heads are settings of their own, which stay."""
-_ROTARY_PARTS = {"mrope_section": 1, "axes_dims_rope": 2}
+_ROTARY_PARTS = {"mrope_section": 1, "axes_dims_rope": 2, "axes_dim_rope": 2, "rope_axes_dim": 2, "axes_dims": 2}
 """Lists of widths that make up a head's → what each must be a multiple of."""
-_WIDTHS = ("embed_dim", "hidden_size")
+_WIDTHS = ("embed_dim", "hidden_size", "dim")
+_REPEATED_WIDTHS = ("caption_projection_dim", "cross_attention_dim")
+"""Where transformers of generators repeat how wide their layers are."""
+_STREAM = "audio_"
+"""What settings of a second stream begin with, beside those of the first (LTX-2)."""
 _TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "llm_hidden_size", "lm_hidden_size", "output_dim", "hidden_size")
 """Where other sections repeat the width of the text."""
 _INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "ffn_hidden_size")
@@ -90,6 +95,7 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
         _cut_experts(part, room.experts)
         if widths:
             _narrow(part, room.tensor)
+            _narrow_stream(part, room.tensor)
     if text_width is not None:
         for part in _tables(small):
             if part is text:
@@ -240,6 +246,7 @@ def _narrow(part: Config, ranks: int) -> None:
         head = part[width_key] // part[heads_key]
     else:
         return
+    repeated = [key for key in _counts_in(part, _REPEATED_WIDTHS) if part[key] == part[heads_key] * head]
     heads, key_heads = _fewer_heads(part[heads_key], _key_heads(part), ranks)
     narrow = head if _LATENT_ATTENTION in part else _narrower_head(part, head)
     part[heads_key] = heads
@@ -251,10 +258,18 @@ def _narrow(part: Config, ranks: int) -> None:
     width = heads * narrow
     if width_key:
         width = part[width_key] = min(width, part[width_key])
+    part |= dict.fromkeys(repeated, width)
     inner = dict.fromkeys(_INNER_WIDTHS, 2 * width) | dict.fromkeys(_EXPERT_WIDTHS, width)
     for key in _counts_in(part, list(inner)):
         if part[key] % ranks == 0:
             part[key] = min(part[key], _up_to_multiple(inner[key], math.lcm(ranks, 8)))
+
+
+def _narrow_stream(part: Config, ranks: int) -> None:
+    """The same of the second stream in a section."""
+    stream = {key.removeprefix(_STREAM): value for key, value in part.items() if key.startswith(_STREAM)}
+    _narrow(stream, ranks)
+    part |= {f"{_STREAM}{key}": value for key, value in stream.items()}
 
 
 def _width_key(part: Config) -> str | None:

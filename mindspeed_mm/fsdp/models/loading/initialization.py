@@ -22,6 +22,8 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
+_DIFFUSERS_NORMS = "diffusers.models.normalization"
+"""Where diffusers has norms that torch has not, or has not had."""
 Setter = Callable[[nn.Module], None]
 """Sets the weights of one module."""
 Unit = list[tuple[str, nn.Module]]
@@ -34,7 +36,7 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
 
     A module's weights come from `_init_weights(module)` of the nearest model around it (transformers' convention), or
     from a generator's adapter, then from a plugin's own `init_weights()`; what they leave alone from torch's
-    `reset_parameters()`.
+    `reset_parameters()`. diffusers' own norms, which have none, begin as the identity.
 
     Args:
         model: The model, sharded or not.
@@ -157,6 +159,14 @@ def _run(unit: Unit, setters: Mapping[str, Setter], opaque: Collection[str], see
                 reset = attribute_at(module, method)
                 if reset is not None and _is_unset(module):
                     reset()
+            if type(module).__module__ == _DIFFUSERS_NORMS and _is_unset(module):
+                _set_identity(module)
+
+
+def _set_identity(norm: nn.Module) -> None:
+    """A norm that scales by one and adds nothing."""
+    for name, parameter in norm.named_parameters(recurse=False):
+        parameter.fill_(1.0 if name == "weight" else 0.0)
 
 
 def _is_unset(module: nn.Module) -> bool:

@@ -304,7 +304,10 @@ class LTX2Adapter(DiffusionAdapter):
         return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Modulation tables, N(0, 1/width), as in diffusers' constructors."""
+        """Modulation tables are N(0, 1/width), positions of key frames zero, as in diffusers' constructors."""
+        positions = module._parameters.get("keyframes_abs_pos_embedding")
+        if positions is not None:
+            positions.zero_()
         for name, table in module._parameters.items():
             if name.endswith("scale_shift_table") and table is not None:
                 table.normal_(std=table.shape[-1] ** -0.5)
