@@ -19,10 +19,14 @@ class MediaSize:
     """Positions of the latents of its sound, of models that learn it (`SoundGeometry`)."""
     pictures: int = 0
     """How many pictures the model is given beside the one or none that every sample of its task has."""
+    lacks_video: bool = False
+    """Whether it has none of the videos that samples of its task are given beside the target, but may lack."""
 
     def __str__(self) -> str:
         size = f"{self.height}×{self.width}"
         size = size if self.frames == 1 else f"{self.frames}×{size}"
+        if self.lacks_video:
+            size += " without a control video"
         beside = [f"{self.sound} positions of sound"] if self.sound else []
         if self.pictures:
             beside.append("a further picture" if self.pictures == 1 else f"{self.pictures} further pictures")

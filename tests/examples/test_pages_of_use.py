@@ -1,4 +1,5 @@
-"""docs/inference.md and docs/evaluation.md as a reader follows them: every command runs, with tiny models at its paths.
+"""docs/inference.md, docs/evaluation.md and docs/generation.md as a reader follows them: every command runs, with tiny
+models at its paths.
 
 The server's own example stands in tests/cli/test_serve.py, the section of a training YAML in
 tests/fsdp/train/test_evaluation.py.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.helpers.runs import lines, mm, train
 from tests.helpers.served import served
 from tests.helpers.stub_harnesses import install_stubs
 from tests.helpers.tiny_clip import make_tiny_clip
+from tests.helpers.tiny_generators import make_tiny_wan
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_omni import make_tiny_omni
@@ -184,3 +187,58 @@ def test_every_command_of_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for words in followed:
             check([word.replace(SERVER, address) for word in words])
     assert (tmp_path / "comparison.html").is_file()
+
+
+# --- docs/generation.md -----------------------------------------------------------------------------------------------
+
+SMALL = {"480x832": "32x32", "81": "5", "161": "9"}
+"""Sizes of the page → those of the tiny Wan."""
+
+
+def make_place_of_generation(place: Path) -> list[list[str]]:
+    """The page's YAML with a tiny Wan and clips at its paths, two steps of it; returns the page's commands."""
+    text = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    (yaml,) = re.findall(r"^```yaml\n(model:\n.*?runs/wan\}\n)```", text, flags=re.DOTALL | re.MULTILINE)
+    for old, new in {"480": "32", "832": "32", "num_frames: 81": "num_frames: 5", "2000": "2"}.items():
+        assert old in yaml
+        yaml = yaml.replace(old, new)
+    (place / "run.yaml").write_text(yaml)
+    make_tiny_wan(place / "models" / "Wan2.1-T2V-1.3B-Diffusers")
+    (place / "models" / "wan").symlink_to("Wan2.1-T2V-1.3B-Diffusers")
+    (place / "clips").mkdir()
+    captions = ("a cat on a piano", "rain on a window", "a red box", "two lines")
+    for number, caption in enumerate(captions):
+        write_video(place / "clips" / f"{number}.mp4", range(10 * number, 240, 20), height=32, width=32)
+        with (place / "clips" / "rows.jsonl").open("a") as file:
+            file.write(json.dumps({"path": f"{number}.mp4", "cap": caption}) + "\n")
+    (place / "prompts.txt").write_text("a cat on a piano\nrain on a window\n")
+    write_lines(place / "prompts.jsonl", {"prompt": "a red box", "seed": 3}, {"prompt": "two lines"})
+    return [[SMALL.get(word, word) for word in words] for words in commands_of("generation.md")]
+
+
+def test_the_data_commands_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = make_place_of_generation(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    about_data = [words for words in followed if words[0] == "data"]
+    assert [words[1] for words in about_data] == ["check", "stats", "preview"]
+    for words in about_data:
+        check(words)
+    assert (tmp_path / "data.html").is_file()
+
+
+@pytest.mark.slow
+def test_every_command_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = make_place_of_generation(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert [words[0] for words in followed] == [
+        "check", "data", "data", "data", "extract", "train", "infer", "export", "infer", "infer", "infer",
+    ]  # fmt: skip
+    lora = ("training.lora.enable=true", "parallel.fsdp_plan.param_dtype=fp32")
+    for words in followed:
+        if "exported/lora" in words:
+            train("run.yaml", "runs/lora", *lora)
+            assert mm("export", "runs/lora", "exported/lora").code == 0
+        check([*words, *(("--steps", "2") if words[0] == "infer" else ())])
+    made = {name: len(list((tmp_path / name).glob("*.mp4"))) for name in ("cat", "samples", "adapted", "long")}
+    assert made == {"cat": 1, "samples": 8, "adapted": 2, "long": 2}
+    assert (tmp_path / "exported" / "wan" / "model_index.json").is_file()

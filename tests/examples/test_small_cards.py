@@ -26,18 +26,27 @@ WAN = {
     "patch_size": [1, 2, 2], "qk_norm": "rms_norm_across_heads", "text_dim": 4096, "ffn_dim": 13824,
     "num_attention_heads": 40, "num_layers": 40, "in_channels": 16, "out_channels": 16,
 }  # fmt: skip
+SMALL_WAN = WAN | {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}
+VACE = SMALL_WAN | {
+    "_class_name": "WanVACETransformer3DModel", "vace_layers": list(range(0, 30, 2)), "vace_in_channels": 96,
+}  # fmt: skip
+WAN_VAE = {"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
 RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "flux": ("FluxPipeline", FLUX, {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}),
-    "wan2.1": ("WanPipeline", WAN, {"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}),
+    "flux1_dev": ("FluxPipeline", FLUX, {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}),
+    "wan2.1_14B": ("WanPipeline", WAN, WAN_VAE),
+    "wan2.1_1.3B": ("WanPipeline", SMALL_WAN, WAN_VAE),
+    "vace_1.3B": ("WanVACEPipeline", VACE, WAN_VAE),
 }
-"""Folder of the examples → pipeline, and configurations of transformer and VAE, as released."""
-LATENTS = {"flux": (16, 128, 128), "wan2.1": (16, 21, 60, 104)}
-FILES = sorted(EXAMPLES.glob("*/*_lora_*GB_config.yaml"))
+"""What a file's name begins with → pipeline, and configurations of transformer and VAE, as released."""
+_CLIP = (21, 60, 104)
+LATENTS = {"flux1_dev": (16, 128, 128)} | dict.fromkeys(("wan2.1_14B", "wan2.1_1.3B", "vace_1.3B"), (16, *_CLIP))
+FILES = sorted(EXAMPLES.glob("*/*_*GB_config.yaml"))
 
 
-def write_folder(folder: Path, name: str) -> None:
-    """A released folder without its weights."""
-    write_parts(folder, *RELEASED[name])
+def release_of(path: Path) -> str:
+    """The key of `RELEASED`."""
+    (name,) = (name for name in RELEASED if path.name.startswith(f"{name}_"))
+    return name
 
 
 def write_parts(folder: Path, pipeline: str, transformer: dict[str, Any], vae: dict[str, Any]) -> None:
@@ -57,8 +66,8 @@ def write_parts(folder: Path, pipeline: str, transformer: dict[str, Any], vae: d
 
 def predicted_gb(path: Path, folder: Path, *words: str) -> float:
     """GiB of a step."""
-    name = path.parent.name
-    write_folder(folder, name)
+    name = release_of(path)
+    write_parts(folder, *RELEASED[name])
     arguments = load_with_plugins(path, [f"model.model_name_or_path={folder}", *words]).arguments
     rows = arguments.training.micro_batch_size
     batch = {
@@ -66,12 +75,13 @@ def predicted_gb(path: Path, folder: Path, *words: str) -> float:
         "latents": torch.zeros(rows, *LATENTS[name]), "prompt_embeds": torch.zeros(rows, 512, 4096),
         "pooled_prompt_embeds": torch.zeros(rows, 768),
     }  # fmt: skip
+    if name.startswith("vace"):
+        batch["control_latents"] = torch.zeros(rows, VACE["vace_in_channels"], *_CLIP)
     return forecast(arguments, batch, device_type="cuda").peak / 2**30
 
 
 def test_each_names_its_card() -> None:
-    found = {path.parent.name: path.read_text().partition("\n")[0] for path in FILES}
-    assert found.keys() == RELEASED.keys()
+    assert {release_of(path) for path in FILES} == RELEASED.keys()
     for path in FILES:
         (said,) = re.findall(r"a card of (\d+) GB\.", path.read_text().partition("\n")[0])
         assert f"_{said}GB_" in path.name and f"_{said}GB" in path.read_text().partition("save: ")[2]

@@ -4,6 +4,7 @@ own pipelines take."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,14 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, SamplingArguments
+from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.tasks.draw.loading import load_sampler
+from mindspeed_mm.tasks.model_source import ModelSource
 from tests.helpers.denoising import denoise, text_batch
 from tests.helpers.pipeline_probe import of_the_mode
-from tests.helpers.runs import lines, losses, mm, tensors, train
+from tests.helpers.runs import lines, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_run import generator_config
 
@@ -98,11 +103,13 @@ def flf2v(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def vace(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
-    mask = (pixels["mask"][:, :1] > 0).to(pixels["target"])
-    video = pixels["control"]
+    """Without a control video it is zeros, and without a mask that is ones, as `preprocess_conditions` has it."""
+    white = pixels.get("mask", torch.ones_like(pixels["target"]))
+    mask = (white[:, :1] > 0).to(pixels["target"])
+    video = pixels.get("control", torch.zeros_like(pixels["target"]))
     latents = [wan_latents(pipe, video * (1 - mask)), wan_latents(pipe, video * mask)]
     ratio, (frames, height, width) = 8, mask.shape[2:]
-    raw = ((pixels["mask"][0, 0] + 1) / 2).view(frames, height // ratio, ratio, width // ratio, ratio)
+    raw = ((white[0, 0] + 1) / 2).view(frames, height // ratio, ratio, width // ratio, ratio)
     raw = raw.permute(2, 4, 0, 1, 3).flatten(0, 1)[None]
     size = latents[0].shape[2:]
     folded = torch.nn.functional.interpolate(raw, size=tuple(size), mode="nearest-exact")
@@ -112,7 +119,8 @@ def vace(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
 def vace_references(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Pictures stand in front, the last one first; nothing of them is to be made."""
     control = vace(pipe, pixels)["control_hidden_states"]
-    pictures = torch.cat([wan_latents(pipe, pixels[f"reference{which}"]) for which in ("_2", "")], dim=2)
+    names = [name for name in ("reference_2", "reference") if name in pixels]
+    pictures = torch.cat([wan_latents(pipe, pixels[name]) for name in names], dim=2)
     kept = torch.cat([pictures, torch.zeros_like(pictures)], dim=1)
     kept = torch.cat([kept, kept.new_zeros(1, control.shape[1] - kept.shape[1], *kept.shape[2:])], dim=1)
     return {"control_hidden_states": torch.cat([kept, control], dim=2), "in_front": pictures}
@@ -142,7 +150,9 @@ CASES["vace_references"] = Case(
     vace_references,
     is_video=True,
 )
-DEFAULT = ("kontext", "flf2v")
+CASES["vace_alone"] = Case("vace", {"reference": "picture"}, {"--reference": "picture"}, vace_references, is_video=True)
+CASES["vace_control"] = Case("vace", {"control": "clip"}, {"--control": "clip"}, vace, is_video=True)
+DEFAULT = ("kontext", "flf2v", "vace_alone")
 ALL = [pytest.param(name, marks=() if name in DEFAULT else slow) for name in CASES]
 
 
@@ -302,7 +312,7 @@ def test_samples_are_those_of_the_pipeline(folders: Callable[[str], Path], tmp_p
     assert (tmp_path / "out" / entry["file"]).stat().st_size > 0
     again = mm("infer", folder / "model", "--task", case.task, "--prompt", "a cat", *size, "--out", tmp_path / "none")
     assert again.code == 4
-    assert "the prompt has no" in again.err
+    assert re.search("the prompt has (no|neither)", again.err)
 
 
 def plain(folder: Path, case: Case, files: dict[str, Path], seed: int) -> np.ndarray:
@@ -337,6 +347,24 @@ def plain(folder: Path, case: Case, files: dict[str, Path], seed: int) -> np.nda
     return np.asarray(pipe(prompt="a cat", **given, **size, return_dict=False)[0])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "vace_alone" else slow) for name in CASES if name.startswith("vace")],
+)
+def test_frames_are_those_of_the_pipeline(folders: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    """To the bit, whatever of a control video, its mask and pictures is given."""
+    folder, case = folders(name) / "model", CASES[name]
+    files = {option: draw_media(kind, tmp_path / option[2:], seed=7) for option, kind in case.options.items()}
+    adapter = find_adapter(folder, task=case.task)
+    sampling = SamplingArguments(
+        num_inference_steps=3, guidance_scale=1.0, height=SIDE, width=SIDE, num_frames=FRAMES, batch_size=1
+    )
+    prompt = Prompt(0, "a cat", "here", others=tuple((option[2:], path) for option, path in files.items()))
+    ((made,),) = load_sampler(adapter, ModelSource(folder), CPU).sample([prompt], sampling)
+    expected = plain(folder, case, files, SampleOrder(prompt, 0).noise_seed(sampling.seed))
+    assert np.array_equal(made.frames, (expected[0] * 255).round().astype(np.uint8))
+
+
 def frames_of(path: Path) -> list[Image.Image]:
     from PIL import ImageSequence
 
@@ -348,7 +376,7 @@ def frames_of(path: Path) -> list[Image.Image]:
     [
         pytest.param(name, marks=() if name in DEFAULT else slow)
         for name in CASES
-        if name not in ("v2v", "vace_references")
+        if name != "v2v" and not name.startswith("vace_")
     ],
 )
 @torch.no_grad()
@@ -359,7 +387,7 @@ def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str
     frames = FRAMES if case.is_video else 1
     draw = np.random.default_rng(3)
     media: dict[str, torch.Tensor] = {}
-    roles = [role for role in adapter.media_roles if not role.is_optional]
+    roles = [role for role in adapter.media_roles if not role.is_whole]
     for key in ("target", *(role.name for role in roles)):
         count = frames if key in ("target", "control") or (key == "mask" and case.is_video) else 1
         media[key] = torch.from_numpy(draw.integers(0, 255, (1, 3, count, SIDE, SIDE), dtype=np.uint8))
@@ -427,3 +455,50 @@ class TestTheTask:
         )
         assert said.code == 4
         assert "rows.jsonl:3  source  the row has no source: none of source, source_image" in said.err
+
+    def test_what_vace_has_to_be_given(self, folders: Callable[[str], Path], tmp_path: Path) -> None:
+        """A mask is of a control video, and there is that video or a picture."""
+        folder, rows = folders("vace_references"), tmp_path / "rows.jsonl"
+        given = lines(folder / "rows.jsonl")
+        all_of_them = ("control", "mask", "reference", "reference_2")
+        for lacking, told in (
+            (("control",), "rows.jsonl:1  mask  the row has a mask and no control that it would be of"),
+            (all_of_them, "rows.jsonl:1  control  the row has neither a control nor a reference: none of"),
+        ):
+            rest = [{key: value for key, value in row.items() if key not in lacking} for row in given]
+            rows.write_text("".join(json.dumps(row) + "\n" for row in rest))
+            said = mm("data", "check", folder / "run.yaml", f"data.dataset_param.basic_parameters.dataset={rows}")
+            assert said.code == 4
+            assert told in said.out + said.err
+        mask = draw_media("mask clip", tmp_path / "mask", seed=1)
+        asked = ("--task", "vace", "--prompt", "a cat", "--size", "16x16", "--frames", FRAMES)
+        said = mm("infer", folder / "model", *asked, "--mask", mask, "--out", tmp_path / "none")
+        assert said.code == 4 and "the prompt has neither a control nor a reference" in said.err
+
+    def test_samples_with_and_without_a_control_share_no_micro_batch(
+        self, folders: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        """One of each kind, and one of two pictures, train together, raw and stored."""
+        folder, rows = folders("vace_references"), tmp_path / "rows.jsonl"
+        given = lines(folder / "rows.jsonl")
+        kinds = (("mask", "reference", "reference_2"), ("control", "mask", "reference_2"), ("mask",), ())
+        mixed = [
+            {key: value for key, value in row.items() if key not in kind}
+            for row, kind in zip(given, kinds, strict=True)
+        ]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+        words = (
+            f"data.dataset_param.basic_parameters.dataset={rows}",
+            "training.train_iters=4",
+            "training.micro_batch_size=1",
+        )
+        stored = f"data.dataset_param.basic_parameters.features_dir={tmp_path / 'features'}"
+        assert mm("extract", folder / "run.yaml", *words, stored).code == 0
+        with watched_steps() as seen:
+            train(folder / "run.yaml", tmp_path / "raw", *words)
+        train(folder / "run.yaml", tmp_path / "stored", *words, stored)
+        assert losses(tmp_path / "raw") == pytest.approx(losses(tmp_path / "stored"), rel=1e-6)
+        assert len({sample for step in seen for sample in step}) == 4
+        arguments = load_with_plugins(folder / "run.yaml", words).arguments
+        dataset, _ = build_mm_dataset(arguments.data.dataset_param)
+        assert len(set(map(str, dataset.sizes or ()))) == 3

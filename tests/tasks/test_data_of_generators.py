@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.params.loader import load_config
 from tests.fsdp.data.test_media_folders import captioned
 from tests.helpers.runs import lines, mm
+from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_run import generator_config, make_clips
 from tests.helpers.tiny_generators import TEXT_TOKENS, make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_media import write_video
@@ -161,6 +162,25 @@ def test_clips_have_frames_and_rates(tmp_path: Path) -> None:
         assert mm("data", "check", run, f"{SIZES}.fps=16", f"{SIZES}.frame_interval=null").code == 0
 
 
+def test_stats_of_stored_clips_tell_what_those_of_raw_ones_do(tmp_path: Path) -> None:
+    """VACE: frames, rates and cuts of clips, and of the controls beside them."""
+    make_tiny_conditioned(tmp_path / "model", "vace")
+    for name, fps, width in (("a", 16, 32), ("b", 8, 64)):
+        write_video(tmp_path / f"{name}.mp4", range(0, 250, 25), fps=fps, width=width)
+    rows = [
+        {"path": "a.mp4", "cap": "one", "control": "b.mp4"},
+        {"path": "b.mp4", "cap": ["two", "another"], "control": "a.mp4"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = write_yaml(tmp_path / "run.yaml", generator_config(tmp_path, {"height": 16, "width": 16, "num_frames": 5}))
+    features = f"{BASIC}.features_dir={tmp_path / 'features'}"
+    assert mm("extract", run, features).code == 0
+    raw, stored = (json.loads(mm("data", "stats", run, *words, "--json").out) for words in ((), (features,)))
+    assert raw["denoised"]["fps"] == {"16": 1, "8": 1} and raw["denoised"]["cut_share"]["max"] > 0
+    assert raw["denoised"]["roles"]["control"]["kinds"] == {"video": 2}
+    assert stored["denoised"] == raw["denoised"] and stored["media"] == raw["media"]
+
+
 def test_clips_of_another_rate_are_resampled_with_a_note(tmp_path: Path) -> None:
     """Wan makes 16 frames a second; features of every frame are not taken for those."""
     make_tiny_wan(tmp_path / "model")
@@ -171,7 +191,7 @@ def test_clips_of_another_rate_are_resampled_with_a_note(tmp_path: Path) -> None
         (clips / f"{name}.txt").write_text("a clip")
     run = write_yaml(tmp_path / "run.yaml", generator_config(tmp_path, {"height": 16, "width": 16, "num_frames": 5}))
     resampled = (f"{BASIC}.dataset={clips}", f"{SIZES}.frame_interval=null")
-    with pytest.warns(UserWarning, match=r"1 of 3 clips have 32 frames a second: they are resampled to the 16"):
+    with pytest.warns(UserWarning, match=r"1 of 3 clips has 32 frames a second, resampled to the 16"):
         dataset = build_mm_dataset(load_config(run, resampled).arguments.data.dataset_param)[0]
     grays = [np.array(dataset[index]["pixels"][0, :, -1, 0], dtype=int) for index in range(3)]
     steps = [np.diff(each).mean() for each in grays]

@@ -164,7 +164,7 @@ def test_same_named_media_and_repeated_rows(prepared: Path, tmp_path: Path) -> N
         Image.new("RGB", (16, 16), color).save(tmp_path / name / "clip.png")
     rows = [{"path": f"{name}/clip.png", "cap": "x"} for name in ("a", "b", "a")]
     override = rewrite_rows(prepared, rows, tmp_path / "rows.jsonl")
-    with pytest.warns(UserWarning, match="1 of 3 rows repeat another"):
+    with pytest.warns(UserWarning, match="1 of 3 rows repeats another"):
         outcome = run(prepared / "run.yaml", override, f"{BASIC}.dataset_dir={tmp_path}", out=tmp_path / "out")
     assert outcome.samples == 3
     red, blue, again = lines(tmp_path / "out" / "index.jsonl")

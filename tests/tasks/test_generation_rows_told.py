@@ -45,7 +45,7 @@ def test_captions_that_are_cut_or_empty_are_counted_by_extraction_and_told_to_tr
     yaml: Path, tmp_path: Path
 ) -> None:
     words = rows_of(yaml, tmp_path / "rows.jsonl", {2: {"cap": LONG}, 5: {"cap": ["short", LONG]}, 7: {"cap": " "}})
-    with pytest.warns(UserWarning, match=r"1 of 16 rows have an empty caption \(rows.jsonl:8\)"):
+    with pytest.warns(UserWarning, match=r"1 of 16 rows has an empty caption \(rows.jsonl:8\)"):
         outcome = run(yaml, words, out=tmp_path / "features")
     assert (outcome.cut_captions, outcome.empty_captions) == (2, 1)
     assert "2 samples have a caption that the text encoder did not read to its end" in outcome.sentence()
@@ -54,7 +54,7 @@ def test_captions_that_are_cut_or_empty_are_counted_by_extraction_and_told_to_tr
     said = mm("train", yaml, words, f"{BASIC}.features_dir={tmp_path / 'features'}")
     assert said.code == 0
     assert "2 of 16 samples have a caption that the text encoder did not read" in said.out
-    assert "1 of 16 rows have an empty caption" in said.out
+    assert "1 of 16 rows has an empty caption" in said.out
 
 
 @pytest.mark.edge("G8")
@@ -99,8 +99,8 @@ def test_scaling_is_told_and_limited_by_keys(yaml: Path, tmp_path: Path) -> None
         warnings.simplefilter("always")
         assert len(dataset_of(yaml, *words)) == 2
     told = [str(each.message) for each in caught]
-    assert any("1 of 2 media are enlarged more than 2 times along a side, rows.jsonl:1 most" in text for text in told)
-    assert any("1 of 2 media lose more than a third of their area, rows.jsonl:2 most of all, 75%" in t for t in told)
+    assert any("1 of 2 media is enlarged more than 2 times along a side, rows.jsonl:1 most" in text for text in told)
+    assert any("1 of 2 media loses more than a third of the area, rows.jsonl:2 most of all, 75%" in t for t in told)
     lenient = (*words, f"{BASIC}.on_bad_sample=skip", f"{BASIC}.max_bad_fraction=0.5")
     for limit, place in (("max_enlargement=3.9", "rows.jsonl:1"), ("max_cut=0.74", "rows.jsonl:2")):
         assert list(dataset_of(yaml, *lenient, f"{SIZES}.{limit}").left_out) == [place]

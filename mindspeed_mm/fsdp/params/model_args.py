@@ -71,5 +71,8 @@ class ModelArguments(OpenSection):
     memory. Latents and pixels differ a little where tiles meet."""
     vae_slicing: Flag = False
     """Let the VAE of a generative model encode and decode one sample of a batch at a time, which takes less memory."""
+    quantize_encoders: Literal["nf4", "int8"] | None = None
+    """Keep the linear layers of a generative model's frozen text and picture encoders in 4 or 8 bits, in extraction, in
+    training on raw media and in sampling: they take less memory, and features differ a little."""
     transformer: dict[str, Any] | None = None
     """Settings of a generative model's denoising transformer."""

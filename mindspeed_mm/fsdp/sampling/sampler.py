@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
-from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
@@ -301,6 +301,14 @@ def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
             way_out=f"Give a file of JSON rows with 'prompt' and {' and '.join(map(repr, needed))}, or "
             f"--{' and --'.join(name.replace('_', '-') for name in needed)}.",
         )
+    there = [role.name for role in roles if role.prompt in given]
+    if found := unfit(roles, there):
+        role, other = found
+        what = f"the prompt has neither a {role.prompt} nor a {other}, and {pipeline} goes on from one of them"
+        if role.name in there:
+            what = f"the prompt has a {role.prompt} and no {other} that it would be of"
+        way_out = f"Name a file as '{other}' in a row of JSON, or give --{other}."
+        raise DataError(what, where=prompt.place, key=role.prompt, way_out=way_out)
     for name in given:
         if name not in {role.prompt for role in roles}:
             said = name.replace("_", " ").replace("image", "picture")

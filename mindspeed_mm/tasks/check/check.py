@@ -185,9 +185,10 @@ class _Check:
         from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
         from mindspeed_mm.fsdp.utils.torchvision_guard import clash
 
-        if note := clash():
-            self.result.notes.append(note)
         plugins, model_id, dataset_type = read_plugins(self.given, self.overrides)
+        note = clash() if plugins else None  # who has no code of his own has nothing to do about it
+        if note:
+            self.result.notes.append(note)
         self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
         keys = PluginKeys()
         if model_id:

@@ -83,21 +83,21 @@ def _is_cut(facts: DenoisedFacts) -> bool:
 _FINDINGS: tuple[tuple[str, str, Callable[[DenoisedFacts], bool], Callable[[DenoisedFacts], str], str], ...] = (
     (
         "cut captions",
-        "have a caption that is longer than what the text encoder reads: its end is cut off",
+        "with a caption that is longer than what the text encoder reads: its end is cut off",
         _is_cut,
         lambda facts: f"{facts.caption_tokens} tokens, {facts.most_tokens} are read",
         "shorten the captions, or put what matters first",
     ),
     (
         "empty captions",
-        "have an empty caption: they are trained without one",
+        "with an empty caption: trained without one",
         lambda facts: facts.has_empty_caption,
         lambda facts: f"one of {facts.captions}" if facts.captions > 1 else "its only caption",
         "write captions, or keep them if they are meant as caption dropout (training.diffusion.caption_dropout)",
     ),
     (
         "declarations",
-        "declare facts about their medium that differ from the file",
+        "with declarations of the medium that differ from the file",
         lambda facts: bool(facts.contradiction),
         lambda facts: facts.contradiction,
         "correct the rows, or leave the declarations out: the files' own headers are read then",
@@ -112,7 +112,7 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
     if enlarged:
         yield _finding(
             "enlarged",
-            f"have a medium that is enlarged more than {MUCH_ENLARGED:g} times along one side",
+            f"with a medium that is enlarged more than {MUCH_ENLARGED:g} times along one side",
             sorted(enlarged, key=lambda each: each[1].enlarged, reverse=True),
             lambda facts: f"{facts.enlarged:.3g} times, to {facts.bucket}",
             f"{SIZES}.max_enlargement={MUCH_ENLARGED:g} makes them bad samples; or add a smaller size",
@@ -121,7 +121,7 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
     if cut:
         yield _finding(
             "cut away",
-            "have a medium that loses more than a third of its area",
+            "with a medium that loses more than a third of its area",
             sorted(cut, key=lambda each: each[1].cut, reverse=True),
             lambda facts: f"{facts.cut:.0%}, to {facts.bucket}",
             f"{SIZES}.max_cut={MUCH_CUT:.2f} makes them bad samples; or add sizes of other aspects to buckets",

@@ -192,9 +192,7 @@ class DenoisedLook:
             contradiction=found.contradiction,
             roles=roles,
         )
-        kind = "video" if header.frames > 1 else "image"
-        seconds = header.frames / header.fps if header.fps else 0.0
-        target = MediumFacts(kind, header.width, header.height, header.frames, seconds)
+        target = _facts_of_header("video" if header.frames > 1 else "image", header)
         facts.media = (target, *(each.medium for each in roles))
         return facts
 
@@ -202,10 +200,21 @@ class DenoisedLook:
         """Of the other media, by their headers. Raises `DataError` when one is missing or broken."""
         for role, kind, source in found.further:
             assert self.dataset.media is not None
-            medium, cut = medium_facts(kind, self.dataset.media.probe(kind, source)), 0.0
-            if medium.height:
-                cut = SizeChange.of(MediaHeader(medium.height, medium.width), found.size).cut
-            yield RoleFacts(role, medium, cut)
+            yield _role_facts(role, medium_facts(kind, self.dataset.media.probe(kind, source)), found.size)
+        for role, (kind, *noted) in found.beside.items():
+            header = MediaHeader(*noted) if noted else MediaHeader(0, 0, 0)
+            yield _role_facts(role, _facts_of_header(kind, header), found.size)
+
+
+def _role_facts(role: str, medium: MediumFacts, size: MediaSize) -> RoleFacts:
+    if not medium.height:
+        return RoleFacts(role, medium)
+    return RoleFacts(role, medium, SizeChange.of(MediaHeader(medium.height, medium.width), size).cut)
+
+
+def _facts_of_header(kind: str, header: MediaHeader) -> MediumFacts:
+    seconds = header.frames / header.fps if header.fps else 0.0
+    return MediumFacts(kind, header.width, header.height, header.frames, seconds)
 
 
 class RowLook:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,12 +155,14 @@ def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
         path, said = row.name, row.digest
         pixels = None if needs.media_stem else source.pixels(index, row)
         key, medium = source.key(index, row), source.digest(index, row).hex()
+        beside = source.beside(row)
     except DataError as error:
         return SkippedRow(index, place, path, str(error), said)
     of_row = (index, key, place, path, row.captions, source.sizes[index])
     record = FeatureRecord(
         *of_row, fps=source.fps(index), said=said, repeats=row.repeats,
         is_prior=row.is_prior, scores=row.scores, medium=medium, pixels=source.pixels_key(index), **vars(needs),
+        header=astuple(source.headers[index]), beside=beside,
     )  # fmt: skip
     return record, pixels
 

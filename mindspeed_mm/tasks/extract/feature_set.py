@@ -114,6 +114,12 @@ class Encoders:
     def __init__(self, adapter: DiffusionAdapter, device: torch.device, dtype: str | None) -> None:
         self.adapter, self._device, self._dtype = adapter, device, dtype
 
+    @property
+    def precision(self) -> str | None:
+        """For `Description.dtype`."""
+        kind = self.adapter.quantize_encoders
+        return self._dtype if kind is None else f"{self._dtype or 'as stored'}, encoders in {kind}"
+
     @cached_property
     def encode(self) -> BatchEncoder:
         """Decoded batches → features."""
@@ -275,7 +281,7 @@ class SetExtraction:
             model_folder=str(self._adapter.folder.absolute()),
             components=measure_components(self._adapter, before.components if before else None),
             preprocessing=asdict(self._settings),
-            dtype=self._options.dtype,
+            dtype=self._encoders.precision,
             batch_size=self._options.batch_size or (before.batch_size if before else None),
             rows=len(self._source),
             rows_fingerprint=self._rows_fingerprint,

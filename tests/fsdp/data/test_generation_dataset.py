@@ -472,7 +472,7 @@ class TestFeatures:
         reordered = build_mm_dataset(made)[0].fingerprint()
         assert len({each["hash"] for each in (found, other_weights, reordered)}) == 3
         store.records = [*store.records, store.records[0]]
-        with pytest.warns(UserWarning, match="1 of 8 samples repeat another"):
+        with pytest.warns(UserWarning, match="1 of 8 samples repeats another"):
             build_mm_dataset(made)
 
     def test_most_samples_and_an_empty_set(self, store: Store, param: Callable[..., DatasetParam]) -> None:

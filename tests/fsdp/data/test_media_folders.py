@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import samples_of
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import rates_note
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOURCE_PICTURE
@@ -157,13 +157,26 @@ def test_entries_are_cut_at_their_own_number_of_rows(tmp_path: Path) -> None:
     ("rates", "is_resampled", "told"),
     [
         ([16.0, 15.0, 17.5], True, ""),
-        ([30.0, 16.0, 24.0], True, "2 of 3 clips have 24 to 30 frames a second: they are resampled to the 16 that"),
+        ([30.0, 16.0, 24.0], True, "2 of 3 clips have 24 to 30 frames a second, resampled to the 16 that"),
         ([30.0, 16.0, 24.0], False, "2 of 3 clips are read with 24 to 30 frames a second, and the model makes 16"),
         ([8.0, 8.001], False, "2 of 2 clips are read with 8 frames a second"),
     ],
 )
 def test_other_rates_than_the_model_makes_are_told(rates: list[float], is_resampled: bool, told: str) -> None:
     found = rates_note(rates, 16.0, is_resampled=is_resampled)
+    assert found.startswith(told) and bool(found) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ([(16.0, 16.0), (15.0, 16.0), (30.0, 16.0), (8.0, 8.0)], ""),
+        ([(8.0, 16.0), (30.0, 16.0)], "1 of 2 clips has 8 frames a second, and 16 are taken: frames are repeated"),
+        ([(8.0, 24.0), (12.0, 24.0)], "2 of 2 clips have 8 to 12 frames a second, and 24 are taken"),
+    ],
+)
+def test_frames_that_are_repeated_are_told(rates: list[tuple[float, float]], told: str) -> None:
+    found = doubled_note(rates)
     assert found.startswith(told) and bool(found) == bool(told)
 
 

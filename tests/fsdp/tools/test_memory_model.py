@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
+from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from mindspeed_mm.fsdp.train.memory.forecast import features_of, forecast
 from mindspeed_mm.tasks.check import check
+from tests.families import test_conditioned_generators as conditioned
+from tests.families import test_generators as generators
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.plan_matrix import PLANS, cells
 from tests.helpers.planned_memory import MAKERS, peaks
+from tests.helpers.runs import mm
+from tests.helpers.tiny_generator_families import smaller_pictures
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_tiny_run
@@ -35,6 +46,9 @@ TEXT: dict[str, Any] = {
 BF16 = "parallel.fsdp_plan.param_dtype=bf16"
 RECOMPUTE = "features.recompute=true"
 ACCUMULATE = "training.gradient_accumulation_steps=2"
+CPU = torch.device("cpu")
+WORDS_AROUND = 80
+"""Tokens of the template around a caption and of the names of pictures, at most: the tiny tokenizer has letters."""
 PROMISED = 0.10
 UNEVEN = 0.15
 """Virtual stages keep several micro-batches more in flight, and each brings the uneven loads of spread experts, which a
@@ -132,6 +146,47 @@ def test_what_a_generator_keeps(tmp_path: Path, family: str) -> None:
     if family == "flux":  # the smallest Wan's encoders hold more than its step
         assert deviation(predicted, real) < 0.1
     assert 0 < predicted.activations < real.peak.total_bytes
+
+
+@pytest.mark.parametrize("name", ["vace_references", pytest.param("vace_alone", marks=pytest.mark.slow)])
+def test_peak_of_further_pictures(tmp_path: Path, name: str) -> None:
+    """A forecast of raw media, which encodes nothing, beside a step on what encoders made of them."""
+    yaml = conditioned.write_run(tmp_path, name) / "run.yaml"
+    sides = [f"data.dataset_param.preprocess_parameters.{side}=128" for side in ("height", "width")]
+    stored = f"data.dataset_param.basic_parameters.features_dir={tmp_path / 'features'}"
+    assert mm("extract", yaml, *sides, stored).code == 0
+    real, raw = measured(yaml, [*sides, stored]), first_batch(yaml, sides)
+    arguments = load_with_plugins(yaml, sides).arguments
+    assert deviation(forecast(arguments, raw), real) < WITHIN
+    forgotten = {key: value for key, value in raw.items() if "reference" not in key}
+    assert deviation(forecast(arguments, forgotten), real) > WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_what_is_made_of_pictures_that_are_edited(tmp_path: Path, name: str) -> None:
+    """Latents of each, and tokens of each among those of the caption: as the encoders make them."""
+    raw = first_batch(generators.make_run(name, tmp_path), ())
+    with smaller_pictures():
+        adapter = find_adapter(tmp_path / "model")
+        expected = LiveEncoder(adapter, load_encoders(adapter, CPU, torch.float32))(dict(raw))
+        found = features_of(raw, adapter)
+        pictures = [key for key in expected if key.endswith("_latents")]
+        assert {key: found[key].shape for key in pictures} == {key: expected[key].shape for key in pictures}
+        assert len(pictures) == (3 if name.endswith("_plus") else 1)
+        seen = adapter.seen_tokens(tuple(found["latents"].shape[1:]), [role.name for role in adapter.media_roles])
+        assert found["prompt_embeds"].shape[1] == adapter.text_tokens + seen
+        around = expected["prompt_embeds"].shape[1] - seen
+        assert 0 < around - max(map(len, raw["captions"])) < WORDS_AROUND
+
+
+def first_batch(yaml: Path, words: Sequence[str]) -> Batch:
+    """As `mm check` takes it."""
+    arguments = load_with_plugins(yaml, words).arguments
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
+    collate = dataset.build_collator(arguments.data.dataloader_param.collate_param)
+    assert collate is not None
+    return collate([dataset.item(index, 0) for index in range(arguments.training.micro_batch_size)])
 
 
 @pytest.mark.slow

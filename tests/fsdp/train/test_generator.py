@@ -16,12 +16,21 @@ import torch
 
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
+from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, lines, losses, mm, newest, tensors, train, watched_steps
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_run import make_tiny_run
 
 FAMILIES = ("flux", "t2v", "i2v")
 FEATURES = "data.dataset_param.basic_parameters.features_dir="
+UNCHANGED = (
+    "training.train_iters=3",
+    "training.val_interval=1",
+    "data.dataset_param.basic_parameters.val_rate=0.25",
+    "training.lr=1e-30",
+    "training.lr_decay_style=constant",
+)
+"""Steps that leave the weights as they are, each validated."""
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +156,31 @@ def test_pieces_equal_the_whole(
 def test_validation_says_the_same_of_the_same_weights(
     yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path
 ) -> None:
-    words = [FEATURES + str(features["t2v"]), "training.val_interval=1", "training.train_iters=3"]
-    words += [
-        "data.dataset_param.basic_parameters.val_rate=0.25",
-        "training.lr=1e-30",
-        "training.lr_decay_style=constant",
-    ]
-    train(yamls["t2v"], tmp_path, *words)
-    found = [line["val_loss"] for line in lines(tmp_path / "metrics.jsonl") if "val_loss" in line]
+    """To the bit, whatever was trained on in between, and after a resume."""
+    words = [FEATURES + str(features["t2v"]), *UNCHANGED]
+    train(yamls["t2v"], tmp_path / "whole", *words)
+    found = validation_losses(tmp_path / "whole")
     assert len(found) == 3 and len(set(found)) == 1
-    assert len(set(losses(tmp_path).values())) == 3
+    assert len(set(losses(tmp_path / "whole").values())) == 3
+    for steps in (1, 3):
+        train(yamls["t2v"], tmp_path / "pieces", "--steps", steps, *words)
+    assert validation_losses(tmp_path / "pieces") == found
+
+
+def test_validation_says_the_same_on_two_ranks(
+    yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path
+) -> None:
+    """Every sample has the noise that it has on one: in fp64 nothing but the order of the sum is another."""
+    words = (FEATURES + str(features["t2v"]), *UNCHANGED, "parallel.fsdp_plan.param_dtype=fp64")
+    train(yamls["t2v"], tmp_path / "one", *words, "training.gradient_accumulation_steps=2")
+    run_ranks(2, train, yamls["t2v"], tmp_path / "two", *words, timeout_s=120.0)
+    (one, *_), found = validation_losses(tmp_path / "one"), validation_losses(tmp_path / "two")
+    assert len(found) == 3 and len(set(found)) == 1
+    assert found[0] == pytest.approx(one, rel=1e-12)
+
+
+def validation_losses(save: Path) -> list[float]:
+    return [line["val_loss"] for line in lines(save / "metrics.jsonl") if "val_loss" in line]
 
 
 def test_validation_is_of_the_average(yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path) -> None:
@@ -165,7 +189,7 @@ def test_validation_is_of_the_average(yamls: dict[str, Path], features: dict[str
         words = [FEATURES + str(features["flux"]), "training.val_interval=4", "training.train_iters=4"]
         words += ["data.dataset_param.basic_parameters.val_rate=0.25", f"training.ema.use_for_evaluation={use}"]
         train(yamls["flux"], tmp_path / use, *words)
-        found[use] = [line["val_loss"] for line in lines(tmp_path / use / "metrics.jsonl") if "val_loss" in line]
+        found[use] = validation_losses(tmp_path / use)
     assert found["true"] != found["false"]
     assert losses(tmp_path / "true") == losses(tmp_path / "false")
 

@@ -52,10 +52,16 @@ def test_a_plugin_may_import_torchvision(tmp_path: Path) -> None:
 
 
 def test_check_says_what_a_script_of_ones_own_needs(tmp_path: Path) -> None:
+    """Of those who have code of their own: nobody else has anything to do about it."""
     code = (
         "import mindspeed_mm as mm\n"
-        "print(mm.check(model={'model_name_or_path': 'm'}, training={'lr': 1e-3, 'micro_batch_size': 1}).notes)"
+        "def notes(**more):\n"
+        "    training = {'lr': 1e-3, 'micro_batch_size': 1, **more}\n"
+        "    return mm.check(model={'model_name_or_path': 'm'}, training=training).notes\n"
+        "assert not notes()\n"
+        "print(notes(plugin=['my_plugin']))"
     )
+    (tmp_path / "my_plugin.py").touch()
     done = python(tmp_path, code)
     assert "torchvision 0.99.0 is built for another torch" in done.stdout, done.stderr
     assert "mindspeed_mm.ensure_torchvision()" in done.stdout

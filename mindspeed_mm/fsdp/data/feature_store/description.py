@@ -47,7 +47,7 @@ class Description:
     preprocessing: Mapping[str, Any]
     """What decides which pixels are made of a medium."""
     dtype: str | None
-    """That encoders were run in; None: each as its folder stores it."""
+    """That encoders were run in; None: each as its folder stores it. With how they were quantised, where they were."""
     batch_size: int | None
     """Samples encoded at a time; None: by their pixels."""
     rows: int

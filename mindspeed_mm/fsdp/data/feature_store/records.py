@@ -53,6 +53,11 @@ class FeatureRecord:
     """The same of an older row whose latents and conditions are its own too; empty: it has its own."""
     caption_stems: Sequence[str] = ()
     """For each caption `<stem>/<number>` of an older row with the same caption, or empty; none: all are its own."""
+    header: Sequence[Any] = ()
+    """Height, width, frames and frames a second of the medium as stored; like the next empty in sets of versions that
+    did not note it."""
+    beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Role → kind of the further medium, and the same of it; of a sound its kind alone."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Name without the key → file, and name in it, of the tensors that it shares with an older row."""
 
@@ -69,9 +74,11 @@ class FeatureRecord:
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""
         size = [self.size.frames, self.size.height, self.size.width]
-        beside = [self.size.sound, self.size.pictures] if self.size.pictures else [self.size.sound]
+        beside = [self.size.sound, self.size.pictures, self.size.lacks_video]
+        while beside and not beside[-1]:  # versions before these knew frames, height and width alone
+            beside.pop()
         # Not `asdict`, whose copies took most of the time of a large index.
-        return {**vars(self), "size": [*size, *beside] if any(beside) else size}
+        return {**vars(self), "size": [*size, *beside]}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:
@@ -82,7 +89,7 @@ class FeatureRecord:
         """
         content = {name: line[name] for name in _NAMES if name in line}
         content["captions"], content["size"] = tuple(line["captions"]), MediaSize(*line["size"])
-        for name in ("scores", "caption_stems"):
+        for name in ("scores", "caption_stems", "header"):
             content[name] = tuple(line.get(name, ()))
         for name in ("tensors", "places"):
             content[name] = {key: _as_pair(value) for key, value in line.get(name, {}).items()}

@@ -125,7 +125,10 @@ class QuantizedForward:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """As of `nn.Linear`."""
-        return _Linear.apply(inputs, self._layer.weight, self._layer.bias, self.packing)
+        packed = self._layer.weight
+        if packed.dtype == torch.int8:
+            packed = packed.view(torch.uint8)
+        return _Linear.apply(inputs, packed, self._layer.bias, self.packing)
 
 
 def quantize_linears(model: nn.Module, kind: str) -> list[str]:
@@ -161,6 +164,26 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
             f"'{kind}', and the model's blocks have no frozen linear layer", key=KEY, way_out="Leave it out."
         )
     return names
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module, kind: str) -> None:
+    """Keep the weights of the linear layers of a frozen encoder in bytes from now on; shared ones stay as they are. The
+    bytes are int8, the one type that T5 does not cast its hidden states to.
+
+    Args:
+        model: With its weights, on one device.
+        kind: `nf4` or `int8`.
+    """
+    shared = set(chain.from_iterable(shared_parameters(model)))
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or f"{name}.weight" in shared:
+            continue
+        packing = _packing(kind, module.in_features)
+        if packing is not None:
+            packed = packing.pack(module.weight).view(torch.int8)
+            module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+            replace_forward(module, ForwardKind.QUANTIZED, QuantizedForward(module, packing))
 
 
 def packings_of(model: nn.Module) -> dict[str, QuantizedLayout]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ LATENTS = "latents"
 """Batch key of a sample's latents: of what `encode_media` makes."""
 TextFeatures = dict[str, torch.Tensor]
 """One caption's features by batch key, without the batch axis: `prompt_embeds` (L, D), `pooled_prompt_embeds` (D,)."""
+ConditionShapes = dict[str, tuple[int, ...]]
+"""Batch key of a condition → its shape, without the batch axis."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class DiffusionAdapter(ABC):
         self._configs: dict[str, dict[str, Any]] = {}
         self.vae_options: tuple[str, ...] = ()
         """What the VAE does to take less memory: `tiling`, `slicing`."""
+        self.quantize_encoders: str | None = None
+        """How the text and picture encoders keep their linear layers: `nf4`, `int8`; None: as stored."""
         self.noted: Mapping[str, dict[str, Any]] = {}
         """Configurations of components that the folder lacks, see `note_components`."""
 
@@ -361,13 +365,19 @@ class DiffusionAdapter(ABC):
         pixels = as_bytes(vae.decode(ready, return_dict=False)[0])
         return pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
 
-    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """Shapes of what `encode_conditions` gives for a sample, for forecasts that encode nothing.
 
         Args:
             latent_shape: (C, H, W) or (C, T, H, W).
+            given: Names of the media that the sample has. Those that every sample has may be left out.
         """
         return {}
+
+    def seen_tokens(self, latent_shape: tuple[int, ...], given: Collection[str]) -> int:
+        """How many tokens the media of a sample are among those of its caption, for tasks of `text_reads_media`, for
+        forecasts that encode nothing. Arguments as of `condition_shapes`."""
+        return 0
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a padded caption's features that do not follow from the transformer's configuration as most
@@ -540,7 +550,7 @@ class DiffusionAdapter(ABC):
             sampling: As above.
         """
         roles = self.roles.get(self.task, ())
-        several = {role.argument for role in roles if role.is_optional}
+        several = {role.argument for role in roles if role.is_whole}
         given: dict[str, Any] = {}
         for role in roles:
             if role.name in media and role.argument in several:

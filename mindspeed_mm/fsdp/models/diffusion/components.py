@@ -19,6 +19,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import pack_linears
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
 from mindspeed_mm.fsdp.models.loading.folder import read_config
 from mindspeed_mm.fsdp.utils.processor import check_words
@@ -29,6 +30,8 @@ _MODULES = ("diffusers", "transformers", "mindspeed_mm.fsdp.models.diffusion.ide
 """What `model_index.json` may name as the home of a class."""
 _OF_PIPELINES = ("ltx2",)
 """Folders of diffusers' pipelines that it may name, too: parts that no other pipeline has stand there."""
+_QUANTIZED = ("text_encoder", "image_encoder")
+"""What names of components begin with that `model.quantize_encoders` is about."""
 _SETTINGS = (".json", ".txt", ".model", ".jinja")
 """Files that decide what a component does, beside its weights."""
 
@@ -63,9 +66,13 @@ def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.
     """
     _check_listed(adapter)
     parts = {name: load_component(adapter, name, dtype) for name in component_names(adapter)}
-    for part in parts.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False).eval().to(device)
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module):
+            continue
+        part.requires_grad_(False).eval()
+        if adapter.quantize_encoders and name.startswith(_QUANTIZED):
+            pack_linears(part, adapter.quantize_encoders)  # on the host: the device never holds the whole
+        part.to(device)
     for option in adapter.vae_options:
         _enable(parts["vae"], option)
     return _pipeline(adapter, parts | {"transformer": TransformerSettings(adapter)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,9 +29,16 @@ class MediaRole:
     is_trained: bool = True
     """False: of sampling alone, as the video that v2v begins with."""
     is_optional: bool = False
-    """Whether rows and prompts may have none. Its argument of the pipeline is a list then, of all pictures for it."""
+    """Whether rows and prompts may have none."""
+    instead: str = ""
+    """Of an optional one, the role that there must be where it is not given; empty: there need be none."""
+    describes: str = ""
+    """The role without which this one says nothing, as a mask without the video that it is of."""
+    is_white_by_default: bool = False
+    """Whether an optional one is white throughout where a row names none."""
     is_whole: bool = False
-    """Scaled into the size of the target, with white around it, instead of cut to it."""
+    """A further picture: scaled into the size of the target, with white around it, instead of cut to it. Its argument
+    of the pipeline is a list of all pictures for it."""
 
     @property
     def batch_key(self) -> str:
@@ -52,6 +59,22 @@ def numbered(role: MediaRole, numbers: range) -> tuple[MediaRole, ...]:
         )
         for number in numbers
     )
+
+
+def unfit(roles: Sequence[MediaRole], given: Collection[str]) -> tuple[MediaRole, str] | None:
+    """A role that a row or prompt has to name, or must not name alone, and the one that would do; None: all is well.
+
+    Args:
+        roles: Of the task.
+        given: Names of the roles that are there.
+    """
+    for role in roles:
+        is_given = role.name in given
+        if not is_given and role.instead and role.instead not in given:
+            return role, role.instead
+        if is_given and role.describes and role.describes not in given:
+            return role, role.describes
+    return None
 
 
 def spread_lists(row: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -83,8 +106,25 @@ FURTHER_SOURCES = numbered(SOURCE_PICTURE, range(2, 4))
 MASK_OF_PICTURE = MediaRole("mask", ("mask", "mask_image"), "one", "mask", "mask_image")
 PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", frame_of_target=0)
 SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
-CONTROL_VIDEO = MediaRole("control", ("control", "control_video", "src_video", "source"), "all", "control", "video")
-MASK_OF_VIDEO = MediaRole("mask", ("mask", "mask_video", "src_video_mask"), "all", "mask", "mask")
+CONTROL_VIDEO = MediaRole(
+    "control",
+    ("control", "control_video", "src_video", "source"),
+    "all",
+    "control",
+    "video",
+    is_optional=True,
+    instead="reference",
+)
+MASK_OF_VIDEO = MediaRole(
+    "mask",
+    ("mask", "mask_video", "src_video_mask"),
+    "all",
+    "mask",
+    "mask",
+    is_optional=True,
+    describes="control",
+    is_white_by_default=True,
+)
 _REFERENCE = MediaRole(
     "reference",
     ("reference", "reference_image", "src_ref_images"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
@@ -136,7 +136,7 @@ class FluxAdapter(DiffusionAdapter):
         folded = torch.nn.functional.pixel_unshuffle(mask, ratio).to(pipeline.vae.dtype)
         return {"source_latents": _latents(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
 
-    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """As above."""
         shapes = {"source_latents": latent_shape} if self.task != "t2i" else {}
         if self.task == "fill":

@@ -3,7 +3,7 @@ guidance as an input; for image to video by LLaVA, which sees the picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
@@ -166,7 +166,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             return {}
         return {"condition_latents": scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))}
 
-    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """As above."""
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
 

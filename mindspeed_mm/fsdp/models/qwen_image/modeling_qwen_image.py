@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
@@ -195,11 +195,19 @@ class QwenImageEditAdapter(QwenImageAdapter):
             found.append(standardised(latents, vae.config.latents_mean, vae.config.latents_std))
         return torch.cat(found)
 
-    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """As above."""
         channels, height, width = latent_shape
         sides = fitted_size(width, height, _LATENT_AREA)
-        return {"source_latents": (channels, *(side // self.geometry.spatial_ratio for side in reversed(sides)))}
+        shape = (channels, *(side // self.geometry.spatial_ratio for side in reversed(sides)))
+        return dict.fromkeys((f"{name}{_LATENTS_OF}" for name in self.pictures_of({"source", *given})), shape)
+
+    def seen_tokens(self, latent_shape: tuple[int, ...], given: Collection[str]) -> int:
+        """Qwen2.5-VL makes one of each square of merged patches."""
+        vision = self.component_config("text_encoder").get("vision_config") or {}
+        square = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+        width, height = fitted_size(latent_shape[-1], latent_shape[-2], self.seen_area or _LATENT_AREA)
+        return len(self.pictures_of({"source", *given})) * round(width / square) * round(height / square)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Those of Qwen-Image, with the pictures behind."""

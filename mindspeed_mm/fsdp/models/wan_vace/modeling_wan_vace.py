@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, Requirement
-from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO, REFERENCES
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, ConditionShapes, Requirement
+from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO, REFERENCES, TARGET
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
@@ -66,13 +66,17 @@ class WanVACEAdapter(WanAdapter):
     @torch.no_grad()
     def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`control_latents` (B, C, N + T, H, W), by the pipeline's own code: latents of the N reference pictures, the
-        last in front, and of the control video outside and inside the mask, then the mask, folded.
-        `reference_latents` (B, C, N, H, W) of the pictures, where there are any."""
+        last in front, and of the control video outside and inside the mask, then the mask, folded. Where there is no
+        control video it is grey and the mask white throughout. `reference_latents` (B, C, N, H, W) of the pictures,
+        where there are any."""
         device, found = pipeline.vae.device, []
         names = [role.name for role in REFERENCES if role.name in media]
-        for row, (control, mask) in enumerate(zip(media["control"].split(1), media["mask"].split(1), strict=True)):
-            video = model_range(control).to(device)
-            white = ((model_range(mask) + 1) / 2).clamp(0, 1).to(device)
+        target = model_range(media[TARGET])
+        videos = model_range(media["control"]) if "control" in media else torch.zeros_like(target)
+        masks = (model_range(media["mask"]) + 1) / 2 if "mask" in media else torch.ones_like(target)
+        for row in range(len(target)):
+            video = videos[row : row + 1].to(device)
+            white = masks[row : row + 1].clamp(0, 1).to(device)
             pictures = [[model_range(media[name][row, :, 0]).to(device) for name in names]]
             latents = pipeline.prepare_video_latents(video, white, pictures, None, device)
             found.append(torch.cat([latents, pipeline.prepare_masks(white, pictures)], dim=1))
@@ -82,9 +86,12 @@ class WanVACEAdapter(WanAdapter):
         references = controls[:, : self.geometry.latent_channels, : len(names)].contiguous()
         return {"control_latents": controls, _REFERENCES: references}
 
-    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
         """As above."""
-        return {"control_latents": (2 * latent_shape[0] + self.geometry.spatial_ratio**2, *latent_shape[1:])}
+        channels, frames, *sides = latent_shape
+        pictures = sum(role.name in given for role in REFERENCES)
+        control = (2 * channels + self.geometry.spatial_ratio**2, pictures + frames, *sides)
+        return {"control_latents": control} | ({_REFERENCES: (channels, pictures, *sides)} if pictures else {})
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Those of Wan, and the control with its full strength."""

@@ -100,9 +100,11 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
         if config.get(name):
             width = config[name]
             break
-    made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, adapter.text_tokens, width)}
-    made["prompt_mask"] = torch.ones(rows, adapter.text_tokens, dtype=torch.int64)
-    shapes = adapter.text_shapes() | adapter.condition_shapes(tuple(latents.shape[1:]))
+    of_sample, given = tuple(latents.shape[1:]), [role.name for role in adapter.media_roles if role.batch_key in batch]
+    text_tokens = adapter.text_tokens + adapter.seen_tokens(of_sample, given)
+    made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, text_tokens, width)}
+    made["prompt_mask"] = torch.ones(rows, text_tokens, dtype=torch.int64)
+    shapes = adapter.text_shapes() | adapter.condition_shapes(of_sample, given)
     made |= {key: torch.zeros(rows, *shape) for key, shape in shapes.items()}
     if adapter.sound is not None:
         positions = batch[SOUND.batch_key].shape[-1] // adapter.sound.samples_per_position

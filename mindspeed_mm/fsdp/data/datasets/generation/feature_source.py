@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
 from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -126,7 +128,8 @@ class FeatureSource:
         """What the feature set knows of a sample."""
         record = self._records[index]
         drawn = drawn_caption(self.seed, 0, record.key, len(record.captions))
-        return SampleDescription(record.path, record.captions, drawn, record.size)
+        header = MediaHeader(*record.header) if record.header else None
+        return SampleDescription(record.path, record.captions, drawn, record.size, header, beside=record.beside)
 
     @property
     def null_text(self) -> dict[str, torch.Tensor] | None:
@@ -195,7 +198,8 @@ class FeatureSource:
     def _warn_of_duplicates(self) -> None:
         twice = len(self._records) - len({record.key for record in self._records})
         if twice:
-            warnings.warn(f"{twice} of {len(self)} samples repeat another: in an epoch they share noise", stacklevel=2)
+            verb = by_count(twice, "repeats", "repeat")
+            warnings.warn(f"{twice} of {len(self)} samples {verb} another: in an epoch they share noise", stacklevel=2)
 
     def _warn_of_captions(self) -> None:
         empty = [record.place for record in self._records if not all(caption.strip() for caption in record.captions)]
@@ -203,7 +207,8 @@ class FeatureSource:
             warnings.warn(note, stacklevel=2)
         cut = sum(record.cut_captions > 0 for record in self._records)
         if cut:
+            verb = by_count(cut, "has", "have")
             warnings.warn(
-                f"{cut} of {len(self)} samples have a caption that the text encoder did not read to its end",
+                f"{cut} of {len(self)} samples {verb} a caption that the text encoder did not read to its end",
                 stacklevel=2,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import is_near_rate
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
@@ -26,16 +27,16 @@ def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], pl
             cut[index] = change.cut
     notes = []
     if enlarged:
-        worst = max(enlarged, key=enlarged.__getitem__)
+        worst, verb = max(enlarged, key=enlarged.__getitem__), by_count(len(enlarged), "is", "are")
         notes.append(
-            f"{len(enlarged)} of {len(sizes)} media are enlarged more than {MUCH_ENLARGED:g} times along a side, "
+            f"{len(enlarged)} of {len(sizes)} media {verb} enlarged more than {MUCH_ENLARGED:g} times along a side, "
             f"{place(worst)} most of all, {enlarged[worst]:.3g} times. preprocess_parameters.max_enlargement "
             "sets the limit"
         )
     if cut:
-        worst = max(cut, key=cut.__getitem__)
+        worst, verb = max(cut, key=cut.__getitem__), by_count(len(cut), "loses", "lose")
         notes.append(
-            f"{len(cut)} of {len(sizes)} media lose more than a third of their area, {place(worst)} most of all, "
+            f"{len(cut)} of {len(sizes)} media {verb} more than a third of the area, {place(worst)} most of all, "
             f"{cut[worst]:.0%}. preprocess_parameters.max_cut sets the limit"
         )
     return notes
@@ -52,16 +53,38 @@ def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) 
     others = [rate for rate in rates if not is_near_rate(rate, model_fps)]
     if not others:
         return ""
-    found = f"{min(others):.4g}"
-    if max(others) - min(others) >= _SAME_RATE:
-        found += f" to {max(others):.4g}"
+    clips, found = f"{len(others)} of {len(rates)} clips", _range(others)
     if is_resampled:
         return (
-            f"{len(others)} of {len(rates)} clips have {found} frames a second: they are resampled to the "
+            f"{clips} {by_count(len(others), 'has', 'have')} {found} frames a second, resampled to the "
             f"{model_fps:g} that the model makes. preprocess_parameters.frame_interval: 1 takes every frame"
         )
     return (
-        f"{len(others)} of {len(rates)} clips are read with {found} frames a second, and the model makes "
+        f"{clips} {by_count(len(others), 'is', 'are')} read with {found} frames a second, and the model makes "
         f"{model_fps:g}: it would learn another speed. Without preprocess_parameters.fps and frame_interval they are "
         "resampled"
     )
+
+
+def doubled_note(rates: Sequence[tuple[float, float]]) -> str:
+    """What to say of clips of which more frames a second are taken than they have, so that some are taken twice or
+    more; empty where there are none.
+
+    Args:
+        rates: Of each clip, frames a second of its file and those that are taken.
+    """
+    doubled = [(own, taken) for own, taken in rates if taken > own and not is_near_rate(own, taken)]
+    if not doubled:
+        return ""
+    own, taken = (_range(each) for each in zip(*doubled, strict=True))
+    verb = by_count(len(doubled), "has", "have")
+    return (
+        f"{len(doubled)} of {len(rates)} clips {verb} {own} frames a second, and {taken} are taken: frames are "
+        "repeated, and motion stutters. Leave such clips out, or set preprocess_parameters.frame_interval: 1, which "
+        "shows them faster"
+    )
+
+
+def _range(rates: Sequence[float]) -> str:
+    least, most = min(rates), max(rates)
+    return f"{least:.4g}" if most - least < _SAME_RATE else f"{least:.4g} to {most:.4g}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
 )
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import rates_note, scaling_notes
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
@@ -49,6 +49,7 @@ _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
+_WHITE = 255
 _TAKEN = ("frame_interval", "clip_position", "short_clips", "crop", "flip")
 """Settings that decide, beside the frames a second, which pixels are taken of a medium for a size."""
 _SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"} | {
@@ -191,6 +192,14 @@ class RawSource:
         own = row.media, row.captions, drawn, self.sizes[index], header, is_video(row)
         return SampleDescription(*own, further, told)
 
+    def beside(self, row: GenerationRow) -> dict[str, tuple[Any, ...]]:
+        """What `FeatureRecord.beside` notes of a row. Raises `DataError` where a medium is missing or broken."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for role, each in row.media_of_roles().items():
+            kind = _kind(role, each)
+            found[role] = (kind,) if kind == "audio" else (kind, *astuple(probe_media(each, self.media)))
+        return found
+
     @property
     def views(self) -> int:
         """How many views of a medium are trained on."""
@@ -222,6 +231,8 @@ class RawSource:
                 of_role = MediaSize(frames, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
                 seen[role.name] = media_pixels(*medium, is_whole=role.is_whole)
+            elif role.is_white_by_default:
+                seen[role.name] = torch.full_like(seen[TARGET], _WHITE)
             elif not role.is_optional:
                 assert role.frame_of_target is not None  # rows without are refused when they are read
                 at = role.frame_of_target % size.frames
@@ -315,13 +326,21 @@ class RawSource:
         """The bucket of a row with this header, with the length of its sound. Raises `DataError` as `Buckets.assign`,
         and for a picture where sound is learned."""
         size = self._buckets[self.rows.file_number(index)].assign(header, name)
-        if optional := [role.name for role in self._roles if role.is_optional]:
-            size = replace(size, pictures=len(self.rows[index].roles.keys() & set(optional)))
+        size = self._with_optional(size, self.rows[index].roles.keys())
         if self._sound is None:
             return size
         if header.fps <= 0:
             raise DataError(f"{name} is a picture, which has no sound", way_out="Leave it out, or set model.task: t2v.")
         return replace(size, sound=self._sound.positions(size.frames, 1 / self._sampling.step_s(header.fps)))
+
+    def _with_optional(self, size: MediaSize, given: Collection[str]) -> MediaSize:
+        """With what tells samples apart of which some lack media that others have: they share no micro-batch."""
+        optional = [role for role in self._roles if role.is_optional and not role.is_white_by_default]
+        if not optional:
+            return size
+        pictures = sum(role.frames == "one" and role.name in given for role in optional)
+        lacks_video = any(role.frames == "all" and role.name not in given for role in optional)
+        return replace(size, pictures=pictures, lacks_video=lacks_video)
 
     def _headers(self) -> Iterator[MediaHeader | DataError]:
         """Of each row in turn; files are looked into by threads, many at a time."""
@@ -396,15 +415,17 @@ class RawSource:
             warnings.warn(note, stacklevel=2)
 
     def _warn_of_rates(self, model_fps: float | None) -> None:
-        """How many clips are resampled, or shown faster or slower than the model makes them."""
-        if model_fps is None:
-            return
+        """How many clips are resampled, shown faster or slower than the model makes them, or have frames repeated."""
         rates = []
         for header, size in zip(self.headers, self.sizes, strict=True):
             if header.fps > 0 and size.frames > 1:
-                is_own = self._sampling.model_fps is not None
-                rates.append(header.fps if is_own else 1 / self._sampling.step_s(header.fps))
-        if note := rates_note(rates, model_fps, is_resampled=self._sampling.model_fps is not None):
+                rates.append((header.fps, 1 / self._sampling.step_s(header.fps)))
+        notes = [doubled_note(rates)]
+        if model_fps is not None:
+            is_resampled = self._sampling.model_fps is not None
+            told = [own if is_resampled else taken for own, taken in rates]
+            notes.insert(0, rates_note(told, model_fps, is_resampled=is_resampled))
+        for note in filter(None, notes):
             warnings.warn(note, stacklevel=2)
 
     def _probe(self, row: GenerationRow, declared: MediaHeader | None, cache: HeaderCache) -> MediaHeader | DataError:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
@@ -27,7 +28,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
-from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists, unfit
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -158,8 +159,9 @@ class GenerationRows(Sequence[GenerationRow]):
         if note := empty_captions_note(self.empty_captions, len(self)):
             warnings.warn(note, stacklevel=2)
         if self.duplicates:
+            verb = by_count(self.duplicates, "repeats", "repeat")
             warnings.warn(
-                f"{self.duplicates} of {len(self)} rows repeat another: the same medium, captions and columns. In an "
+                f"{self.duplicates} of {len(self)} rows {verb} another: the same medium, captions and columns. In an "
                 "epoch they share their noise",
                 stacklevel=2,
             )
@@ -242,7 +244,8 @@ def empty_captions_note(places: Sequence[str], rows: int) -> str:
     if not places:
         return ""
     shown = ", ".join(places[:_PLACES_SHOWN]) + (" …" if len(places) > _PLACES_SHOWN else "")
-    return f"{len(places)} of {rows} rows have an empty caption ({shown}): they are trained without one"
+    verb = by_count(len(places), "has", "have")
+    return f"{len(places)} of {rows} rows {verb} an empty caption ({shown}): trained without one"
 
 
 def read_rows(
@@ -382,6 +385,7 @@ def parse_row(
         found = _of_role(role, rest, folder, place)
         if found is not None:
             of_roles[role.name] = found
+    _check_together(roles, of_roles, rest, place)
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
@@ -419,6 +423,21 @@ def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocati
         key=role.columns[0],
         way_out="Name the file in a column of that name, or set model.task to what the rows are for.",
     )
+
+
+def _check_together(
+    roles: Sequence[MediaRole], given: Collection[str], others: Iterable[str], place: RowLocation
+) -> None:
+    """Raise `DataError` where media that stand in for each other all lack, or one is there without what it is of."""
+    if (found := unfit(roles, given)) is None:
+        return
+    role, needed = found
+    way_out = "Name the file in a column of that name, or set model.task to what the rows are for."
+    if role.name in given:
+        what = f"the row has a {role.name} and no {needed} that it would be of"
+        raise DataError(what, where=str(place), key=role.columns[0], way_out=f"Name the {needed}, or leave it out.")
+    what = f"the row has neither a {role.name} nor a {needed}: none of {', '.join(role.columns)} among "
+    raise DataError(what + ", ".join([*others, *given]), where=str(place), key=role.columns[0], way_out=way_out)
 
 
 def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
@@ -21,9 +23,11 @@ class SampleDescription:
     size: MediaSize
     """That it is trained in: its bucket."""
     header: MediaHeader | None = None
-    """Header of the medium as stored; None for features."""
+    """Header of the medium as stored; None of features that do not note it."""
     is_video: bool = False
     further: tuple[tuple[str, MediaKind, str | bytes], ...] = ()
     """Other media that the row names: role, kind, and path or bytes."""
     contradiction: str = ""
     """What the row declares falsely of its medium, where that does not change its size."""
+    beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """What features note of the further media instead: role → kind, height, width, frames and frames a second."""
