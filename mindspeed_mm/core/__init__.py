@@ -1,1 +1,1 @@
-"""Ground floor: errors, patterns, suggestions, units, artifacts. Nothing here imports torch."""
+"""Errors, file writing, patterns, suggestions and units. Nothing here imports torch."""
