@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.artifacts import atomic_write_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
-from mindspeed_mm.tasks.data.histogram import Bin, histogram
+from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram
 from mindspeed_mm.tasks.data.media_search import search_media
 from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
@@ -50,9 +49,16 @@ class DataCheck:
     bad: list[BadRow] = field(default_factory=list)
 
     @property
+    def errors(self) -> int:
+        """Number of findings that are errors."""
+        return sum(finding.is_error for finding in self.findings)
+
+    @property
     def exit_code(self) -> int:
         """4 when a finding is an error."""
-        return int(ExitCode.DATA if any(finding.is_error for finding in self.findings) else ExitCode.OK)
+        if self.errors:
+            return int(ExitCode.DATA)
+        return int(ExitCode.OK)
 
     def to_dict(self) -> dict[str, object]:
         """For machines; bad rows are in `--bad-rows`."""
@@ -67,8 +73,8 @@ class DataCheck:
             "decoded": self.decoded,
             "exit_code": self.exit_code,
             "findings": [to_dict(finding) for finding in self.findings],
-            "tokens": [each._asdict() for each in self.tokens],
-            "patches": [each._asdict() for each in self.patches],
+            "tokens": as_dicts(self.tokens),
+            "patches": as_dicts(self.patches),
             "shares": [each.to_dict() for each in self.shares],
         }
 
@@ -107,7 +113,7 @@ def run(
     tally = look_through(data, decode=decode, limit=limit, workers=workers)
     result.seconds = time.monotonic() - began
     _judge(result, data, tally, _ranks(nproc))
-    if not any(finding.is_error for finding in result.findings):
+    if not result.errors:
         result.findings = [*_of_first_batch(data), *result.findings]
     return result
 
@@ -136,8 +142,7 @@ def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     is_ours = first_line_has("index", "file", "row", "kind", "what", "key", "way_out")
     target = check_output_file(path, is_ours, "--bad-rows")
     make_writable_folder(target.parent)
-    lines = [json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad]
-    atomic_write_text(target, "".join(lines))
+    atomic_write_jsonl(target, [row.to_dict() for row in bad])
 
 
 def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:
@@ -166,7 +171,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     lengths = tally.full_lengths()
     if lengths.any():  # samples of generators have other sizes
         result.tokens = histogram(lengths)
-    result.patches = histogram([count for count in tally.patches if count])
+    result.patches = histogram(tally.patches_of_media)
     result.shares = shares(dataset, basic, tally)
 
 

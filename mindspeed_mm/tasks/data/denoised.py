@@ -12,11 +12,19 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
-from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLength, CaptionLengths
 from mindspeed_mm.tasks.data.facts import DenoisedFacts
-from mindspeed_mm.tasks.data.findings import DataFinding, Fix
+from mindspeed_mm.tasks.data.findings import DataFinding, Fix, rows_told
 from mindspeed_mm.tasks.data.histogram import percentiles
-from mindspeed_mm.tasks.data.role_stats import RoleStats, percentile_line, role_lines, role_stats, shares
+from mindspeed_mm.tasks.data.role_stats import (
+    RoleStats,
+    percentile_line,
+    role_lines,
+    role_stats,
+    shares,
+    times_each,
+    with_counts,
+)
 from mindspeed_mm.tasks.data.tally import RowStatistics
 
 SIZES = "data.dataset_param.preprocess_parameters"
@@ -68,11 +76,15 @@ def denoised_findings(dataset: MMDataset, tally: RowStatistics) -> list[DataFind
     """What a person should know of captions, declarations, scaling, and of features whose rows have changed."""
     found = list(_of_changed_rows(dataset))
     for kind, what, is_meant, say, fix in _FINDINGS:
-        rows = [(place, facts) for place, facts in tally.denoised if is_meant(facts)]
+        rows = _rows_where(is_meant, tally.denoised)
         if rows:
             found.append(_finding(kind, what, rows, say, fix))
     found += _much_scaled(tally.denoised)
     return found
+
+
+def _rows_where(is_meant: Callable[[DenoisedFacts], bool], told: Sequence[Told]) -> list[Told]:
+    return [(place, facts) for place, facts in told if is_meant(facts)]
 
 
 def _is_cut(facts: DenoisedFacts) -> bool:
@@ -108,7 +120,7 @@ _FINDINGS: tuple[tuple[str, str, Callable[[DenoisedFacts], bool], Callable[[Deno
 
 def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
     """Media that are enlarged or cut a lot, the worst as examples."""
-    enlarged = [(place, facts) for place, facts in told if facts.enlarged > MUCH_ENLARGED]
+    enlarged = _rows_where(lambda facts: facts.enlarged > MUCH_ENLARGED, told)
     if enlarged:
         yield _finding(
             "enlarged",
@@ -117,7 +129,7 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
             lambda facts: f"{facts.enlarged:.3g} times, to {facts.bucket}",
             f"{SIZES}.max_enlargement={MUCH_ENLARGED:g} makes them bad samples; or add a smaller size",
         )
-    cut = [(place, facts) for place, facts in told if facts.cut > MUCH_CUT]
+    cut = _rows_where(lambda facts: facts.cut > MUCH_CUT, told)
     if cut:
         yield _finding(
             "cut away",
@@ -129,9 +141,8 @@ def _much_scaled(told: Sequence[Told]) -> Iterator[DataFinding]:
 
 
 def _finding(kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str) -> DataFinding:
-    count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
     examples = tuple(f"{place}  {say(facts)}" for place, facts in rows[:_EXAMPLES])
-    return DataFinding("warning", kind, f"{count} {what}", len(rows), examples, (Fix(fix, 0),))
+    return DataFinding("warning", kind, f"{rows_told(len(rows))} {what}", len(rows), examples, (Fix(fix, 0),))
 
 
 def _of_changed_rows(dataset: MMDataset) -> Iterator[DataFinding]:
@@ -203,10 +214,9 @@ def denoised_lines(stats: DenoisedStats) -> list[str]:
     lines += percentile_line("share of a medium that is cut away", stats["cut_share"])
     lines += percentile_line("times that a medium is enlarged", stats["enlarged"])
     if stats["fps"]:
-        rates = [f"{rate} ({count:,})" for rate, count in stats["fps"].items()]
-        lines.append(f"  frames a second: {', '.join(rates[:_MOST_RATES])}")
-    captions = [f"{rows:,} × {captions}" for captions, rows in stats["captions_of_a_row"].items()]
-    lines.append(f"  captions of a row: {', '.join(captions)}")
+        rates = with_counts(stats["fps"])[:_MOST_RATES]
+        lines.append(f"  frames a second: {', '.join(rates)}")
+    lines.append(f"  captions of a row: {', '.join(times_each(stats['captions_of_a_row']))}")
     lines.append(f"  captions cut: {stats['captions_cut']:,}, empty: {stats['captions_empty']:,}")
     return lines + role_lines(stats["roles"])
 
@@ -220,7 +230,9 @@ def sample_notes(found: SampleDescription, lengths: CaptionLengths | None) -> li
     if found.header is not None:
         size += f", of a medium of {_medium_words(found.header, SizeChange.of(found.header, found.size))}"
     notes = [size]
-    measured = lengths(found.captions) if lengths is not None else []
+    measured: Sequence[CaptionLength] = []
+    if lengths is not None:
+        measured = lengths(found.captions)
     for number, caption in enumerate(found.captions):
         title = "caption"
         if measured:
@@ -235,6 +247,8 @@ def sample_notes(found: SampleDescription, lengths: CaptionLengths | None) -> li
 
 
 def _medium_words(header: MediaHeader, change: SizeChange) -> str:
-    clip = f", {header.frames} frames at {header.fps:g} a second" if header.frames > 1 else ""
+    medium = f"{header.height}×{header.width}"
+    if header.frames > 1:
+        medium += f", {header.frames} frames at {header.fps:g} a second"
     scaled = "enlarged" if change.enlarged > 1 else "scaled"
-    return f"{header.height}×{header.width}{clip}: {scaled} {change.enlarged:.3g} times, {change.cut:.1%} cut away"
+    return f"{medium}: {scaled} {change.enlarged:.3g} times, {change.cut:.1%} cut away"

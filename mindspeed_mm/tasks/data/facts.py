@@ -173,12 +173,13 @@ class DenoisedLook:
         except MMError as error:
             facts.fault = _fault(error)
             return facts
-        header = found.header or MediaHeader(0, 0, found.size.frames)
-        change = SizeChange(0.0, 0.0)
+        header, change = MediaHeader(0, 0, found.size.frames), SizeChange(0.0, 0.0)
         if found.header is not None:
-            change = SizeChange.of(found.header, found.size)
-        lengths = self._lengths(found.captions) if self._lengths is not None else []
-        longest = max(lengths, key=lambda length: length.tokens, default=CaptionLength(0, 0))
+            header = found.header
+            change = SizeChange.of(header, found.size)
+        longest = CaptionLength(0, 0)
+        if self._lengths is not None:
+            longest = max(self._lengths(found.captions), key=lambda length: length.tokens, default=longest)
         facts.denoised = DenoisedFacts(
             *(found.size.frames, found.size.height, found.size.width),
             source_frames=header.frames,
@@ -291,8 +292,10 @@ class RowLook:
                     facts.media += (MediumFacts(kind),)
 
     def _header(self, item: MediaItem) -> MediumFacts:
-        media = self.dataset.media
-        return medium_facts(item.kind, media.probe(item.kind, item.source) if media is not None else None)
+        header = None
+        if self.dataset.media is not None:
+            header = self.dataset.media.probe(item.kind, item.source)
+        return medium_facts(item.kind, header)
 
 
 def as_pair(sample: Any) -> list[Any]:

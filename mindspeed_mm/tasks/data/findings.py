@@ -100,13 +100,13 @@ def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None =
         fixes: list[Fix] = []
         if elsewhere is not None and kind == "missing media":
             fixes += elsewhere(rows)
-        fixes += [Fix(way_out, 0) for way_out in _ways_out(rows)]
+        fixes += _advised(rows)
         if not may_skip and kind == kinds[0] and kind != "configuration":
             fixes.append(_skipping(share, len(tally.broken)))
         yield DataFinding(
             "warning" if may_skip else "error",
             kind,
-            f"{_count(len(rows))} cannot be used: {_SENTENCES.get(kind, kind)}",
+            f"{rows_told(len(rows))} cannot be used: {_SENTENCES.get(kind, kind)}",
             len(rows),
             tuple(f"{row.place}  {_label(row)}{row.fault.what}" for row in rows[:_EXAMPLES]),
             tuple(fixes),
@@ -140,10 +140,10 @@ def _label(row: BadRow) -> str:
     return f"{key}  " if key and not key.startswith("data.") else ""
 
 
-def _ways_out(rows: Sequence[BadRow]) -> list[str]:
+def _advised(rows: Sequence[BadRow]) -> list[Fix]:
     """What the errors themselves advise, the most frequent first."""
     counts = Counter(row.fault.way_out for row in rows if row.fault.way_out)
-    return [way_out for way_out, _ in counts.most_common(2)]
+    return [Fix(way_out, 0) for way_out, _ in counts.most_common(2)]
 
 
 def _skipping(share: float, rows: int) -> Fix:
@@ -159,13 +159,13 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
         yield DataFinding(
             "warning",
             "shortened",
-            f"{_count(tally.shrunk)} lose whole turns, to fit cutoff_len {cutoff}",
+            f"{rows_told(tally.shrunk)} lose whole turns, to fit cutoff_len {cutoff}",
             tally.shrunk,
             fixes=(Fix(f"{BASIC}.cutoff_len={_rounded(longest)}", tally.shrunk),),
         )
     if not rows:
         return
-    lengths = np.sort([row.fault.tokens for row in rows if row.fault.tokens is not None])
+    lengths = np.sort(tally.lengths_too_long)
     fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
     has_several_turns = any(rows for turns, rows in tally.turns.items() if turns > 1)
     if policy != "shrink" and has_several_turns:
@@ -176,10 +176,13 @@ def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
         "shrink": "cannot be shortened and are left out",
     }[policy]
     share = len(rows) / max(tally.rows, 1)
+    severity: Literal["error", "warning"] = "warning"
+    if policy == "error" or not tally.usable:
+        severity = "error"
     yield DataFinding(
-        "error" if policy == "error" or not tally.usable else "warning",
+        severity,
         "too long",
-        f"{_count(len(rows))} ({share:.1%}) have more tokens than cutoff_len {cutoff} and {consequence}",
+        f"{rows_told(len(rows))} ({share:.1%}) have more tokens than cutoff_len {cutoff} and {consequence}",
         len(rows),
         tuple(f"{row.place}  {row.fault.what}" for row in rows[:_EXAMPLES]),
         tuple(fixes),
@@ -213,7 +216,7 @@ def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     if tally.usable == 0 and tally.bad:
         yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
     elif tally.usable + terms.repeated < terms.global_batch:
-        what = f"{_count(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}"
+        what = f"{rows_told(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}"
         if not terms.dataloader.drop_last:
             yield DataFinding("warning", "too few rows", what, tally.usable)
             return
@@ -241,7 +244,7 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
             yield DataFinding(
                 "error" if stops else "warning",
                 f"above {name}",
-                f"{_count(over)} alone are larger than {name} {most} and {consequence}",
+                f"{rows_told(over)} alone are larger than {name} {most} and {consequence}",
                 over,
                 fixes=(Fix(f"data.dataloader_param.{name}={int(sizes.max())}", over),),
             )
@@ -253,7 +256,7 @@ def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[DataFinding]
         yield DataFinding(
             "warning",
             kind,
-            f"{_count(found.count)} {says}",
+            f"{rows_told(found.count)} {says}",
             found.count,
             tuple(f"{later}  as {first}" for first, later in found.examples),
             (Fix("drop the copies, or keep them if the weight is meant", 0),),
@@ -266,7 +269,7 @@ def special_tokens(tally: RowStatistics) -> Iterator[DataFinding]:
         yield DataFinding(
             "warning",
             "special tokens in the text",
-            f"{_count(len(tally.special))} hold a special token as text: the model reads a control token, not words",
+            f"{rows_told(len(tally.special))} hold a special token as text: the model reads a control token, not words",
             len(tally.special),
             tuple(f"{place}  '{token}'" for place, token in tally.special[:_EXAMPLES]),
             (Fix("data.dataset_param.preprocess_parameters.split_special_tokens=true reads it as words", 0),),
@@ -281,7 +284,7 @@ def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
         yield DataFinding(
             "warning",
             "empty answers",
-            f"{_count(rows)} {has} an empty answer: only its end mark is trained, which teaches the model to say "
+            f"{rows_told(rows)} {has} an empty answer: only its end mark is trained, which teaches the model to say "
             "nothing",
             rows,
             tuple(tally.empty_answers[:_EXAMPLES]),
@@ -289,7 +292,8 @@ def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
         )
 
 
-def _count(rows: int) -> str:
+def rows_told(rows: int) -> str:
+    """`1 row`, `1,200 rows`."""
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 

@@ -21,13 +21,21 @@ class Bin(NamedTuple):
     rows: int
 
 
+def as_dicts(bins: Sequence[Bin]) -> list[dict[str, int]]:
+    """For machines."""
+    return [each._asdict() for each in bins]
+
+
 def histogram(values: Sequence[int] | np.ndarray) -> list[Bin]:
     """Ranges and counts, empty ones inside included; none for no values."""
     found = np.asarray(values, dtype=np.int64)
     if not len(found):
         return []
     low, high = int(found.min()), int(found.max())
-    edges = _growing(low, high) if high > _WIDE * max(low, 1) else _even(low, high)
+    if high > _WIDE * max(low, 1):
+        edges = _growing(low, high)
+    else:
+        edges = _even(low, high)
     counts, _ = np.histogram(found, bins=np.array(edges))
     return [Bin(a, b, int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts.tolist(), strict=True)]
 
@@ -42,8 +50,11 @@ def _growing(low: int, high: int) -> list[int]:
     edges = [1]
     while edges[-1] <= high:
         edges.append(_nice_above(edges[-1] + 1))
-    edges = [edge for edge, upper in zip(edges, [*edges[1:], math.inf], strict=True) if upper > low]
-    return [0, *edges] if low < edges[0] else edges
+    while len(edges) > 1 and edges[1] <= low:  # a range that ends before the first value
+        edges.pop(0)
+    if low < edges[0]:
+        edges.insert(0, 0)
+    return edges
 
 
 def _nice_above(value: float) -> int:

@@ -37,7 +37,9 @@ def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadR
 def _paths(sample: Sample) -> list[str]:
     found = []
     for item in sample.media:
-        source = item.source.get("path") if isinstance(item.source, dict) else item.source
+        source = item.source
+        if isinstance(source, dict):
+            source = source.get("path")
         names = source if isinstance(source, list) else [source]  # a list: the frames of a clip
         found += [name for name in names if isinstance(name, str)]
     return found
@@ -46,19 +48,26 @@ def _paths(sample: Sample) -> list[str]:
 def _candidates(basic: BasicParameters) -> list[Path]:
     """The folders of the files of rows, those around them, and their usual sub-folders."""
     files = _named_files(basic)
-    beside, around = [file.parent for file in files], [file.parent.parent for file in files]
-    bases = list(dict.fromkeys([*beside, *around]))
+    bases = [file.parent for file in files]
+    bases += [beside.parent for beside in bases]
+    bases = list(dict.fromkeys(bases))
     bases.append(Path(basic.dataset_dir))
     tried = list(bases)
     for base in bases:
         tried += [base / name for name in _SUBFOLDERS]
     here = Path(basic.dataset_dir).resolve()
-    return [folder for folder in dict.fromkeys(tried) if folder.is_dir() and folder.resolve() != here]
+    found = []
+    for folder in dict.fromkeys(tried):
+        if folder.is_dir() and folder.resolve() != here:
+            found.append(folder)
+    return found
 
 
 def _named_files(basic: BasicParameters) -> list[Path]:
     """The files of rows that are there; a folder of them counts as a file in it."""
-    entries = basic.dataset.split(",") if isinstance(basic.dataset, str) else list(basic.dataset or ())
+    entries: Sequence[str | DataEntry] = basic.dataset or ()
+    if isinstance(entries, str):
+        entries = entries.split(",")
     found = []
     for entry in entries:
         name = str(entry.path if isinstance(entry, DataEntry) else entry).strip()

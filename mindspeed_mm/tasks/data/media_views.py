@@ -130,7 +130,7 @@ def sound_uri(samples: np.ndarray, rate: int) -> str:
 def wave_points(samples: np.ndarray, width: int = 300, height: int = 60) -> str:
     """The outline of a sound as the points of an SVG polygon: the loudest sample of each stretch, up and down."""
     parts = np.array_split(np.abs(np.nan_to_num(samples)), min(WAVE_POINTS, max(len(samples), 1)))
-    heights = [float(part.max()) if len(part) else 0.0 for part in parts]
+    heights = [float(part.max(initial=0)) for part in parts]
     loudest = max([*heights, 1e-9])
     step, middle = width / max(len(heights) - 1, 1), height / 2
     upper, lower = [], []

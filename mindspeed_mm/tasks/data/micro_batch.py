@@ -61,8 +61,9 @@ def view_batch(batch: Batch) -> MicroBatchView:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return MicroBatchView(len(batch["sample_ids"]), 0, False, (), shapes)
     borders = batch.get("cu_seq_lens_q")
+    is_packed = borders is not None
     documents = _packed(batch, borders.tolist()) if borders is not None else _padded(batch)
-    return MicroBatchView(ids.shape[0], ids.shape[1], borders is not None, tuple(documents), shapes)
+    return MicroBatchView(ids.shape[0], ids.shape[1], is_packed, tuple(documents), shapes)
 
 
 def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:

@@ -48,7 +48,9 @@ class OpenedData:
     def distinct(self) -> int:
         """How many of them are samples: the first so many of the data set are, those behind them repeat rows."""
         numbers = self.dataset.row_numbers
-        return len(self.dataset if numbers is None else set(numbers))
+        if numbers is None:
+            return len(self.dataset)
+        return len(set(numbers))
 
     def processor(self) -> Any:
         """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose
@@ -82,9 +84,11 @@ class OpenedData:
         """
         training = self.arguments.training
         param = self.arguments.data.dataloader_param
-        streams = self.param.basic_parameters.streaming
+        dataset = self.dataset
+        if self.param.basic_parameters.streaming:
+            dataset, _ = build_mm_dataset(self.param, seed=training.seed, encode_ahead=False)
         return build_mm_dataloader(
-            build_mm_dataset(self.param, seed=training.seed, encode_ahead=False)[0] if streams else self.dataset,
+            dataset,
             param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "pin_memory": False}),
             micro_batch_size=training.micro_batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,

@@ -47,6 +47,10 @@ def stats_page(stats: DataStats) -> str:
     )
 
 
+View = dict[str, Any]
+"""What the template shows of something, by the names that it uses."""
+
+
 def preview_page(found: Preview) -> str:
     """The page of `mm data preview`."""
     return _render(
@@ -73,7 +77,7 @@ def _render(**content: Any) -> str:
     return environment().get_template(TEMPLATE).render(**{**absent, "charts": [], "shown": [], **content})
 
 
-def _charts(found: dict[str, Sequence[Bin]]) -> list[dict[str, Any]]:
+def _charts(found: dict[str, Sequence[Bin]]) -> list[View]:
     """Bars with their labels; heights in percent of the highest."""
     charts = []
     for title, bins in found.items():
@@ -83,13 +87,15 @@ def _charts(found: dict[str, Sequence[Bin]]) -> list[dict[str, Any]]:
         bars = []
         for each in bins:
             last = each.high - 1
-            label = f"{each.low:,}" if last == each.low else f"{each.low:,}–{last:,}"
+            label = f"{each.low:,}"
+            if last > each.low:
+                label += f"–{last:,}"
             bars.append({"label": label, "count": each.rows, "share": 100 * each.rows / most})
         charts.append({"title": title, "bars": bars})
     return charts
 
 
-def shown_row(row: ShownRow, media: MediaLoader | None) -> dict[str, Any]:
+def shown_row(row: ShownRow, media: MediaLoader | None) -> View:
     """What the template shows of a row."""
     shown_media = []
     for item, tokens in row.media:
@@ -107,22 +113,25 @@ def shown_row(row: ShownRow, media: MediaLoader | None) -> dict[str, Any]:
     }
 
 
-def _medium(view: MediumView) -> dict[str, Any]:
+def _medium(view: MediumView) -> View:
     longest = FRAME_PIXELS if view.kind == "video" else PICTURE_PIXELS
     images = [picture_uri(image, longest) for image in view.images]
     times = [f"{time:.1f} s" for time in view.times_s] or [""] * len(images)
+    sound = wave = ""
+    if view.sound is not None:
+        sound, wave = sound_uri(view.sound, view.rate), wave_points(view.sound)
     return {
         "kind": view.kind,
         "facts": view.facts,
         "trouble": view.trouble,
         "images": list(zip(images, times, strict=True)),
         "small": bool(view.images) and max(view.images[0].size) <= FRAME_PIXELS,
-        "sound": sound_uri(view.sound, view.rate) if view.sound is not None else "",
-        "wave": wave_points(view.sound) if view.sound is not None else "",
+        "sound": sound,
+        "wave": wave,
     }
 
 
-def _answer(answer: TokenizedConversation) -> dict[str, Any]:
+def _answer(answer: TokenizedConversation) -> View:
     """Stretches with their tokens; behind the first thousands of tokens a stretch is one piece."""
     stretches = []
     for stretch in answer.stretches:
@@ -152,9 +161,9 @@ def _answer(answer: TokenizedConversation) -> dict[str, Any]:
     }
 
 
-def _batch(batch: MicroBatchView) -> dict[str, Any]:
+def _batch(batch: MicroBatchView) -> View:
     """Each row of a micro-batch as parts with widths in percent."""
-    rows: list[list[dict[str, Any]]] = [[] for _ in range(batch.rows)]
+    rows: list[list[View]] = [[] for _ in range(batch.rows)]
     for document in batch.documents:
         name = document.sample_id or "padding"
         title = f"{name}: tokens {document.first}–{document.end - 1}, {document.trained} trained"

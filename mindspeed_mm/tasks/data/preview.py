@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,10 @@ def run(
 def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     """Rows with their tokens and media; what is wrong with one is told in its place."""
     if is_denoised(data.dataset):
-        lengths = lengths_of(data.dataset)
-        return [_show_denoised(data.dataset, index, lengths) for index in chosen]
-    reader = TokenReader(data.tokenizer())
-    return [_show_row(data.dataset, index, reader) for index in chosen]
+        show = partial(_show_denoised, data.dataset, lengths=lengths_of(data.dataset))
+    else:
+        show = partial(_show_row, data.dataset, reader=TokenReader(data.tokenizer()))
+    return list(map(show, chosen))
 
 
 def _show_row(dataset: MMDataset, index: int, reader: TokenReader) -> ShownRow:
@@ -250,7 +251,9 @@ def media_name(source: object) -> str:
     if isinstance(source, bytes):
         return f"{len(source):,} bytes"
     if isinstance(source, list | tuple):
-        return f"{len(source)} frames, the first {media_name(source[0])}" if source else "no frames"
+        if not source:
+            return "no frames"
+        return f"{len(source)} frames, the first {media_name(source[0])}"
     text = str(source)
     return text if len(text) <= 120 else f"{text[:40]}… ({len(text):,} characters)"
 

@@ -38,7 +38,8 @@ def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Ite
     yield paint.head(row.place) + paint.soft("  " + ", ".join(names))
     if row.fault:
         yield "  " + paint.bad("cannot be used: ") + row.fault
-    yield from (f"  {_visible(note)}" for note in row.notes)
+    for note in row.notes:
+        yield f"  {_visible(note)}"
     for number, (item, count) in enumerate(row.media, 1):
         view = view_medium(found.media, item)
         line = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}"
@@ -46,21 +47,26 @@ def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Ite
             line += f"  → {count:,} tokens"
         yield paint.medium(line)
         if paint.colour and view.images:
-            yield from (f"    {line}" for line in thumbnail(view.images[0]))
+            for line in thumbnail(view.images[0]):
+                yield f"    {line}"
     for answer in row.answers:
         yield from _answer_lines(answer, paint, tokens)
 
 
 def _answer_lines(answer: TokenizedConversation, paint: Paint, tokens: bool) -> Iterator[str]:
-    name = f"{answer.name}: " if answer.name else ""
-    shrunk = ", shortened to fit cutoff_len" if answer.shrunk else ""
     share = answer.trained / max(len(answer.ids), 1)
-    yield f"  {name}{len(answer.ids):,} tokens, {answer.trained:,} trained ({share:.1%}){shrunk}"
+    told = f"{len(answer.ids):,} tokens, {answer.trained:,} trained ({share:.1%})"
+    if answer.name:
+        told = f"{answer.name}: {told}"
+    if answer.shrunk:
+        told += ", shortened to fit cutoff_len"
+    yield f"  {told}"
     if tokens:
         yield from _token_table(answer, paint)
         return
     text = "".join(_stretch_text(stretch, paint) for stretch in answer.stretches)
-    yield from (f"  │ {line}" for line in text.split("\n"))
+    for line in text.split("\n"):
+        yield f"  │ {line}"
 
 
 def _stretch_text(stretch: TokenSpan, paint: Paint) -> str:
@@ -79,14 +85,21 @@ def _token_table(answer: TokenizedConversation, paint: Paint) -> Iterator[str]:
     for stretch in answer.stretches:
         for piece in stretch.pieces:
             ids = " ".join(map(str, piece.ids))
-            times = f" × {stretch.repeated}" if stretch.repeated else ""
-            text = paint.trained(repr(piece.text)) if piece.weight else repr(piece.text)
-            yield f"  {piece.first:>6} {ids:>8} {piece.weight:>7g}  {text}{times}"
+            text = repr(piece.text)
+            if piece.weight:
+                text = paint.trained(text)
+            if stretch.repeated:
+                text += f" × {stretch.repeated}"
+            yield f"  {piece.first:>6} {ids:>8} {piece.weight:>7g}  {text}"
 
 
 def _visible(text: str) -> str:
     """Text without control characters, which could move the cursor or colour the terminal."""
-    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    signs = []
+    for sign in text:
+        is_shown = sign == "\n" or sign.isprintable()
+        signs.append(sign if is_shown else f"\\x{ord(sign):02x}")
+    return "".join(signs)
 
 
 def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
@@ -97,7 +110,8 @@ def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
         size = f"{batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
     lines = [f"{paint.head('first micro-batch of training')}  {size}"]
     shown = [document for document in batch.documents if document.sample_id or batch.is_packed]
-    lines += [_document_line(document, batch, paint) for document in shown[:_MOST_DOCUMENTS]]
+    for document in shown[:_MOST_DOCUMENTS]:
+        lines.append(_document_line(document, batch, paint))
     if len(shown) > _MOST_DOCUMENTS:
         lines.append(paint.soft(f"  … and {len(shown) - _MOST_DOCUMENTS} more"))
     shapes = [f"{name} {shape}" for name, shape in batch.shapes.items()]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import numpy as np
 
 from mindspeed_mm.tasks.data.facts import RoleFacts
 from mindspeed_mm.tasks.data.histogram import percentiles
+
+_Key = TypeVar("_Key")
 
 _MOST_SIZES = 5
 
@@ -73,10 +74,9 @@ def role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
     """The statistics for people."""
     lines = []
     for role, told in stats.items():
-        kinds = [f"{count:,} × {kind}" for kind, count in told["kinds"].items()]
-        lines.append(f"  {role.replace('_', ' ')}: {', '.join(kinds)}")
+        lines.append(f"  {role.replace('_', ' ')}: {', '.join(times_each(told['kinds']))}")
         if told["sizes"]:
-            sizes = [f"{size} ({count:,})" for size, count in islice(told["sizes"].items(), _MOST_SIZES)]
+            sizes = with_counts(told["sizes"])[:_MOST_SIZES]
             lines.append(f"    most frequent sizes (width × height): {', '.join(sizes)}")
         lines += percentile_line("  frames", told["frames"])
         lines += percentile_line("  seconds", told["seconds"])
@@ -88,4 +88,19 @@ def percentile_line(title: str, values: Mapping[str, float]) -> list[str]:
     """One line of named values; none where there are no values."""
     if not values:
         return []
-    return [f"  {title}: {', '.join(f'{name} {value:,}' for name, value in values.items())}"]
+    return [f"  {title}: {named_numbers(values)}"]
+
+
+def named_numbers(values: Mapping[str, float]) -> str:
+    """`median 12, largest 1,200`."""
+    return ", ".join(f"{name} {value:,}" for name, value in values.items())
+
+
+def times_each(counts: Mapping[_Key, int]) -> list[str]:
+    """`1,200 × image` of each."""
+    return [f"{count:,} × {name}" for name, count in counts.items()]
+
+
+def with_counts(counts: Mapping[_Key, int]) -> list[str]:
+    """`640×480 (1,200)` of each."""
+    return [f"{name} ({count:,})" for name, count in counts.items()]

@@ -67,7 +67,7 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     reader = _Chunks(look)
     if not workers:
-        yield from (reader[part] for part in parts)
+        yield from map(reader.__getitem__, parts)
         return
     forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
     loader: Any = DataLoader(

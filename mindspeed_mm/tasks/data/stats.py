@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 from mindspeed_mm.tasks.data.check import look_through
 from mindspeed_mm.tasks.data.denoised import DenoisedStats, denoised_stats
-from mindspeed_mm.tasks.data.histogram import Bin, histogram, percentiles
+from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram, percentiles
 from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.tally import MEDIA, RowStatistics
@@ -92,8 +92,8 @@ class DataStats:
         return vars(self) | {
             "path": str(self.path),
             "shares": [each.to_dict() for each in self.shares],
-            "token_bins": [each._asdict() for each in self.token_bins],
-            "patch_bins": [each._asdict() for each in self.patch_bins],
+            "token_bins": as_dicts(self.token_bins),
+            "patch_bins": as_dicts(self.patch_bins),
             "media": list(map(vars, self.media)),
             "packing": list(map(vars, self.packing)),
             "denoised": self.denoised or {},
@@ -144,7 +144,7 @@ def run(
 
 
 def _describe_sizes(stats: DataStats, tally: RowStatistics) -> None:
-    patches = [count for count in tally.patches if count]
+    patches = tally.patches_of_media
     stats.tokens, stats.patches = percentiles(tally.tokens), percentiles(patches)
     stats.token_bins, stats.patch_bins = histogram(tally.full_lengths()), histogram(patches)
     stats.trained_share = round(sum(tally.trained) / max(sum(tally.tokens), 1), 4)

@@ -6,12 +6,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, MediumFacts, RowFacts, RowFault, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class BadRow:
         }
 
 
+def _of_each_kind(make: Callable[[], _T]) -> dict[str, _T]:
+    return {kind: make() for kind in MEDIA}
+
+
 @dataclass
 class RowStatistics:
     """What a pass over the rows found. The arrays have an entry for each usable row."""
@@ -53,11 +59,11 @@ class RowStatistics:
     """Turns of the model → rows."""
     roles: Counter[str] = field(default_factory=Counter)
     """Role → messages."""
-    media: dict[str, Counter[int]] = field(default_factory=lambda: {kind: Counter() for kind in MEDIA})
+    media: dict[str, Counter[int]] = field(default_factory=lambda: _of_each_kind(Counter))
     """Kind → items of a row → rows."""
-    sides: dict[str, Counter[tuple[int, int]]] = field(default_factory=lambda: {kind: Counter() for kind in MEDIA})
+    sides: dict[str, Counter[tuple[int, int]]] = field(default_factory=lambda: _of_each_kind(Counter))
     """Kind → (width, height) → items."""
-    seconds: dict[str, array[float]] = field(default_factory=lambda: {kind: array("d") for kind in MEDIA})
+    seconds: dict[str, array[float]] = field(default_factory=lambda: _of_each_kind(lambda: array("d")))
     """Kind → length of each item that has one."""
     denoised: list[tuple[str, DenoisedFacts]] = field(default_factory=list)
     """Place and facts of each sample of a generator."""
@@ -99,7 +105,8 @@ class RowStatistics:
     def leave_out(self, reasons: Mapping[str, str]) -> None:
         """Rows that were found unusable before any was looked at: place → reason."""
         self.rows += len(reasons)
-        self.bad += [BadRow(-1, place, fault_of_reason(place, reason)) for place, reason in reasons.items()]
+        for place, reason in reasons.items():
+            self.bad.append(BadRow(-1, place, fault_of_reason(place, reason)))
 
     def _add_usable(self, facts: RowFacts) -> None:
         if facts.has_empty_answer:
@@ -141,10 +148,20 @@ class RowStatistics:
         """Bad rows of all other kinds."""
         return [row for row in self.bad if row.fault.kind != TOO_LONG]
 
+    @property
+    def lengths_too_long(self) -> list[int]:
+        """Tokens of the rows above `cutoff_len`, as far as they are known."""
+        return [row.fault.tokens for row in self.too_long if row.fault.tokens is not None]
+
+    @property
+    def patches_of_media(self) -> list[int]:
+        """Of the rows that have any."""
+        return [count for count in self.patches if count]
+
     def full_lengths(self) -> np.ndarray:
         """Lengths before truncation, of usable rows and of those that are too long."""
-        told = [row.fault.tokens for row in self.too_long if row.fault.tokens is not None]
-        return np.concatenate([np.asarray(self.full_tokens, dtype=np.int64), np.asarray(told, dtype=np.int64)])
+        usable = np.asarray(self.full_tokens, dtype=np.int64)
+        return np.concatenate([usable, np.asarray(self.lengths_too_long, dtype=np.int64)])
 
     def duplicate_rows(self, place: Callable[[int], str]) -> Duplicates:
         """Rows that say what an earlier one says."""

@@ -39,7 +39,9 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
             fixes=(Fix(f"leave {BASIC}.template and chat_template out: the model's folder has its own", 0),),
         )
     own = _own_template(processor, template)
-    differing = [sample for sample in samples if own is not None and _differs(template, own, sample)]
+    differing: list[Sample] = []
+    if own is not None:
+        differing = [sample for sample in samples if _differs(template, own, sample)]
     if differing:
         yield DataFinding(
             "warning",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.denoised import denoised_lines
 from mindspeed_mm.tasks.data.findings import DataFinding
 from mindspeed_mm.tasks.data.mixture import SourceShare
 from mindspeed_mm.tasks.data.paint import Paint, bars
+from mindspeed_mm.tasks.data.role_stats import named_numbers, times_each, with_counts
 from mindspeed_mm.tasks.data.stats import DataStats, MediaStats
 
 
 def check_lines(result: DataCheck, paint: Paint) -> list[str]:
     """The verdict, the findings with their fixes, and how long rows are."""
-    errors = sum(finding.is_error for finding in result.findings)
+    errors = result.errors
     warnings = len(result.findings) - errors
     verdict = []
     if errors:
@@ -74,11 +75,11 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         if stats.turns:
             lines.append("  turns of the model in a row: " + _distribution(stats.turns))
     if stats.tokens:
-        lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]
+        lines += ["", paint.head("tokens of a row") + f"  {named_numbers(stats.tokens)}"]
         lines.append(f"  trained: {stats.trained_share:.1%}")
     lines += bars("tokens of a row, before truncation", stats.token_bins, paint, stats.cutoff_len)
     if stats.patches:
-        lines += ["", paint.head("patches of a row that has media") + f"  {_numbers(stats.patches)}"]
+        lines += ["", paint.head("patches of a row that has media") + f"  {named_numbers(stats.patches)}"]
         lines += bars("patches of a row", stats.patch_bins, paint)
     for kind in stats.media:
         lines += _media_lines(kind, paint)
@@ -96,10 +97,9 @@ def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
     lines = ["", paint.head(f"{media.kind}s") + f"  {media.items:,} in {media.rows:,} rows"]
     lines.append(f"  in a row: {_distribution(media.per_row)}")
     if media.sizes:
-        sizes = [f"{size} ({count:,})" for size, count in media.sizes]
-        lines.append(f"  most frequent sizes (width × height): {', '.join(sizes)}")
+        lines.append(f"  most frequent sizes (width × height): {', '.join(with_counts(dict(media.sizes)))}")
     if media.pixels:
-        lines.append(f"  pixels: {_numbers(media.pixels)}")
+        lines.append(f"  pixels: {named_numbers(media.pixels)}")
     if media.seconds:
         lines.append("  seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in media.seconds.items()))
     return lines
@@ -116,14 +116,11 @@ def _batch_lines(stats: DataStats, paint: Paint) -> list[str]:
     return lines + [f"  → {text}" for text in stats.suggestions]
 
 
-def _numbers(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:,}" for name, value in values.items())
-
-
 def _distribution(counts: dict[int, int], most: int = 8) -> str:
-    shown = list(counts.items())[:most]
-    more = ", …" if len(counts) > most else ""
-    return ", ".join(f"{count:,} × {number}" for number, count in shown) + more
+    shown = times_each(counts)[:most]
+    if len(counts) > most:
+        shown.append("…")
+    return ", ".join(shown)
 
 
 def _count(number: int, noun: str) -> str:

@@ -10,9 +10,13 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Curve = list[tuple[int, float]]
 """Steps with values."""
@@ -77,7 +81,11 @@ def draw_charts(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
 
 def _single_rewards(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Each of several rewards by itself; of weight 0 it is a judge, from which nothing is learned."""
-    names = {name for run in runs for record in run.steps for name in record if name.startswith("reward/")}
+    names: set[str] = set()
+    for run in runs:
+        for name in chain.from_iterable(run.steps):
+            if name.startswith("reward/"):
+                names.add(name)
     return [Chart(f"Reward {name.removeprefix('reward/')}", name, smooth=True) for name in sorted(names)]
 
 
@@ -132,7 +140,7 @@ def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
     return themed(svg.getvalue(), chart.title)
 
 
-def _draw_run(axes: Any, chart: Chart, run: ReportedRun, colour: str) -> None:
+def _draw_run(axes: Axes, chart: Chart, run: ReportedRun, colour: str) -> None:
     curve = [(step, value * chart.scale) for step, value in points(_records(run, chart), chart.key)]
     if chart.log:
         curve = _positive(curve)
@@ -168,7 +176,7 @@ def _columns(curve: Curve) -> Iterator[tuple[float, ...]]:
     return zip(*thinned(curve), strict=True)
 
 
-def _dress(axes: Any, chart: Chart) -> None:
+def _dress(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if chart.log:
@@ -187,7 +195,7 @@ def _dress(axes: Any, chart: Chart) -> None:
         spine.set_visible(False)
 
 
-def _add_legend(axes: Any) -> None:
+def _add_legend(axes: Axes) -> None:
     first = {line.get_label(): line for line in reversed(axes.lines)}
     labels = [label for label in ("training", "validation") if label in first]
     axes.legend([first[label] for label in labels], labels, frameon=False, labelcolor=INK)

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from mindspeed_mm.tasks.evaluate.comparing import PairedTest, by_question, compare, compare_samples, shares_by_group
+from mindspeed_mm.core.config_path import dotted
+from mindspeed_mm.tasks.evaluate.comparing import (
+    PairedTest,
+    Question,
+    by_question,
+    compare,
+    compare_samples,
+    shares_by_group,
+)
 from mindspeed_mm.tasks.report.data import Record, ReportedRun
 from mindspeed_mm.tasks.report.scores import OVERALL
 
@@ -19,7 +27,7 @@ T = TypeVar("T")
 MOST_QUESTIONS = 12
 
 
-def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+def differences(runs: Sequence[ReportedRun]) -> list[Record]:
     """Of each further run to the first, on held-out questions: task, the paired difference with its interval, and the
     test, in words."""
     found = []
@@ -30,12 +38,14 @@ def differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
         if not shared or runs[0].results.get("measure") != run.results.get("measure"):
             continue
         for task, asked in _by_task(shared, lambda question: question[0]).items():
-            test = compare_samples([own[question] for question in asked], [base[question] for question in asked])
+            ours = [own[question] for question in asked]
+            theirs = [base[question] for question in asked]
+            test = compare_samples(ours, theirs)
             found.append({"run": run.name, "series": series, "task": task, **_told(test)})
     return found
 
 
-def published_differences(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+def published_differences(runs: Sequence[ReportedRun]) -> list[Record]:
     """The same on published sets, of those that both runs were asked whole; a task is named after its set."""
     found = []
     base = {results["benchmark"]: results for results in runs[0].published}
@@ -59,8 +69,9 @@ def _on_a_set(results: Record, theirs: Record) -> dict[str, PairedTest]:
     is_graded = not {*own_shares.values(), *base_shares.values()} <= {0.0, 1.0}
     tests = {}
     for task, groups in _by_task(list(own_shares), task_of.__getitem__).items():
-        own = {group: own_shares[group] for group in groups}
-        tests[task] = compare(own, {group: base_shares[group] for group in groups}, is_graded=is_graded)
+        ours = {group: own_shares[group] for group in groups}
+        of_other = {group: base_shares[group] for group in groups}
+        tests[task] = compare(ours, of_other, is_graded=is_graded)
     return tests
 
 
@@ -73,8 +84,8 @@ def _by_task(questions: Sequence[T], task_of: Callable[[T], str]) -> dict[str, l
     return {**parts, OVERALL: list(questions)}
 
 
-def _told(test: PairedTest) -> dict[str, Any]:
-    points, low, high = (f"{100 * value:+.1f}" for value in (test.difference, test.low, test.high))
+def _told(test: PairedTest) -> Record:
+    points, low, high = test.in_points()
     return {
         "difference": points,
         "interval": f"{low} to {high}",
@@ -86,12 +97,15 @@ def _told(test: PairedTest) -> dict[str, Any]:
     }
 
 
-def side_by_side(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+def side_by_side(runs: Sequence[ReportedRun]) -> list[Record]:
     """Questions that all runs were asked, those first on which they differ in being right: each with `sample`, the
     first run's, and of every run `given` and `correct`."""
     answers = [by_question(run.samples) for run in runs]
-    shared = [question for question in answers[0] if all(question in own for own in answers)]
-    chosen = sorted(shared, key=lambda question: _agreement([own[question] for own in answers]))
+    agreement: dict[Question, int] = {}
+    for question in answers[0]:
+        if all(question in own for own in answers):
+            agreement[question] = _agreement([own[question] for own in answers])
+    chosen = sorted(agreement, key=agreement.__getitem__)
     shown = []
     for question in chosen[:MOST_QUESTIONS]:
         given = []
@@ -106,7 +120,9 @@ def _agreement(samples: Sequence[Mapping[str, Any]]) -> int:
     """0 where runs differ in being right, 1 where they only say other things, 2 where they say the same."""
     if len({bool(sample["correct"]) for sample in samples}) > 1:
         return 0
-    return 1 if len({sample["given"] for sample in samples}) > 1 else 2
+    if len({sample["given"] for sample in samples}) > 1:
+        return 1
+    return 2
 
 
 def configuration_differences(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
@@ -133,7 +149,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
     """Dotted keys with their values as text."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+            yield from _leaves(inner, dotted(key, name))
     elif isinstance(value, str):
         yield key, value
     else:

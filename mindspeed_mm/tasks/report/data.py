@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -66,14 +67,16 @@ def read_run(path: Path) -> ReportedRun:
             way_out="Give the folder that training.save names.",
         )
     metrics = read_jsonl(folder.metrics)
-    resolved = folder.resolved.read_text(encoding="utf-8", errors="replace") if folder.resolved.exists() else ""
+    resolved = ""
+    if folder.resolved.exists():
+        resolved = folder.resolved.read_text(encoding="utf-8", errors="replace")
     evaluation = _evaluation_folder(folder)
     return ReportedRun(
         name=path.resolve().name,
         path=path,
-        steps=_latest_by_step([record for record in metrics if "loss" in record]),
-        validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
-        evaluations=_latest_by_step([record for record in metrics if any(key.startswith("eval_") for key in record)]),
+        steps=_latest_by_step(metrics, "loss"),
+        validations=_latest_by_step(metrics, "val_loss"),
+        evaluations=_latest_by_step(metrics, "eval_*"),
         events=read_jsonl(folder.events),
         facts=redact(_read_object(folder.run_json)),
         configuration=without_secrets(resolved),
@@ -106,8 +109,12 @@ def _read_published(evaluation: Path) -> list[Record]:
 
 def _with_keys(paths: Sequence[Path], keys: Collection[str]) -> list[Record]:
     """The objects of files that have these keys; those of other tools, which may have the same names, are left out."""
-    objects = [_read_object(path) for path in paths]
-    return [each for each in objects if set(keys) <= each.keys()]
+    found = []
+    for path in paths:
+        content = _read_object(path)
+        if set(keys) <= content.keys():
+            found.append(content)
+    return found
 
 
 def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:
@@ -115,7 +122,10 @@ def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[R
     wrong: list[Record] = []
     right: list[Record] = []
     for sample in samples:
-        (right if sample.get("correct") else wrong).append(sample)
+        if sample.get("correct"):
+            right.append(sample)
+        else:
+            wrong.append(sample)
     return _tasks_in_turn(wrong)[:most_of_each], _tasks_in_turn(right)[:most_of_each]
 
 
@@ -123,13 +133,15 @@ def _tasks_in_turn(samples: list[Record]) -> list[Record]:
     by_task: dict[str, list[Record]] = defaultdict(list)
     for sample in samples:
         by_task[str(sample.get("task", ""))].append(sample)
-    return [sample for sample in chain.from_iterable(zip_longest(*by_task.values())) if sample is not None]
+    in_turn = chain.from_iterable(zip_longest(*by_task.values()))  # of a task that has no more it holds None
+    return [sample for sample in in_turn if sample is not None]
 
 
-def _latest_by_step(records: list[Record]) -> list[Record]:
+def _latest_by_step(records: list[Record], key: str) -> list[Record]:
+    """Those that have the key, a pattern; of several of one step the last."""
     by_step = {}
     for record in records:
-        if isinstance(record.get("step"), int):
+        if isinstance(record.get("step"), int) and fnmatch.filter(record, key):
             by_step[record["step"]] = record
     return [by_step[step] for step in sorted(by_step)]
 

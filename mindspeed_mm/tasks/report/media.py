@@ -53,8 +53,12 @@ def _picture(image: Image.Image) -> Shown:
     is_small = image.height <= SMALL_PIXELS
     image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
     data = io.BytesIO()
-    kind = "png" if is_small else "jpeg"
-    image.save(data, kind, optimize=True, **({} if is_small else {"quality": 80}))
+    if is_small:
+        kind = "png"
+        image.save(data, kind, optimize=True)
+    else:
+        kind = "jpeg"
+        image.save(data, kind, optimize=True, quality=80)
     return {"source": _uri(kind, data), "small": is_small}
 
 

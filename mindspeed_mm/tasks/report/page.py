@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from mindspeed_mm.core.config_path import dotted
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.charts import draw_charts
 from mindspeed_mm.tasks.report.comparison import (
@@ -44,9 +45,10 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     several = len(runs) > 1
+    subtitle = f"{len(runs)} runs" if several else _subtitle(runs[0])
     return environment.get_template(TEMPLATE).render(
         title=f"Report: {', '.join(run.name for run in runs)}",
-        subtitle=f"{len(runs)} runs" if several else _subtitle(runs[0]),
+        subtitle=subtitle,
         runs=[_describe(run, several=several) for run in runs],
         beside=_beside(runs) if several else None,
         scores=score_tables(runs),
@@ -54,7 +56,7 @@ def render_page(runs: Sequence[ReportedRun]) -> str:
     )
 
 
-def _beside(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def _beside(runs: Sequence[ReportedRun]) -> Record:
     """What the template shows of several runs together."""
     media = MediaLoader(runs[0].results.get("media_dir", runs[0].path))
     questions = side_by_side(runs)
@@ -68,7 +70,7 @@ def _beside(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     }
 
 
-def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
+def _describe(run: ReportedRun, several: bool) -> Record:
     """What the template shows of a run."""
     wrong, right = choose_samples(run.samples, MOST_SAMPLES)
     right_total = sum(bool(sample.get("correct")) for sample in run.samples)
@@ -80,8 +82,8 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "judged": judged(run),
         "grid": sample_grid(run.rounds),
         "training": training_rows(run.path),
-        "wrong": [_sample(sample, media) for sample in wrong],
-        "right": [_sample(sample, media) for sample in right],
+        "wrong": _samples(wrong, media),
+        "right": _samples(right, media),
         "wrong_total": len(run.samples) - right_total,
         "right_total": right_total,
         "events": [_event(event) for event in run.events[-MOST_EVENTS:]],
@@ -118,7 +120,7 @@ def _subtitle(run: ReportedRun) -> str:
     parts = [facts.get("model_class"), facts.get("device"), facts.get("platform")]
     if isinstance(facts.get("started"), int | float):
         parts.insert(0, time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["started"])))
-    return " · ".join(str(part) for part in parts if part)
+    return " · ".join(map(str, filter(None, parts)))
 
 
 def _steps(run: ReportedRun) -> str:
@@ -159,11 +161,16 @@ def _duration(run: ReportedRun) -> str:
 def _over_steps(run: ReportedRun, key: str, told: Callable[[list[float]], str]) -> str:
     """What all steps that have logged a number say together."""
     values = [record[key] for record in run.steps if key in record]
-    return told(values) if values else NOTHING
+    if not values:
+        return NOTHING
+    return told(values)
 
 
-def _event(event: Record) -> dict[str, Any]:
-    details = [f"{name} {short(value)}" for name, value in event.items() if name not in ("time", "kind", "step")]
+def _event(event: Record) -> Record:
+    details = []
+    for name, value in event.items():
+        if name not in ("time", "kind", "step"):
+            details.append(f"{name} {short(value)}")
     clock = ""
     if "time" in event:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
@@ -187,7 +194,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested facts as dotted names with values."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from _flat(inner, dotted(name, key))
     elif name in ("started", "ended") and isinstance(value, int | float):
         yield name, time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -198,7 +205,11 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, json.dumps(value, ensure_ascii=False)
 
 
-def _sample(sample: Record, media: MediaLoader) -> dict[str, Any]:
+def _samples(samples: Sequence[Record], media: MediaLoader) -> list[Record]:
+    return [_sample(sample, media) for sample in samples]
+
+
+def _sample(sample: Record, media: MediaLoader) -> Record:
     names = sample.get("image", [])
     if not isinstance(names, list):
         names = [names]

@@ -26,7 +26,7 @@ def run(folders: Sequence[Path], out: Path | None = None) -> Path:
     """
     if len(folders) > len(SERIES):
         raise UsageError(f"{len(folders)} runs are too many for one report", way_out=f"Give at most {len(SERIES)}.")
-    page = render_page([read_run(folder) for folder in folders])
+    page = render_page(list(map(read_run, folders)))
     out = out or RunFolder(folders[0]).report
     write_page(out, page, "--out")
     return out

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.loader import read_plugins
+from mindspeed_mm.tasks.report.data import Record
 
 MOST_ROWS = 3
 _BUILT_IN = ("huggingface", None)
@@ -18,7 +18,7 @@ _UNTRUSTED = (
 """Whatever the run trusted: a report is made of runs that come from elsewhere too."""
 
 
-def training_rows(run: Path) -> dict[str, Any] | None:
+def training_rows(run: Path) -> Record | None:
     """What the template shows: `rows` in the order of training, or the `trouble` that they cannot be read any more.
 
     None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code, nor that of a
@@ -38,7 +38,7 @@ def training_rows(run: Path) -> dict[str, Any] | None:
         return {"rows": [], "trouble": str(error)}
 
 
-def _read(resolved: Path) -> list[dict[str, Any]]:
+def _read(resolved: Path) -> list[Record]:
     # Imported here: a report of a run without rows need not load a processor.
     from mindspeed_mm.tasks.data.opening import open_data
     from mindspeed_mm.tasks.data.page import shown_row

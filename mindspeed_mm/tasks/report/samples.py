@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.media import Shown, show
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.report.data import Record
 
 MOST_ROUNDS, MOST_PROMPTS, MOST_OF_EACH = 6, 20, 4
 MOST_BYTES = 8_000_000
@@ -22,7 +26,7 @@ class Round:
 
     step: int
     folder: Path
-    entries: list[dict[str, Any]]
+    entries: list[Record]
 
 
 def read_rounds(run: Path) -> list[Round]:
@@ -35,27 +39,32 @@ def read_rounds(run: Path) -> list[Round]:
     return sorted(rounds, key=lambda each: each.step)
 
 
-def sample_grid(rounds: Sequence[Round]) -> dict[str, Any] | None:
+def sample_grid(rounds: Sequence[Round]) -> Record | None:
     """What the template shows: `steps`, and `rows` with a `prompt` and, of its `rounds`, steps with pictures; None when
     there is nothing."""
     if not rounds:
         return None
-    prompts = {entry["number"]: str(entry.get("prompt", "")) for each in rounds for entry in each.entries}
+    prompts: dict[int, str] = {}
+    for each in rounds:
+        for entry in each.entries:
+            prompts[entry["number"]] = str(entry.get("prompt", ""))
     numbers = sorted(prompts)[:MOST_PROMPTS]
     columns: list[tuple[int, dict[int, list[Shown]]]] = []
     left_bytes = MOST_BYTES
     for each in reversed(spread(rounds, MOST_ROUNDS)):
         shown = _pictures(each, numbers)
-        left_bytes -= sum(len(picture["source"]) for cell in shown.values() for picture in cell)
+        for picture in chain.from_iterable(shown.values()):
+            left_bytes -= len(picture["source"])
         if left_bytes < 0 and columns:
             break
         columns.insert(0, (each.step, shown))
+    rows = []
+    for number in numbers:
+        cells = [(step, shown[number]) for step, shown in columns if number in shown]
+        rows.append({"prompt": prompts[number], "rounds": cells})
     return {
         "steps": [step for step, _ in columns],
-        "rows": [
-            {"prompt": prompts[number], "rounds": [(step, shown[number]) for step, shown in columns if number in shown]}
-            for number in numbers
-        ],
+        "rows": rows,
         "rounds": len(rounds),
         "prompts": len(prompts),
     }

@@ -50,7 +50,9 @@ def score_tables(runs: Sequence[ReportedRun]) -> list[ScoreTable]:
         for part in _tables_of(run, series):
             table = tables.setdefault(part.title, ScoreTable(part.title, part.measure))
             table.lines += part.lines
-            table.notes += [note for note in part.notes if note not in table.notes]
+            for note in part.notes:
+                if note not in table.notes:
+                    table.notes.append(note)
     return [table.ordered() for table in tables.values()]
 
 
@@ -60,8 +62,8 @@ def _tables_of(run: ReportedRun, series: int) -> Iterator[ScoreTable]:
         title = f"{measure.capitalize()} on {judged(run)} samples"
         yield ScoreTable(title, measure, _score_lines(run.results, run, series), _findings(run.results))
     for results in run.published:
-        note = str(results.get("note") or "")
-        yield ScoreTable(str(results["title"]), "score", _score_lines(results, run, series), [note] if note else [])
+        notes = [str(results["note"])] if results.get("note") else []
+        yield ScoreTable(str(results["title"]), "score", _score_lines(results, run, series), notes)
     for results in run.harnesses:
         title = f"{results['harness']['name']} {results['harness']['version']}"
         yield ScoreTable(title, "figure", _harness_lines(results, run, series))
@@ -105,12 +107,18 @@ def share_of(score: Record) -> tuple[float, str]:
 def _findings(results: Record) -> list[str]:
     """Sentences beside the scores: notes, and tables of numbers by name."""
     notes = results.get("notes", [])
-    lines = [str(note) for note in (notes if isinstance(notes, list) else [notes])]
+    if not isinstance(notes, list):
+        notes = [notes]
+    lines = list(map(str, notes))
     for name, table in results.items():
         if name in ("tasks", OVERALL) or not isinstance(table, dict):
             continue
-        numbers = [f"{short(value)} {label}" for label, value in table.items() if isinstance(value, int | float)]
-        lines += [f"{name.replace('_', ' ')}: {', '.join(numbers)}"] if numbers else []
+        numbers = []
+        for label, value in table.items():
+            if isinstance(value, int | float):
+                numbers.append(f"{short(value)} {label}")
+        if numbers:
+            lines.append(f"{name.replace('_', ' ')}: {', '.join(numbers)}")
     return lines
 
 
@@ -135,7 +143,9 @@ def _generated_lines(results: Record, run: ReportedRun, series: int) -> list[Lin
 def _number_line(task: str, found: Record, count: str, run: ReportedRun, series: int) -> Line:
     value = "infinite" if found["value"] is None else short(found["value"])
     low, high = found.get("low"), found.get("high")
-    interval = "" if low is None or high is None else f"{short(low)} to {short(high)}"
+    interval = ""
+    if low is not None and high is not None:
+        interval = f"{short(low)} to {short(high)}"
     return Line(task, series, run.name, value, interval, count)
 
 
