@@ -100,14 +100,17 @@ class DenoisingObjective:
         draws = []
         for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True):
             draws.append(self.draw(sample, epoch if training else VALIDATION))
-        dropped = [draw.drops_caption and training for draw in draws]
+        dropped = [row for row, draw in enumerate(draws) if draw.drops_caption and training]
         if "pixels" in batch:
             prepared = dict(self._encoded(batch, dropped))
         else:
             prepared = dict(self._without_captions(batch, dropped))
         latent_shape = prepared[LATENTS].shape[1:]
-        times = [self._time(draw.random, latent_shape) for draw in draws]
-        weights = [loss_weight(self._arguments.loss_weighting, time) for time in times]
+        times, weights = [], []
+        for draw in draws:  # times are drawn behind what drops captions, from the same generator of the sample
+            time = self._time(draw.random, latent_shape)
+            times.append(time)
+            weights.append(loss_weight(self._arguments.loss_weighting, time))
         for row in range(real_rows(prepared), len(weights)):  # blank rows stand behind the samples
             weights[row] = 0.0
         for key in self._keys(prepared):
@@ -225,16 +228,16 @@ class DenoisingObjective:
     def _exact(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(self._exact_dtype)
 
-    def _encoded(self, batch: Batch, dropped: Sequence[bool]) -> Batch:
+    def _encoded(self, batch: Batch, dropped: Sequence[int]) -> Batch:
         if self._encode is None:
             raise ConfigError(
                 "the data are raw media and no encoders are loaded",
                 key="data.dataset_param.basic_parameters.features_dir",
                 way_out="Extract features with mm extract.",
             )
-        captions = []
-        for caption, drops in zip(batch["captions"], dropped, strict=True):
-            captions.append("" if drops else caption)
+        captions = list(batch["captions"])
+        for row in dropped:
+            captions[row] = ""
         raw: Batch = {"captions": captions}
         kept: Batch = {}
         for key, value in batch.items():
@@ -244,9 +247,8 @@ class DenoisingObjective:
                 kept[key] = value
         return kept | self._encode(raw)
 
-    def _without_captions(self, batch: Batch, dropped: Sequence[bool]) -> Batch:
-        rows = [row for row, drops in enumerate(dropped) if drops]
-        if not rows:
+    def _without_captions(self, batch: Batch, dropped: list[int]) -> Batch:
+        if not dropped:
             return batch
         if self._null_text is None:  # validation on raw media loads encoders, training on features does not use them
             raise _no_empty_caption(self._arguments)
@@ -254,7 +256,7 @@ class DenoisingObjective:
         for key, empty in self._null_text.items():
             longest = max(batch[key].shape[1], len(empty)) if empty.dim() else 0
             changed[key] = _lengthened(batch[key], 1, longest).clone()
-            changed[key][rows] = _lengthened(empty, 0, longest).to(changed[key].dtype)
+            changed[key][dropped] = _lengthened(empty, 0, longest).to(changed[key].dtype)
         return batch | changed
 
 
@@ -300,10 +302,9 @@ def _mean_of_samples(errors: torch.Tensor, given: torch.Tensor | None) -> torch.
 
 def _lengthened(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """With zeros behind, as `pad_text` pads."""
-    missing = length - tensor.shape[dim] if tensor.dim() > dim else 0
-    if missing <= 0:
+    if tensor.dim() <= dim or tensor.shape[dim] >= length:
         return tensor
-    shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+    shape = [*tensor.shape[:dim], length - tensor.shape[dim], *tensor.shape[dim + 1 :]]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ ROW_SUFFIXES = (".jsonl", ".json")
 LINE_SUFFIXES = (".txt", "")
 SHOWN_PROBLEMS = 10
 _SLUG_CHARACTERS = 40
+_BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ class Prompt:
     @property
     def media(self) -> dict[str, Path]:
         """Field → file, of those that the prompt names."""
-        return ({"image": self.image} if self.image is not None else {}) | dict(self.others)
+        media = dict(self.others)
+        return media if self.image is None else {"image": self.image, **media}
 
     @property
     def slug(self) -> str:
         """The words as a part of a file name."""
         text = unicodedata.normalize("NFKC", self.text).lower()
-        words = "".join(character if character.isalnum() else " " for character in text).split()
-        return "-".join(words)[:_SLUG_CHARACTERS].strip("-") or "empty"
+        words = _BETWEEN_WORDS.sub("-", text)
+        return words.strip("-")[:_SLUG_CHARACTERS].strip("-") or "empty"
 
 
 def prompts_of(sampling: SamplingArguments, key: str = "training.sampling") -> list[Prompt]:
@@ -67,10 +70,10 @@ def prompts_of(sampling: SamplingArguments, key: str = "training.sampling") -> l
     Raises:
         DataError: The file is missing or bad.
     """
-    listed = [Prompt(number, text, f"{key}.prompts[{number}]") for number, text in enumerate(sampling.prompts)]
-    if sampling.prompts_file is None:
-        return listed
-    return [*listed, *read_prompts(Path(sampling.prompts_file), first_number=len(listed))]
+    prompts = [Prompt(number, text, f"{key}.prompts[{number}]") for number, text in enumerate(sampling.prompts)]
+    if sampling.prompts_file is not None:
+        prompts += read_prompts(Path(sampling.prompts_file), first_number=len(prompts))
+    return prompts
 
 
 def read_prompts(path: Path, *, media_dir: Path | None = None, first_number: int = 0) -> list[Prompt]:
@@ -106,7 +109,9 @@ def empty_note(prompts: Sequence[Prompt]) -> str:
     places = [prompt.place for prompt in prompts if not prompt.text]
     if not places:
         return ""
-    shown = ", ".join(places[:3]) + (" …" if len(places) > 3 else "")
+    shown = ", ".join(places[:3])
+    if len(places) > 3:
+        shown += " …"
     count = "1 prompt is" if len(places) == 1 else f"{len(places)} prompts are"
     return f"{count} empty ({shown}): sampled without a caption"
 
@@ -122,9 +127,10 @@ def _read_lines(path: Path, first_number: int) -> list[Prompt]:
         raise DataError(
             "the lines are JSON objects, not prompts", where=f"{path.name}:1", way_out="Rename the file to .jsonl."
         )
-    return [
-        Prompt(first_number + number, line.strip(), f"{path.name}:{number + 1}") for number, line in enumerate(lines)
-    ]
+    prompts = []
+    for line_number, line in enumerate(lines, 1):
+        prompts.append(Prompt(first_number + line_number - 1, line.strip(), f"{path.name}:{line_number}"))
+    return prompts
 
 
 def _decode(path: Path) -> str:
@@ -193,7 +199,7 @@ def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader)
     return Prompt(number, text.strip(), place, files.pop("image", None), negative, seed, tuple(files.items()))
 
 
-def _file(item: Any, place: str, media: MediaLoader, name: str) -> Path:
+def _file(item: object, place: str, media: MediaLoader, name: str) -> Path:
     """The path of a file that is there and may be opened; it is decoded when its turn comes."""
     if not isinstance(item, str) or not item:
         kind = "video" if name in ("video", "control") else "picture"

@@ -10,10 +10,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError
@@ -32,7 +34,11 @@ from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.quiet import quiet
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma", "rotary")
 """Inputs of transformers whose names hold one of these keep their precision."""
@@ -49,8 +55,9 @@ class SampleOrder:
     def noise_seed(self, seed: int) -> int:
         """Seed of the starting noise, under the settings' seed."""
         own = self.prompt.seed
-        whole = derive_seed(seed, self.prompt.number, self.number) if own is None else derive_seed(own, self.number)
-        return whole % 2**63
+        if own is not None:
+            return derive_seed(own, self.number) % 2**63
+        return derive_seed(seed, self.prompt.number, self.number) % 2**63
 
     def file_stem(self, digits: int = 3) -> str:
         """Name of its file without the ending: prompt, sample, words of the prompt."""
@@ -59,14 +66,13 @@ class SampleOrder:
     def describe(self, sampling: SamplingArguments) -> dict[str, Any]:
         """What a manifest says of it: with the model and the other settings it can be made again."""
         prompt = self.prompt
-        negative = sampling.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
         return {
             "number": prompt.number,
             "sample": self.number,
             "prompt": prompt.text,
-            "negative_prompt": negative,
-            "image": str(prompt.image) if prompt.image else None,
-            **{name: str(path) for name, path in prompt.others},
+            "negative_prompt": _with_negative(sampling, prompt.negative_prompt).negative_prompt,
+            "image": None,
+            **{name: str(path) for name, path in prompt.media.items()},
             "place": prompt.place,
             "seed": sampling.seed if prompt.seed is None else prompt.seed,
             "noise_seed": self.noise_seed(sampling.seed),
@@ -88,13 +94,18 @@ SampleBatch = tuple[SampleOrder, ...]
 
 def plan_batches(prompts: Sequence[Prompt], sampling: SamplingArguments) -> list[SampleBatch]:
     """All orders for some prompts in batches of at most `batch_size`; batches of one negative prompt stand together."""
-    alike: dict[str | None, dict[Any, list[SampleOrder]]] = {}
+    alike: dict[str | None, dict[tuple[Path | None, tuple[tuple[str, Path], ...]], list[SampleOrder]]] = {}
+    """Negative prompt → media → orders."""
     for prompt in prompts:
         orders = alike.setdefault(prompt.negative_prompt, {}).setdefault((prompt.image, prompt.others), [])
-        orders.extend(SampleOrder(prompt, number) for number in range(sampling.num_samples))
-    groups = [orders for by_media in alike.values() for orders in by_media.values()]
-    size = sampling.batch_size
-    return [tuple(orders[first : first + size]) for orders in groups for first in range(0, len(orders), size)]
+        for number in range(sampling.num_samples):
+            orders.append(SampleOrder(prompt, number))
+    batches: list[SampleBatch] = []
+    for by_media in alike.values():
+        for orders in by_media.values():
+            for first in range(0, len(orders), sampling.batch_size):
+                batches.append(tuple(orders[first : first + sampling.batch_size]))
+    return batches
 
 
 def deal_in_step(batches: Sequence[SampleBatch], rank: int, world_size: int) -> Iterator[tuple[SampleBatch, bool]]:
@@ -127,7 +138,7 @@ class DiffusionSampler:
         self,
         adapter: DiffusionAdapter,
         transformer: nn.Module,
-        encoders: Any,
+        encoders: DiffusionPipeline,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.adapter = adapter
@@ -175,31 +186,38 @@ class DiffusionSampler:
         """
         assert sampling.height and sampling.width and sampling.num_frames
         size = MediaSize(sampling.num_frames, sampling.height, sampling.width)
-        noise = torch.stack([self.noise(order, sampling.seed, size) for order in batch])
-        first = batch[0].prompt
-        texts = [order.prompt.text for order in batch]
-        arguments = self.adapter.pipeline_arguments(_with_negative(sampling, first.negative_prompt), texts, noise)
-        roles = self.adapter.roles.get(self.adapter.task, ())
-        # Schedulers that add noise at every step, and decoders that do, draw it for each sample by itself.
-        arguments["generator"] = [_step_noise(order, sampling.seed) for order in batch]
-        if roles:
-            media = {role.name: load_media(first, role, size) for role in roles if role.prompt in first.media}
-            arguments |= self.adapter.pipeline_media(media, sampling)
-        if self.adapter.task in self.adapter.draws:
-            seeds = [order.noise_seed(sampling.seed) for order in batch]
-            arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]
-        arguments |= self.adapter.starting_noise(self.pipeline, self._further_noise(batch, sampling) | {LATENTS: noise})
-        arguments["prompt"] = texts
-        if self.adapter.task in self.adapter.one_by_one:  # some of these pipelines take no lists
-            names = arguments.keys() & {"prompt", "negative_prompt", "generator"}
-            arguments |= {name: arguments[name][0] for name in names}
+        arguments = self._arguments(batch, sampling, size)
         self.adapter.prepare_pipeline(self.pipeline, sampling)
         with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
             made = self.pipeline(**{**arguments, "output_type": "np", "return_dict": False})
         frames = _as_frames(np.asarray(made[0]), batch)
         if self.adapter.sound is None:
-            return [MadeSample(each) for each in frames]
+            return list(map(MadeSample, frames))
         return [MadeSample(*each) for each in zip(frames, self._sounds(made[1], batch), strict=True)]
+
+    def _arguments(self, batch: Sequence[SampleOrder], sampling: SamplingArguments, size: MediaSize) -> dict[str, Any]:
+        """What the pipeline is called with."""
+        adapter, task, first = self.adapter, self.adapter.task, batch[0].prompt
+        texts: list[str] = []
+        noise_of_each: list[torch.Tensor] = []
+        generators: list[torch.Generator] = []
+        for order in batch:
+            texts.append(order.prompt.text)
+            noise_of_each.append(self.noise(order, sampling.seed, size))
+            generators.append(_generator(order, sampling.seed, draws=task in adapter.draws))
+        noise = torch.stack(noise_of_each)
+        arguments = adapter.pipeline_arguments(_with_negative(sampling, first.negative_prompt), texts, noise)
+        arguments["generator"] = generators
+        roles = adapter.roles.get(task)
+        if roles:
+            media = {role.name: load_media(first, role, size) for role in roles if role.prompt in first.media}
+            arguments |= adapter.pipeline_media(media, sampling)
+        arguments |= adapter.starting_noise(self.pipeline, self._further_noise(batch, sampling) | {LATENTS: noise})
+        arguments["prompt"] = texts
+        if task in adapter.one_by_one:  # some of these pipelines take no lists
+            for name in arguments.keys() & {"prompt", "negative_prompt", "generator"}:
+                arguments[name] = arguments[name][0]
+        return arguments
 
     def cut_short(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that are longer than what the transformer reads of them."""
@@ -214,11 +232,14 @@ class DiffusionSampler:
     def _further_noise(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> dict[str, torch.Tensor]:
         """Starting noise of `further_latents` by batch key, (B, …) fp32."""
         assert sampling.num_frames
-        seeds = [order.noise_seed(sampling.seed) for order in batch]
-        return {
-            key: torch.stack([noise_of(derive_seed(seed, key), shape) for seed in seeds])
-            for key, shape in self.adapter.further_shapes(sampling.num_frames, sampling.fps).items()
-        }
+        found: dict[str, torch.Tensor] = {}
+        for key, shape in self.adapter.further_shapes(sampling.num_frames, sampling.fps).items():
+            noise = []
+            for order in batch:
+                seed = derive_seed(order.noise_seed(sampling.seed), key)
+                noise.append(noise_of(seed, shape))
+            found[key] = torch.stack(noise)
+        return found
 
     def _sounds(self, waves: torch.Tensor, batch: Sequence[SampleOrder]) -> list[SoundTrack]:
         """Of each sample. Raises `DivergedError` when it is not made of finite numbers."""
@@ -231,7 +252,9 @@ class DiffusionSampler:
         return nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype)
 
 
-def resolve_size(adapter: DiffusionAdapter, pipeline: Any, sampling: SamplingArguments, key: str = "") -> MediaSize:
+def resolve_size(
+    adapter: DiffusionAdapter, pipeline: DiffusionPipeline, sampling: SamplingArguments, key: str = ""
+) -> MediaSize:
     """The size that is sampled: what the settings leave open is the pipeline's own.
 
     Raises:
@@ -253,13 +276,16 @@ def resolve_size(adapter: DiffusionAdapter, pipeline: Any, sampling: SamplingArg
     return size
 
 
-def _own(pipeline: Any, name: str) -> int | None:
+def _own(pipeline: DiffusionPipeline, name: str) -> int | None:
     """What the pipeline takes when it is not told: the default of its argument, or its sample size in latents."""
     parameter = inspect.signature(pipeline.__call__).parameters.get(name)
     if parameter is not None and isinstance(parameter.default, int):
         return parameter.default
-    sides, ratio = getattr(pipeline, "default_sample_size", None), getattr(pipeline, "vae_scale_factor", None)
-    return sides * ratio if parameter is not None and name != "num_frames" and sides and ratio else None
+    if parameter is None or name == "num_frames":
+        return None
+    latents: int | None = attribute_at(pipeline, "default_sample_size")
+    ratio: int | None = attribute_at(pipeline, "vae_scale_factor")
+    return latents * ratio if latents and ratio else None
 
 
 def check_request(
@@ -290,16 +316,17 @@ def check_request(
 
 def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
     roles, given = adapter.roles.get(adapter.task, ()), prompt.media
-    needed = [role.prompt for role in roles if not role.is_optional]
     pipeline = adapter.pipelines[adapter.task]
-    if lacking := [name for name in needed if name not in given]:
-        said = lacking[0].replace("_", " ").replace("image", "picture")
+    needed = [role.prompt for role in roles if not role.is_optional]
+    for name in needed:
+        if name in given:
+            continue
+        options = " and --".join(needed).replace("_", "-")
         raise DataError(
-            f"the prompt has no {said}, and {pipeline} goes on from one",
+            f"the prompt has no {_in_words(name)}, and {pipeline} goes on from one",
             where=prompt.place,
-            key=lacking[0],
-            way_out=f"Give a file of JSON rows with 'prompt' and {' and '.join(map(repr, needed))}, or "
-            f"--{' and --'.join(name.replace('_', '-') for name in needed)}.",
+            key=name,
+            way_out=f"Give a file of JSON rows with 'prompt' and {' and '.join(map(repr, needed))}, or --{options}.",
         )
     there = [role.name for role in roles if role.prompt in given]
     if found := unfit(roles, there):
@@ -309,10 +336,16 @@ def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
             what = f"the prompt has a {role.prompt} and no {other} that it would be of"
         way_out = f"Name a file as '{other}' in a row of JSON, or give --{other}."
         raise DataError(what, where=prompt.place, key=role.prompt, way_out=way_out)
+    taken = {role.prompt for role in roles}
     for name in given:
-        if name not in {role.prompt for role in roles}:
-            said = name.replace("_", " ").replace("image", "picture")
-            raise DataError(f"{pipeline} takes no {said}", where=prompt.place, key=name, way_out="Leave it out.")
+        if name not in taken:
+            what = f"{pipeline} takes no {_in_words(name)}"
+            raise DataError(what, where=prompt.place, key=name, way_out="Leave it out.")
+
+
+def _in_words(field: str) -> str:
+    """What to call a field of a prompt."""
+    return field.replace("_", " ").replace("image", "picture")
 
 
 @contextmanager
@@ -335,11 +368,13 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     names = list(inspect.signature(model.forward).parameters)
 
-    def cast(_module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        named = tuple(_cast(name, value, dtype) for name, value in zip(names, args, strict=False))
-        return named, {name: _cast(name, value, dtype) for name, value in inputs.items()}
+    def cast(
+        _module: nn.Module, args: tuple[object, ...], inputs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        by_position = tuple(_cast(name, value, dtype) for name, value in zip(names, args, strict=False))
+        return by_position, {name: _cast(name, value, dtype) for name, value in inputs.items()}
 
-    def cast_back(_module: nn.Module, _args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cast_back(_module: nn.Module, _args: object, output: tuple[object, ...]) -> tuple[object, ...]:
         exact = torch.promote_types(dtype, torch.float32)
         return tuple(_as_type(item, exact) for item in output)
 
@@ -355,21 +390,28 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
-def _cast(name: str, value: Any, dtype: torch.dtype) -> Any:
-    is_exact = name == "t" or any(part in name for part in _POSITIONS_AND_TIMES)
-    return value if is_exact else _as_type(value, dtype)
+def _cast(name: str, value: object, dtype: torch.dtype) -> object:
+    if name == "t" or any(part in name for part in _POSITIONS_AND_TIMES):
+        return value
+    return _as_type(value, dtype)
 
 
-def _as_type(value: Any, dtype: torch.dtype) -> Any:
+def _as_type(value: object, dtype: torch.dtype) -> object:
     """Floating tensors in a type, those in a list too."""
     if isinstance(value, list):
         return [_as_type(item, dtype) for item in value]
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
-def _step_noise(order: SampleOrder, seed: int) -> torch.Generator:
-    """Not the generator of the starting noise: its numbers would come again."""
-    return torch.Generator().manual_seed(derive_seed(order.noise_seed(seed), "steps") % 2**63)
+def _generator(order: SampleOrder, seed: int, *, draws: bool) -> torch.Generator:
+    """What draws a sample's own numbers: the noise that schedulers and decoders add; or, where the pipeline `draws`,
+    whatever it draws."""
+    own = order.noise_seed(seed)
+    if not draws:  # not the generator of the starting noise: its numbers would come again
+        own = derive_seed(own, "steps") % 2**63
+    return torch.Generator().manual_seed(own)
 
 
 def _with_negative(sampling: SamplingArguments, negative: str | None) -> SamplingArguments:
@@ -390,31 +432,36 @@ def probe_prompt(prompt: Prompt) -> None:
             raise DataError(problem.what, where=prompt.place, key=name, way_out=problem.way_out) from error
 
 
-def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> Any:
+PipelineMedium = Image.Image | list[Image.Image]
+"""A picture, or those of a video."""
+
+
+def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> PipelineMedium:
     """The file that a prompt names for a role, scaled and cut as training data are: a picture, or the list of those of
     a video.
 
     Raises:
         DataError: It is missing, refused, broken or too short.
     """
-    path = prompt.media[role.prompt]
-    frames = size.frames if role.frames == "all" else 1
+    path, is_video_role = prompt.media[role.prompt], role.frames == "all"
+    if not is_video_role:
+        size = MediaSize(1, size.height, size.width)
     row = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ())
     try:
-        of_role = MediaSize(frames, size.height, size.width)
-        pixels = media_pixels(row, of_role, MediaLoader(path.parent), is_whole=role.is_whole)
+        pixels = media_pixels(row, size, MediaLoader(path.parent), is_whole=role.is_whole)
     except DataError as error:
         problem = error.problems[0]
         raise DataError(problem.what, where=prompt.place, key=role.prompt, way_out=problem.way_out) from error
     pictures = as_pil(pixels.transpose(0, 1))
-    return pictures if role.frames == "all" else pictures[0]
+    return pictures if is_video_role else pictures[0]
 
 
 def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:
     """(B, H, W, 3) or (B, T, H, W, 3) in 0..1 → rounded bytes of each, with a time axis."""
     _check_finite(media, batch)
-    pixels = (media * 255).round().astype(np.uint8)
-    return list(pixels if media.ndim == 5 else pixels[:, None])
+    if media.ndim == 4:
+        media = media[:, None]
+    return list((media * 255).round().astype(np.uint8))
 
 
 def _check_finite(media: np.ndarray, batch: Sequence[SampleOrder]) -> None:

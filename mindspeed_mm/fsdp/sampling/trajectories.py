@@ -35,7 +35,8 @@ def noise_grid(
     tokens = adapter.geometry.tokens(latent_shape)
     if shift is not None:
         by = adapter.resolution_shift(tokens) if isinstance(shift, str) else shift
-        return (*(shift_sigma(1 - index / steps, by) for index in range(steps)), 0.0)
+        levels = [shift_sigma(1 - index / steps, by) for index in range(steps)]
+        return (*levels, 0.0)
     scheduler = load_component(adapter, "scheduler")
     if scheduler.config.get("use_dynamic_shifting"):
         levels = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
@@ -59,7 +60,9 @@ class SampleNoise:
 
     def start(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Noise that the trajectory begins with, fp32."""
-        return self._draw("start", *(() if self.shares_start else (self.member,)), shape=shape)
+        if self.shares_start:
+            return self._draw("start", shape=shape)
+        return self._draw("start", self.member, shape=shape)
 
     def of_step(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Noise that a step draws, fp32."""
@@ -97,17 +100,20 @@ class Trajectories:
 
     def of_row(self, row: int) -> Trajectories:
         """That of one sample, without the batch axis."""
-        steps = {name: {index: each[row] for index, each in kept.items()} for name, kept in self.by_step.items()}
-        return Trajectories(self.latents[row], **steps)
+        found = Trajectories(self.latents[row])
+        for name, kept in self.by_step.items():
+            for index, of_all in kept.items():
+                found.by_step[name][index] = of_all[row]
+        return found
 
     @classmethod
     def joined(cls, rows: Sequence[Trajectories]) -> Trajectories:
         """The other way round."""
-        steps = {
-            name: {index: torch.stack([row.by_step[name][index] for row in rows]) for index in kept}
-            for name, kept in rows[0].by_step.items()
-        }
-        return cls(torch.stack([row.latents for row in rows]), **steps)
+        found = cls(torch.stack([row.latents for row in rows]))
+        for name, kept in rows[0].by_step.items():
+            for index in kept:
+                found.by_step[name][index] = torch.stack([row.by_step[name][index] for row in rows])
+        return found
 
 
 @torch.no_grad()

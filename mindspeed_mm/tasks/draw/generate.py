@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,11 @@ class GenerateOutcome:
 
     def sentence(self) -> str:
         """For people."""
-        kept = f", {self.kept} were already there" if self.kept else ""
-        return f"{self.out}: {self.made} {'sample' if self.made == 1 else 'samples'} made{kept}"
+        samples = "sample" if self.made == 1 else "samples"
+        told = f"{self.out}: {self.made} {samples} made"
+        if self.kept:
+            told += f", {self.kept} were already there"
+        return told
 
 
 def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = False) -> GenerateOutcome | None:
@@ -118,22 +122,22 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
             from mindspeed_mm.tasks.spread_model import check_spread  # all of training's plans: half a second
 
             check_spread(source, ranks.world_size, "mm export --merge")
-        orders = [order for batch in batches for order in batch]
+        orders = list(chain.from_iterable(batches))
         done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))
         lacking = [batch for batch in batches if missing_of(batch, done)]
-        notes = [note] if (note := empty_note(prompts)) else []
+        notes = [empty_note(prompts)]
         is_needed = ranks.rank < len(lacking) if request.plan is None else bool(lacking)
         if is_needed:
             section = arguments.model if arguments is not None else None
             generator = load_on_ranks(adapter, source, section, request.plan, ranks)
-            notes += _too_long(generator.sampler.cut_short(prompts))
+            notes.append(_cut_note(generator.sampler.cut_short(prompts)))
             prepared = generator.sampler.prepared(prompts, sampling, "--size")
-            _Work(generator, prepared, folder, done).make(lacking, notes, stop)
+            _Work(generator, prepared, folder, done).make(lacking, list(filter(None, notes)), stop)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:
             return None
         folder.finish()
-    return GenerateOutcome(out, len(orders) - len(done), len(done), tuple(notes))
+    return GenerateOutcome(out, len(orders) - len(done), len(done), tuple(filter(None, notes)))
 
 
 @dataclass(frozen=True)
@@ -227,11 +231,10 @@ def missing_of(batch: SampleBatch, done: set[Key]) -> list[SampleOrder]:
 def _asked(request: GenerateRequest) -> list[Prompt]:
     files = {name: _checked(name, path) for name, path in request.media.items()}
     image, others = files.pop("image", None), tuple(files.items())
-    listed = [Prompt(number, text, "--prompt", image, others=others) for number, text in enumerate(request.prompts)]
-    if request.prompts_file is None:
-        return listed
-    in_file = read_prompts(request.prompts_file, media_dir=request.media_dir, first_number=len(listed))
-    return [*listed, *in_file]
+    prompts = [Prompt(number, text, "--prompt", image, others=others) for number, text in enumerate(request.prompts)]
+    if request.prompts_file is not None:
+        prompts += read_prompts(request.prompts_file, media_dir=request.media_dir, first_number=len(prompts))
+    return prompts
 
 
 def _checked(name: str, file: Path) -> Path:
@@ -251,18 +254,17 @@ def _checked(name: str, file: Path) -> Path:
 
 def _configured(arguments: Arguments) -> SamplingArguments:
     """`training.sampling`, and over it what `inference.sampling` says."""
-    defaults, inference = SamplingArguments(), arguments.inference.sampling
-    said = {name: getattr(inference, name) for name in type(inference).model_fields}
-    return arguments.training.sampling.model_copy(
-        update={name: value for name, value in said.items() if value != getattr(defaults, name)}
-    )
+    defaults = SamplingArguments()
+    said = {name: value for name, value in arguments.inference.sampling.items() if value != defaults[name]}
+    return arguments.training.sampling.model_copy(update=said)
 
 
 def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
     if config is not None:
         return load_with_plugins(config).arguments
-    resolved = RunFolder(source.run).resolved if source.run is not None else None
-    return load_with_plugins(resolved).arguments if resolved is not None and resolved.exists() else None
+    if source.run is None or not RunFolder(source.run).resolved.exists():
+        return None
+    return load_with_plugins(RunFolder(source.run).resolved).arguments
 
 
 def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | None) -> DiffusionAdapter:
@@ -272,12 +274,15 @@ def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | No
     return adapter_of_section(section, task)
 
 
-def _too_long(prompts: Sequence[Prompt]) -> list[str]:
+def _cut_note(prompts: Sequence[Prompt]) -> str:
+    """What to say of prompts that are not read to their end; nothing where there are none."""
     if not prompts:
-        return []
-    places = ", ".join(prompt.place for prompt in prompts[:_MOST_SHOWN]) + (" …" if len(prompts) > _MOST_SHOWN else "")
+        return ""
+    places = ", ".join(prompt.place for prompt in prompts[:_MOST_SHOWN])
+    if len(prompts) > _MOST_SHOWN:
+        places += " …"
     count = "1 prompt is" if len(prompts) == 1 else f"{len(prompts)} prompts are"
-    return [f"{count} longer than what the text encoder reads ({places}): the end is cut off"]
+    return f"{count} longer than what the text encoder reads ({places}): the end is cut off"
 
 
 def _stopped(out: Path) -> StoppedAfterSave:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, stored_dtype
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.device) -> DiffusionSampler:
@@ -61,13 +63,12 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     Raises:
         ModelFolderError: Weights are missing, left over, damaged or of another shape.
     """
-    entries = find_entries(folder)  # says what is wrong with weight files in words
-    stored = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
+    dtype = stored_dtype(folder)  # says what is wrong with weight files in words
     try:
         with quiet("diffusers"):
             model, report = diffusers_class(adapter.transformer_class).from_pretrained(
                 str(folder),
-                torch_dtype=stored[0] if stored else torch.float32,
+                torch_dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -78,7 +79,7 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def load_lora(pipeline: Any, folder: Path) -> None:
+def load_lora(pipeline: DiffusionPipeline, folder: Path) -> None:
     """Put adapters beside the weights of a pipeline's transformer.
 
     Args:
@@ -96,7 +97,7 @@ def load_lora(pipeline: Any, folder: Path) -> None:
         _load_lora(pipeline, pipeline.transformer, folder)
 
 
-def _load_lora(pipeline: Any, transformer: Any, folder: Path) -> None:
+def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> None:
     path = folder if folder.is_file() else folder / DIFFUSERS_WEIGHTS
     if not path.is_file():
         raise ModelFolderError(
@@ -128,21 +129,18 @@ def _load_lora(pipeline: Any, transformer: Any, folder: Path) -> None:
 
 def _check_layers(transformer: nn.Module, path: Path) -> None:
     """diffusers leaves out what it does not know, and says so in a log line."""
-    layers = {name for name, _ in transformer.named_modules()}
-    adapted = {key.removeprefix(DIFFUSERS_PREFIX).partition(".lora_")[0] for key in _own_keys(path)}
-    if foreign := sorted(adapted - layers):
-        raise ModelFolderError(
-            f"the adapters do not belong to this model: it has no layer {foreign[0]}"
-            + (f", nor {len(foreign) - 1} others" if len(foreign) > 1 else ""),
-            where=str(path),
-            key="--lora",
-            way_out="Name the folder that they were trained on.",
-        )
-
-
-def _own_keys(path: Path) -> list[str]:
-    """Keys in diffusers' own layout; what other tools write it translates itself."""
-    return [key for key in read_header(path) if key.startswith(DIFFUSERS_PREFIX) and ".lora_" in key]
+    adapted = set()
+    for key in read_header(path):
+        # What other tools write has other names, which diffusers translates itself.
+        if key.startswith(DIFFUSERS_PREFIX) and ".lora_" in key:
+            adapted.add(key.removeprefix(DIFFUSERS_PREFIX).partition(".lora_")[0])
+    foreign = sorted(adapted - dict(transformer.named_modules()).keys())
+    if foreign:
+        what = f"the adapters do not belong to this model: it has no layer {foreign[0]}"
+        if len(foreign) > 1:
+            what += f", nor {len(foreign) - 1} others"
+        way_out = "Name the folder that they were trained on."
+        raise ModelFolderError(what, where=str(path), key="--lora", way_out=way_out)
 
 
 def _first_line(error: Exception) -> str:

@@ -89,17 +89,12 @@ class SampleFolder:
         """
         path = write_media(self.path / order.file_stem(_DIGITS), sample.frames, self._sampling.fps, sample.sound)
         size = dict(zip(("frames", "height", "width"), sample.frames.shape, strict=False))
-        sound = {} if sample.sound is None else {"sound": path.with_suffix(".wav").name}
-        entry = {
-            **order.describe(self._sampling),
-            "file": path.name,
-            "sha256": sha256_file(path),
-            **size,
-            **sound,
-            "settings": self._settings,
-            "model": self._model,
-        }
-        append_jsonl(self.path / (DRAWN_MANIFEST if rank == 0 else f"manifest.rank{rank}.jsonl"), entry)
+        entry = {**order.describe(self._sampling), "file": path.name, "sha256": sha256_file(path), **size}
+        if sample.sound is not None:
+            entry["sound"] = path.with_suffix(".wav").name
+        entry |= {"settings": self._settings, "model": self._model}
+        manifest = DRAWN_MANIFEST if rank == 0 else f"manifest.rank{rank}.jsonl"
+        append_jsonl(self.path / manifest, entry)
 
     def finish(self) -> None:
         """Put all lines into the manifest, in order."""
@@ -108,13 +103,16 @@ class SampleFolder:
     def _refuse_foreign(self, orders: Sequence[SampleOrder]) -> None:
         """The manifest is written before the first sample: files under a sample's name without one are not ours, nor is
         a manifest of other lines."""
-        if any(not entry.keys() >= _KEYS for entry in self._entries()):
-            raise self._foreign(f"its {DRAWN_MANIFEST} was not written by mm infer")
+        for entry in self._entries():
+            if not entry.keys() >= _KEYS:
+                raise self._foreign(f"its {DRAWN_MANIFEST} was not written by mm infer")
         if self._manifests() or not self.path.is_dir():
             return
         standing = {path.stem: path.name for path in self.path.iterdir()}
-        if found := [standing[stem] for order in orders if (stem := order.file_stem(_DIGITS)) in standing]:
-            raise self._foreign(f"it has no {DRAWN_MANIFEST}, and a sample would be written over '{found[0]}'")
+        for order in orders:
+            found = standing.get(order.file_stem(_DIGITS))
+            if found is not None:
+                raise self._foreign(f"it has no {DRAWN_MANIFEST}, and a sample would be written over '{found}'")
 
     def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
         lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
@@ -151,8 +149,15 @@ class SampleFolder:
             if entry["settings"].get(name) != value:
                 raise self._foreign(f"it holds samples made with {name} {entry['settings'].get(name)}, not {value}")
         order = wanted.get((entry["number"], entry["sample"]))
-        if order is None or any(entry.get(name) != value for name, value in _identity(order, self._sampling).items()):
+        if order is None or not self._is_of(entry, order):
             raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which was not requested for it")
+
+    def _is_of(self, entry: Mapping[str, Any], order: SampleOrder) -> bool:
+        """Whether a sample is the one asked for, wherever its prompt stood."""
+        for name, value in order.describe(self._sampling).items():
+            if name != "place" and entry.get(name) != value:
+                return False
+        return True
 
     def _foreign(self, why: str) -> DataError:
         return DataError(
@@ -165,8 +170,3 @@ class SampleFolder:
 
 def _key(order: SampleOrder) -> Key:
     return order.prompt.number, order.number
-
-
-def _identity(order: SampleOrder, sampling: SamplingArguments) -> dict[str, Any]:
-    """What must be the same for a sample to be the one asked for; where its prompt stood is not among it."""
-    return {name: value for name, value in order.describe(sampling).items() if name != "place"}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFea
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
 from mindspeed_mm.fsdp.utils.quiet import quiet
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 PIXELS_AT_ONCE = 4 << 20
 """Pixels that are encoded together when no batch size is given: four pictures of 1024 × 1024, or one clip."""
@@ -123,27 +127,30 @@ Pixels = dict[str, torch.Tensor]
 """`target`, and each role by its name → (views, 3, T, H, W) uint8, of sound (views, channels, samples) float32."""
 DecodedRow = tuple[FeatureRecord, Pixels | None] | SkippedRow
 """A row with its pixels; None where its latents are there."""
-EncodingJob = tuple[WorkBatch, list["Future[DecodedRow]"]]
 
 
 def _decode(
     source: RawSource, batches: Sequence[WorkBatch], pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[DecodedBatch]:
-    waiting: deque[EncodingJob] = deque()
+    waiting: deque[WorkBatch] = deque()
+    jobs: deque[Iterator[DecodedRow]] = deque()
+    """Of each batch that waits, its rows as they are decoded."""
     todo = deque(batches)
     while todo or waiting:
-        while todo and _has_room([batch for batch, _ in waiting], todo[0], threads):
+        while todo and _has_room(waiting, todo[0], threads):
             batch = todo.popleft()
             needs = batch.needs or (RowNeeds(),) * len(batch.rows)
-            jobs = [pool.submit(_decode_row, source, row, need) for row, need in zip(batch.rows, needs, strict=True)]
-            waiting.append((batch, jobs))
-        yield _gather(*waiting.popleft())
+            waiting.append(batch)
+            jobs.append(pool.map(partial(_decode_row, source), batch.rows, needs))
+        yield _gather(waiting.popleft(), jobs.popleft())
 
 
-def _has_room(waiting: Sequence[WorkBatch], following: WorkBatch, threads: int) -> bool:
+def _has_room(waiting: Collection[WorkBatch], following: WorkBatch, threads: int) -> bool:
     """Enough ahead to keep every thread busy, not so much that memory fills."""
-    rows = sum(len(batch.rows) for batch in waiting)
-    decoded_bytes = sum(batch.decoded_bytes for batch in waiting) + following.decoded_bytes
+    rows, decoded_bytes = 0, following.decoded_bytes
+    for batch in waiting:
+        rows += len(batch.rows)
+        decoded_bytes += batch.decoded_bytes
     is_short = len(waiting) <= _BATCHES_AHEAD or rows <= 2 * threads
     return is_short and (len(waiting) < 2 or decoded_bytes <= _DECODED_BYTES)
 
@@ -167,16 +174,16 @@ def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
     return record, pixels
 
 
-def _gather(batch: WorkBatch, jobs: Iterable[Future[DecodedRow]]) -> DecodedBatch:
+def _gather(batch: WorkBatch, rows: Iterable[DecodedRow]) -> DecodedBatch:
     decoded = DecodedBatch(batch.number)
-    for job in jobs:
-        result = job.result()
-        if isinstance(result, SkippedRow):
-            decoded.skipped.append(result)
-        else:
-            decoded.records.append(result[0])
-            if result[1] is not None:
-                decoded.pixels.append(result[1])
+    for row in rows:
+        if isinstance(row, SkippedRow):
+            decoded.skipped.append(row)
+            continue
+        record, pixels = row
+        decoded.records.append(record)
+        if pixels is not None:
+            decoded.pixels.append(pixels)
     return decoded
 
 
@@ -195,7 +202,7 @@ class BatchEncoder:
         device: Where the encoders are.
     """
 
-    def __init__(self, adapter: DiffusionAdapter, pipeline: Any, device: torch.device) -> None:
+    def __init__(self, adapter: DiffusionAdapter, pipeline: DiffusionPipeline, device: torch.device) -> None:
         self._adapter, self._pipeline, self._device = adapter, pipeline, device
         self._lengths = CaptionLengths(adapter, pipeline.components)
 
@@ -204,35 +211,45 @@ class BatchEncoder:
         """Encode a batch. Rows whose latents are not finite are moved to its skipped ones."""
         if not batch.records:
             return {}
-        media = self._encode_views(batch.pixels) if batch.pixels else {}
-        learned = [media[name] for name in ("latents", REJECTED_LATENTS) if name in media]
-        usable = _take_usable(batch, torch.cat(learned, dim=1)) if media else range(len(batch.records))
-        batch.records = [
-            replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
-        ]
+        media: dict[str, torch.Tensor] = {}
+        usable: Sequence[int] = range(len(batch.records))
+        if batch.pixels:
+            media = self._encode_views(batch.pixels)
+            usable = _take_usable(batch, media)
+        for at, record in enumerate(batch.records):
+            batch.records[at] = replace(record, cut_captions=len(self._lengths.cut(record.captions)))
         reads_media = self._adapter.task in self._adapter.text_reads_media
-        alone = () if reads_media else batch.records
-        texts = self.encode_captions([caption for record in alone for _, caption in _own_captions(record)])
+        texts = {} if reads_media else self._encode_texts(batch.records)
         tensors: dict[str, torch.Tensor] = {}
         for record, at in zip(batch.records, usable, strict=True):
             stem = record.own_stem
             if tensor_name(stem, "latents") in tensors:
                 continue  # the same row twice in a batch
             for name, values in media.items():
-                tensors |= {tensor_name(stem, name, view=view): each for view, each in enumerate(values[at])}
+                for view, each in enumerate(values[at]):
+                    tensors[tensor_name(stem, name, view=view)] = each
             if reads_media:
-                texts = self.encode_captions(
-                    record.captions, {name: each[:1] for name, each in batch.pixels[at].items()}
-                )
+                first_views = {name: views[:1] for name, views in batch.pixels[at].items()}
+                texts = self.encode_captions(record.captions, first_views)
             for number, caption in _own_captions(record):
-                tensors |= {tensor_name(stem, name, number): v.clone() for name, v in texts[caption].items()}
+                for name, value in texts[caption].items():
+                    tensors[tensor_name(stem, name, number)] = value.clone()
         return tensors
 
     def _encode_views(self, pixels: Sequence[Pixels]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, views, …) each."""
-        media = {name: torch.cat([each[name] for each in pixels]).to(self._device) for name in pixels[0]}
+        media: dict[str, torch.Tensor] = {}
+        for name in pixels[0]:
+            media[name] = torch.cat([each[name] for each in pixels]).to(self._device)
         found = self._encode_media(media)
         return {name: values.unflatten(0, (len(pixels), -1)) for name, values in found.items()}
+
+    def _encode_texts(self, records: Sequence[FeatureRecord]) -> dict[str, TextFeatures]:
+        """Features of all captions that have none yet."""
+        captions: list[str] = []
+        for record in records:
+            captions += [caption for _, caption in _own_captions(record)]
+        return self.encode_captions(captions)
 
     def encode_captions(
         self, captions: Sequence[str], media: Mapping[str, torch.Tensor] | None = None
@@ -253,7 +270,7 @@ class BatchEncoder:
                 else:
                     encoded = self._adapter.encode_text_beside(self._pipeline, some, media)
                 for caption, features in zip(some, encoded, strict=True):
-                    texts[caption] = {name: value.cpu().contiguous() for name, value in features.items()}
+                    texts[caption] = _on_host(features)
         return texts
 
     def encode_empty(self) -> TextFeatures:
@@ -271,7 +288,11 @@ class BatchEncoder:
         if REJECTED.name in media:
             found[REJECTED_LATENTS] = self._adapter.encode_media(self._pipeline, media[REJECTED.name])
         found |= self._adapter.encode_conditions(self._pipeline, media)
-        return {name: values.cpu().contiguous() for name, values in found.items()}
+        return _on_host(found)
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _own_captions(record: FeatureRecord) -> Iterator[tuple[int, str]]:
@@ -281,16 +302,19 @@ def _own_captions(record: FeatureRecord) -> Iterator[tuple[int, str]]:
             yield number, caption
 
 
-def _take_usable(batch: DecodedBatch, latents: torch.Tensor) -> list[int]:
+def _take_usable(batch: DecodedBatch, media: Mapping[str, torch.Tensor]) -> list[int]:
     """Where in the batch the rows stand whose latents are finite; the others are moved to the skipped ones."""
-    finite = torch.isfinite(latents).flatten(1).all(dim=1).tolist()
-    usable = [at for at, is_finite in enumerate(finite) if is_finite]
-    batch.skipped += [
-        SkippedRow(
-            record.row, record.place, record.path, "its latents are not finite: try another --dtype", record.said
-        )
-        for record, is_finite in zip(batch.records, finite, strict=True)
-        if not is_finite
-    ]
-    batch.records = [batch.records[at] for at in usable]
+    latents = media["latents"]
+    if REJECTED_LATENTS in media:
+        latents = torch.cat([latents, media[REJECTED_LATENTS]], dim=1)
+    usable, records = [], []
+    for at, is_finite in enumerate(torch.isfinite(latents).flatten(1).all(dim=1).tolist()):
+        record = batch.records[at]
+        if is_finite:
+            usable.append(at)
+            records.append(record)
+        else:
+            reason = "its latents are not finite: try another --dtype"
+            batch.skipped.append(SkippedRow(record.row, record.place, record.path, reason, record.said))
+    batch.records = records
     return usable

@@ -62,21 +62,24 @@ def run(
         StoppedAfterSave: A signal asked for an end; run again to go on.
         MMError: Anything else that a person can act on.
     """
-    config = config if isinstance(config, ResolvedConfig) else load_with_plugins(config, overrides)
+    if not isinstance(config, ResolvedConfig):
+        config = load_with_plugins(config, overrides)
     adapter, sets = configured_adapter(config), configured_sets(config, out)
-    options = {"threads": _threads(config), **{name: value for name, value in options.items() if value is not None}}
+    given = {name: value for name, value in options.items() if value is not None}
     stream = sys.stderr if progress_to_stderr else sys.stdout
     with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
-        settings = ExtractOptions(**options)
+        settings = ExtractOptions(**{"threads": _threads(config), **given})
         encoders = Encoders(adapter, current_device(), settings.dtype)
         preprocess = config.arguments.data.dataset_param.preprocess_parameters
-        outcomes = [
-            SetExtraction(
+        outcomes = []
+        for folder, basic in sets:
+            extraction = SetExtraction(
                 folder, basic, preprocess, encoders, ranks=ranks, options=settings, stop=stop, stream=stream
-            ).run()
-            for folder, basic in sets
-        ]
-    return [outcome for outcome in outcomes if outcome is not None]
+            )
+            outcome = extraction.run()
+            if outcome is not None:
+                outcomes.append(outcome)
+    return outcomes
 
 
 def run_ranks(

@@ -88,18 +88,18 @@ class ExtractOutcome:
 
     def sentence(self) -> str:
         """For people."""
-        kept = f", {self.kept} rows were already done" if self.kept else ""
-        rate = f" ({self.samples_per_s:.1f} samples/s)" if self.samples_per_s else ""
-        skipped = f"; {self.skipped} rows were skipped, see {self.out}/skipped.jsonl" if self.skipped else ""
-        captions = [
-            f"; {count} samples have {what}"
-            for count, what in (
-                (self.cut_captions, "a caption that the text encoder did not read to its end"),
-                (self.empty_captions, "an empty caption"),
-            )
-            if count
-        ]
-        return f"{self.out}: {self.samples} samples{kept}{rate}{skipped}{''.join(captions)}"
+        told = f"{self.out}: {self.samples} samples"
+        if self.kept:
+            told += f", {self.kept} rows were already done"
+        if self.samples_per_s:
+            told += f" ({self.samples_per_s:.1f} samples/s)"
+        if self.skipped:
+            told += f"; {self.skipped} rows were skipped, see {self.out}/skipped.jsonl"
+        if self.cut_captions:
+            told += f"; {self.cut_captions} samples have a caption that the text encoder did not read to its end"
+        if self.empty_captions:
+            told += f"; {self.empty_captions} samples have an empty caption"
+        return told
 
 
 class Encoders:
@@ -246,11 +246,10 @@ class SetExtraction:
 
     def _settle(self) -> Description:
         """What is done now: what was begun, or, where rows, media or sizes are others, what they add to it."""
-        exists = self.folder.description.is_file()
-        before = read_description(self.folder.description) if exists else None
+        if not self.folder.description.is_file():
+            return self._describe(None)
+        before = read_description(self.folder.description)
         now = self._describe(before)
-        if before is None:
-            return now
         first = before.first_batch
         has_same_rows = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now)
         # Frames, cuts and mirrored views change what is made of a row whose size stays.
@@ -274,15 +273,18 @@ class SetExtraction:
         check_same_work(before, self._describe(before), self.folder.description)
 
     def _describe(self, before: Description | None) -> Description:
+        components, batch_size = None, self._options.batch_size
+        if before is not None:
+            components, batch_size = before.components, batch_size or before.batch_size
         return Description(
             family=self._adapter.transformer_class,
             task=self._adapter.task,
             geometry=asdict(self._adapter.geometry),
             model_folder=str(self._adapter.folder.absolute()),
-            components=measure_components(self._adapter, before.components if before else None),
+            components=measure_components(self._adapter, components),
             preprocessing=asdict(self._settings),
             dtype=self._encoders.precision,
-            batch_size=self._options.batch_size or (before.batch_size if before else None),
+            batch_size=batch_size,
             rows=len(self._source),
             rows_fingerprint=self._rows_fingerprint,
             component_configs={"vae": self._adapter.component_config("vae")},
@@ -292,11 +294,13 @@ class SetExtraction:
     def _drop_damaged(self) -> tuple[str, ...]:
         """Take away what is damaged, each rank its share; names the files."""
         damaged = self.folder.drop_damaged(self._options.verify, self._ranks.rank, self._ranks.world_size)
-        problems = [error.problems[0] for error in damaged]
-        for problem in problems:
+        files = []
+        for error in damaged:
+            problem = error.problems[0]
             self._progress.note(f"{problem.where}  {problem.what}: it is extracted again")
+            files.append(problem.where)
         self._ranks.gather(None)
-        return tuple(problem.where for problem in problems)
+        return tuple(files)
 
     def _find_missing(self) -> list[WorkBatch]:
         done = self.folder.done()

@@ -8,7 +8,7 @@ reads both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mindspeed_mm.core.errors import DataError
@@ -59,13 +59,13 @@ class Existing:
         digests: dict[str, str] = {}
         for record in records:
             stem, stored = record.own_stem, stems.get(record.own_stem, set())
-            numbers = {name.partition("/")[2] for name in stored if "/" in name}
             if "latents" in stored and record.pixels:
                 pixels[record.pixels] = stem
+            numbers = {name.partition("/")[2] for name in stored if "/" in name}
             beside = record.pixels if text_reads_media else ""
-            captions |= {
-                (caption, beside): f"{stem}/{n}" for n, caption in enumerate(record.captions) if str(n) in numbers
-            }
+            for number, caption in enumerate(record.captions):
+                if str(number) in numbers:
+                    captions[caption, beside] = f"{stem}/{number}"
             if "latents" in stored and len(numbers) == len(record.captions):
                 whole[record.key, record.size] = record
             if record.medium:
@@ -85,7 +85,9 @@ class WorkPlan:
     def digest(self) -> str:
         """Hash of the batches; empty where every row is encoded and nothing is shared with earlier work."""
         said = [(batch.rows, batch.needs) for batch in self.batches if batch.needs]
-        return hashlib.sha256(repr(said).encode()).hexdigest() if self.kept or said else ""
+        if not self.kept and not said:
+            return ""
+        return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def plan_work(
@@ -146,27 +148,34 @@ def _found(
         index, key, str(source.place(index)), row.name, row.captions, size, said=row.digest, repeats=row.repeats,
         is_prior=row.is_prior, fps=source.fps(index), medium=source.digest(index, row).hex(), pixels=pixels,
     )  # fmt: skip
-    whole = existing.whole.get((key, size)) if pixels not in existing.pixels else None
-    if whole is not None and not whole.pixels:  # of a version that kept whole rows
-        stems = tuple(f"{whole.own_stem}/{number}" for number in range(len(row.captions)))
-        return replace(record, media_stem=whole.own_stem, caption_stems=stems)
+    whole = existing.whole.get((key, size))
+    stems = []
+    if pixels not in existing.pixels and whole is not None and not whole.pixels:  # of a version that kept whole rows
+        for number in range(len(row.captions)):
+            stems.append(f"{whole.own_stem}/{number}")
+        return replace(record, media_stem=whole.own_stem, caption_stems=tuple(stems))
     beside = pixels if text_reads_media else ""
-    captions = tuple(existing.captions.get((caption, beside), "") for caption in row.captions)
-    return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=captions)
+    for caption in row.captions:
+        stems.append(existing.captions.get((caption, beside), ""))
+    return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=tuple(stems))
 
 
 def _batches(source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None) -> list[WorkBatch]:
     """Batches of rows whose media are encoded, then of those whose captions alone are."""
-    with_media = [row for row, need in needs.items() if not need.media_stem]
-    found = list(_dealt(source, with_media, needs, batch_size, source.views))
-    found += _dealt(source, [row for row in needs if row not in set(with_media)], needs, batch_size, 0)
-    return [replace(batch, number=first + at) for at, batch in enumerate(found)]
-
-
-def _dealt(
-    source: RawSource, rows: Sequence[int], needs: Mapping[int, RowNeeds], batch_size: int | None, views: int
-) -> Iterable[WorkBatch]:
-    sizes = [source.sizes[row] if views else MediaSize(1, 1, 1) for row in rows]
-    for batch in plan_batches(sizes, batch_size, max(views, 1)):
-        chosen = tuple(rows[at] for at in batch.rows)
-        yield replace(batch, rows=chosen, views=views, needs=tuple(needs[row] for row in chosen))
+    with_media: list[int] = []
+    captions_alone: list[int] = []
+    for row, need in needs.items():
+        (captions_alone if need.media_stem else with_media).append(row)
+    sizes = [source.sizes[row] for row in with_media]
+    no_media = [MediaSize(1, 1, 1)] * len(captions_alone)
+    dealt = [
+        (with_media, source.views, plan_batches(sizes, batch_size, source.views)),
+        (captions_alone, 0, plan_batches(no_media, batch_size)),
+    ]
+    found: list[WorkBatch] = []
+    for rows, views, batches in dealt:
+        for batch in batches:
+            chosen = tuple(rows[at] for at in batch.rows)
+            own = tuple(needs[row] for row in chosen)
+            found.append(replace(batch, number=first + len(found), rows=chosen, views=views, needs=own))
+    return found

@@ -152,4 +152,8 @@ def _plain(value: Any) -> str:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives them back: it has lists, no tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    plain = dict(values)
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            plain[name] = list(value)
+    return plain

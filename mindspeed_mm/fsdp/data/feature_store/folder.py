@@ -115,8 +115,10 @@ class FeatureFolder:
 
     def done(self) -> set[int]:
         """Numbers of all finished batches."""
-        in_shards = {batch for span in self.shards() for batch in range(span.first, span.last + 1)}
-        return in_shards | self.pending().keys()
+        done = set(self.pending())
+        for span in self.shards():
+            done |= set(range(span.first, span.last + 1))
+        return done
 
     @property
     def next_batch(self) -> int:
@@ -125,12 +127,12 @@ class FeatureFolder:
 
     def batches_before(self, first: int) -> list[Path]:
         """Files of the batches of earlier work."""
-        pending = [path for number, path in sorted(self.pending().items()) if number < first]
-        return [span.path for span in self.shards() if span.first < first] + pending
+        files = [span.path for span in self.shards() if span.first < first]
+        return files + [path for number, path in sorted(self.pending().items()) if number < first]
 
     def files(self) -> list[Path]:
         """Everything that holds tensors of rows."""
-        return [span.path for span in self.shards()] + [path for _, path in sorted(self.pending().items())]
+        return self.batches_before(self.next_batch)
 
     def open_work(self) -> None:
         """Make the folder of unfinished work; take away what a kill left: drafts, and batches that are in a shard.
@@ -168,7 +170,9 @@ class FeatureFolder:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    for path in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         found = pattern.fullmatch(path.name)
         if found:
             yield path, found

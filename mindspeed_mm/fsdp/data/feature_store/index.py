@@ -55,8 +55,12 @@ class FinishedWork:
 
 def count_done(folder: FeatureFolder) -> tuple[int, int]:
     """Rows of finished batches: encoded, skipped."""
-    facts = [read_facts(path)[0] for path in folder.files()]
-    return sum(len(each.records) for each in facts), sum(len(each.skipped) for each in facts)
+    encoded = skipped = 0
+    for path in folder.files():
+        facts, _ = read_facts(path)
+        encoded += len(facts.records)
+        skipped += len(facts.skipped)
+    return encoded, skipped
 
 
 def write_index(
@@ -80,17 +84,18 @@ def write_index(
     """
     work = work or FinishedWork.read(folder, description.first_batch)
     records, skipped = [*kept, *work.records], [*unreadable, *work.skipped]
-    lines = [_placed(record, work.homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
-    contents = FeatureSetContents(
-        len(lines),
-        len(skipped),
-        {span.path.name: span.path.stat().st_size for span in folder.shards()},
-        cut_captions=sum(line.cut_captions > 0 for line in lines),
-        empty_captions=sum(not all(caption.strip() for caption in line.captions) for line in lines),
-    )
-    _write_lines(folder.skipped, (asdict(row) for row in skipped))
+    records.sort(key=lambda record: record.row)
+    lines: list[dict[str, Any]] = []
+    cut = empty = 0
+    for record in records:
+        lines.append(_placed(record, work.homes, folder.path).to_json())
+        cut += record.cut_captions > 0
+        empty += not all(map(str.strip, record.captions))
+    shards = {span.path.name: span.path.stat().st_size for span in folder.shards()}
+    contents = FeatureSetContents(len(lines), len(skipped), shards, cut_captions=cut, empty_captions=empty)
+    _write_lines(folder.skipped, map(asdict, skipped))
     replace(description, contents=contents).write(folder.description)
-    _write_lines(folder.index, (record.to_json() for record in lines))
+    _write_lines(folder.index, lines)
     return contents
 
 
@@ -119,9 +124,10 @@ def read_skipped(path: Path) -> list[SkippedRow]:
     Raises:
         DataError: A line is none of ours.
     """
-    skipped = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    skipped: list[SkippedRow] = []
+    if not path.is_file():
+        return skipped
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             skipped.append(SkippedRow(**parse_json(line)))
         except (ValueError, TypeError) as error:
@@ -158,9 +164,11 @@ def _shared(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str
                 yield stored, record.media_stem, stored
     for number, shared in enumerate(record.caption_stems):
         home, _, caption = shared.partition("/")
-        for stored in homes[home][1] if home in homes else ():
+        if not caption or home not in homes:
+            continue
+        for stored in homes[home][1]:
             name, _, of_caption = stored.partition("/")
-            if caption and of_caption == caption:
+            if of_caption == caption:
                 yield f"{name}/{number}", home, stored
 
 

@@ -87,9 +87,13 @@ class LegacyFeatureStore(UnmarkedFeatures):
         for name in ("video", "prompt_ids"):
             held = content.get(name)
             tensors = held if isinstance(held, list) and held else [held]
-            if not all(isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors):
+            if not all(map(_is_floating, tensors)):
                 raise DataError(f"holds no features under '{name}'", where=str(path), way_out=_WAY_OUT)
         return content
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def load_table(path: Path) -> dict[str, Any]:
@@ -125,8 +129,10 @@ def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
 
 def _caption(row: Mapping[str, Any]) -> str:
     """Of several the older tool took one, and did not say which."""
-    found = next((row[name] for name in _CAPTION_COLUMNS if name in row), "")
-    return found if isinstance(found, str) else ""
+    for name in _CAPTION_COLUMNS:
+        if name in row:
+            return row[name] if isinstance(row[name], str) else ""
+    return ""
 
 
 def _check_distinct(files: Sequence[tuple[str, tuple[str, ...]]], folder: Path) -> None:
@@ -152,9 +158,11 @@ def _pixel_size(latents: torch.Tensor, geometry: MediaGeometry, path: Path) -> M
             key="model.model_name_or_path",
             way_out="These features are for another model.",
         )
-    frames = (latents.shape[1] - 1) * geometry.temporal_ratio + 1 if geometry.is_video else 1
-    height, width = (side * geometry.spatial_ratio for side in latents.shape[-2:])
-    return MediaSize(frames, height, width)
+    frames = 1
+    if geometry.is_video:
+        frames = (latents.shape[1] - 1) * geometry.temporal_ratio + 1
+    height, width = latents.shape[-2:]
+    return MediaSize(frames, height * geometry.spatial_ratio, width * geometry.spatial_ratio)
 
 
 def _text_features(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -164,9 +172,12 @@ def _text_features(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         texts, masks = [texts], [masks]
     features = {}
     for text, mask in zip(texts, masks or [None] * len(texts), strict=True):
-        embeds = text[0] if text.dim() == 3 or (text.dim() == 2 and text.shape[0] == 1) else text
+        has_batch_axis = text.dim() == 3 or (text.dim() == 2 and text.shape[0] == 1)
+        embeds = text[0] if has_batch_axis else text
         if embeds.dim() == 1:
             features["pooled_prompt_embeds"] = embeds
-        else:
-            features["prompt_embeds"] = embeds if mask is None else embeds[: int(mask.sum())]
+            continue
+        if mask is not None:
+            embeds = embeds[: int(mask.sum())]
+        features["prompt_embeds"] = embeds
     return features

@@ -70,11 +70,14 @@ class PrecomputedFeatures(UnmarkedFeatures):
         name = self._names[index]
         text = self._adapter.text_of_connectors(load_table(self._conditions(name)), str(self._conditions(name)))
         features = {"latents": self._pictures(name)[0], **text}
-        return features | ({_AUDIO: self._sound(name)} if self._adapter.sound else {})
+        if self._adapter.sound:
+            features[_AUDIO] = self._sound(name)
+        return features
 
     def _find(self) -> list[Path]:
         needed = [self._layout.latents, self._layout.conditions]
-        needed += [self._layout.audio] if self._adapter.sound else []
+        if self._adapter.sound:
+            needed.append(self._layout.audio)
         for name in needed:
             if not (self.folder / name).is_dir():
                 raise DataError(
@@ -83,13 +86,12 @@ class PrecomputedFeatures(UnmarkedFeatures):
                     way_out="Name the folder that holds it in dataset_dir; without sound, set model.task: t2v.",
                 )
         root = self.folder / self._layout.latents
-        found = [path.relative_to(root) for path in sorted(root.rglob("*.pt"))]
-        whole = [
-            name
-            for name in found
-            if self._conditions(name).is_file()
-            and (not self._adapter.sound or (self.folder / self._layout.audio / name).is_file())
-        ]
+        whole = []
+        for path in sorted(root.rglob("*.pt")):
+            clip = path.relative_to(root)
+            has_sound = not self._adapter.sound or (self.folder / self._layout.audio / clip).is_file()
+            if has_sound and self._conditions(clip).is_file():
+                whole.append(clip)
         if not whole:
             raise DataError(f"no clip has a file in each of {', '.join(needed)}", where=str(self.folder))
         return whole
@@ -104,7 +106,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
     def _record(self, number: int, name: Path) -> FeatureRecord:
         latents, fps = self._pictures(name)
         geometry, sound = self._adapter.geometry, self._adapter.sound
-        height, width = (side * geometry.spatial_ratio for side in latents.shape[-2:])
+        height, width = latents.shape[-2] * geometry.spatial_ratio, latents.shape[-1] * geometry.spatial_ratio
         heard = self._sound(name).shape[1] if sound else 0
         size = MediaSize(geometry.frames(tuple(latents.shape)), height, width, heard)
         key = blake2b(name.as_posix().encode(), digest_size=16).hexdigest()

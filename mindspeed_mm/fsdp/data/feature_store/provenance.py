@@ -6,7 +6,7 @@ Beside each hash stand the file's size and time, so that training need not read 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +56,20 @@ def measure_components(
         known: Hashes from before; files that nobody has touched since are not read again.
         absent: Encoders to pass over.
     """
-    files_of = sorted(encoder_files(adapter, absent).items())
-    found = {name: _relative(files, adapter.folder) for name, files in files_of}
     known = known or {}
+    places: list[tuple[str, str]] = []
+    """Component and file, of each file that is measured."""
+    paths: list[Path] = []
+    for name, files in sorted(encoder_files(adapter, absent).items()):
+        for path in sorted(files):
+            places.append((name, path.relative_to(adapter.folder).as_posix()))
+            paths.append(path)
+    before = [known.get(name, {}).get(file) for name, file in places]
+    measured: dict[str, dict[str, FileMark]] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        marks = {
-            (name, file): pool.submit(_measure, path, known.get(name, {}).get(file))
-            for name, files in found.items()
-            for file, path in files.items()
-        }
-        return {name: {file: marks[name, file].result() for file in files} for name, files in found.items()}
+        for (name, file), mark in zip(places, pool.map(_measure, paths, before), strict=True):
+            measured.setdefault(name, {})[file] = mark
+    return measured
 
 
 def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
@@ -86,23 +90,24 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
         )
         return
     absent = absent_encoders(adapter)
-    if absent & store.components.keys():
+    unknown = sorted(absent & store.components.keys())
+    if unknown:
         warnings.warn(
-            f"{adapter.folder} lacks {', '.join(sorted(absent & store.components.keys()))}: it is not known whether "
-            f"the features in {store.folder} were made by the same",
+            f"{adapter.folder} lacks {', '.join(unknown)}: it is not known whether the features in {store.folder} were "
+            "made by the same",
             stacklevel=2,
         )
     known = {name: files for name, files in store.components.items() if name not in absent}
     problems = component_problems(known, measure_components(adapter, known, absent), adapter.folder)
     if not problems:
         return
-    made_with = store.model_folder
-    elsewhere = f" Or point model.model_name_or_path to {made_with}." if made_with != str(adapter.folder) else ""
-    raise DataError(
+    headline = (
         f"{store.folder}: these features were made by other weights than those of {adapter.folder}. "
-        f"Run mm extract with --overwrite to make them again.{elsewhere}",
-        problems=problems,
+        "Run mm extract with --overwrite to make them again."
     )
+    if store.model_folder != str(adapter.folder):
+        headline += f" Or point model.model_name_or_path to {store.model_folder}."
+    raise DataError(headline, problems=problems)
 
 
 def component_problems(before: Components, now: Components, folder: Path) -> list[Problem]:
@@ -111,19 +116,21 @@ def component_problems(before: Components, now: Components, folder: Path) -> lis
     for name in sorted(before.keys() | now.keys()):
         was, new = before.get(name, {}), now.get(name, {})
         changed = [file for file in sorted(was.keys() | new.keys()) if _sha(was, file) != _sha(new, file)]
-        if changed:
-            more = f" (and {len(changed) - 1} more files)" if len(changed) > 1 else ""
-            problems.append(Problem(_describe(was, new, changed[0]) + more, where=str(folder / changed[0]), key=name))
+        if not changed:
+            continue
+        what = _describe(was, new, changed[0])
+        if len(changed) > 1:
+            what += f" (and {len(changed) - 1} more files)"
+        problems.append(Problem(what, where=str(folder / changed[0]), key=name))
     return problems
 
 
 def from_json(content: Mapping[str, Any]) -> Components:
     """Out of `features.json`."""
-    return {name: {file: FileMark(**mark) for file, mark in files.items()} for name, files in content.items()}
-
-
-def _relative(files: Sequence[Path], folder: Path) -> dict[str, Path]:
-    return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+    components: dict[str, dict[str, FileMark]] = {}
+    for name, files in content.items():
+        components[name] = {file: FileMark(**mark) for file, mark in files.items()}
+    return components
 
 
 def _measure(path: Path, known: FileMark | None) -> FileMark:

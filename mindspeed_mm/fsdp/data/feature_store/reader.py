@@ -133,7 +133,10 @@ class ShardedFeatureStore:
     @property
     def provenance(self) -> dict[str, dict[str, str]]:
         """Component → file → SHA-256, wherever the folder lies."""
-        return {name: {file: mark.sha256 for file, mark in files.items()} for name, files in self.components.items()}
+        hashes: dict[str, dict[str, str]] = {}
+        for name, files in self.components.items():
+            hashes[name] = {file: mark.sha256 for file, mark in files.items()}
+        return hashes
 
     @property
     def skipped(self) -> Sequence[SkippedRow]:

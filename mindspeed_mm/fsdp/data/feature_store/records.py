@@ -121,5 +121,8 @@ class SkippedRow:
 def tensor_name(key: str, name: str, caption: int | None = None, *, view: int = 0) -> str:
     """`<key>/<name>`, for features of a caption `<key>/<name>/<its number>`, for views of a medium behind the first
     `<key>/<name>@<its number>`."""
-    name = f"{name}@{view}" if view else name
-    return f"{key}/{name}" if caption is None else f"{key}/{name}/{caption}"
+    if view:
+        name = f"{name}@{view}"
+    if caption is not None:
+        name = f"{name}/{caption}"
+    return f"{key}/{name}"

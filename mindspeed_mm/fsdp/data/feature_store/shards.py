@@ -67,12 +67,18 @@ class ShardBuilder:
 
     def _find_gaps(self) -> list[tuple[int, int]]:
         """First and last batch of each stretch that is in no shard, and is there or will be."""
-        in_shards = {batch for span in self._folder.shards() for batch in range(span.first, span.last + 1)}
-        earlier = {number for number in self._folder.pending() if number < self._first}
-        numbers = sorted((earlier | set(range(self._first, self._end))) - in_shards)
-        begins = [n for at, n in enumerate(numbers) if at == 0 or n == self._first or numbers[at - 1] != n - 1]
-        ends = [n for at, n in enumerate(numbers) if at == len(numbers) - 1 or numbers[at + 1] in begins]
-        return list(zip(begins, ends, strict=True))
+        numbers = {number for number in self._folder.pending() if number < self._first}
+        numbers |= set(range(self._first, self._end))
+        for span in self._folder.shards():
+            numbers -= set(range(span.first, span.last + 1))
+        gaps: list[tuple[int, int]] = []
+        for number in sorted(numbers):
+            # No stretch goes from earlier work into the latest.
+            if gaps and gaps[-1][1] == number - 1 and number != self._first:
+                gaps[-1] = (gaps[-1][0], number)
+            else:
+                gaps.append((number, number))
+        return gaps
 
     def _is_group_complete(self) -> bool:
         """Take batches into the next shard until it is full; False when one of them is missing."""

@@ -7,13 +7,20 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
@@ -23,6 +30,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _LOG_NOISE = (-3.0, 0.5)
 """Mean and deviation of the logarithm of how much noise the released models saw on the given picture."""
@@ -54,7 +64,7 @@ class CogVideoXAdapter(DiffusionAdapter):
         behind=("norm_final", "norm_out", "proj_out"),
         carried=("time_embedding", "ofs_embedding"),
     )
-    lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("*.attn1")
     streams = {
         "time_embedding*": "samples",
         "ofs_embedding*": "samples",
@@ -112,7 +122,7 @@ class CogVideoXAdapter(DiffusionAdapter):
         return DiscretePath(scheduler.alphas_cumprod, scheduler.config.prediction_type)
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by T5, padding included, since the model attends to it."""
         embeds, _ = pipeline.encode_prompt(
             list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
@@ -120,14 +130,16 @@ class CogVideoXAdapter(DiffusionAdapter):
         return [{"prompt_embeds": each} for each in embeds]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """z · scaling_factor; where a patch takes more frames than there are, the first one is repeated before them."""
         latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
         first = latents[:, :, :1].expand(-1, -1, self.geometry.leading_frames, -1, -1)
         return torch.cat([first, latents], dim=2)
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """i2v: `condition_latents` (B, C, 1, H, W) of the first frame with a little noise; for VAEs that say so
         divided by scaling_factor, as the model was trained."""
         if self.task != "i2v":
@@ -184,7 +196,7 @@ class CogVideoXAdapter(DiffusionAdapter):
             embed_dim=config.get("attention_head_dim", 64), grid_size=grid, device=device, **kind
         )
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """Channels before frames."""
         return output[0].transpose(1, 2)
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,12 +30,17 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+
 LATENTS = "latents"
 """Batch key of a sample's latents: of what `encode_media` makes."""
 TextFeatures = dict[str, torch.Tensor]
 """One caption's features by batch key, without the batch axis: `prompt_embeds` (L, D), `pooled_prompt_embeds` (D,)."""
 ConditionShapes = dict[str, tuple[int, ...]]
 """Batch key of a condition → its shape, without the batch axis."""
+TransformerOutput = tuple[Any, ...]
+"""What forward of a transformer of diffusers returns with `return_dict=False`: tensors, or lists of them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Requirement:
     """A setting of the transformer that another component of the folder fixes."""
 
     setting: str
-    value: Any
+    value: object
     """None: nothing is asked."""
     source: str
     """Where the value comes from, for messages: a component, alone or before a colon."""
@@ -147,7 +152,7 @@ class DiffusionAdapter(ABC):
     def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
         """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
         for what sizes follow from."""
-        self.noted = {name: config for name, config in configs.items() if self.lacks(name)}
+        self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
         self._configs.clear()
         self.__dict__.pop("geometry", None)
 
@@ -230,8 +235,8 @@ class DiffusionAdapter(ABC):
     def text_tokens(self) -> int:
         """Length that captions are padded to, in training and in sampling: `most_text_tokens`, or what the tokenizer
         says when that is less."""
-        longest = self.component_config(self.tokenizer).get("model_max_length")
-        return min(self.most_text_tokens, int(longest)) if longest else self.most_text_tokens
+        longest = self.component_config(self.tokenizer).get("model_max_length") or self.most_text_tokens
+        return min(self.most_text_tokens, int(longest))
 
     def has_component(self, name: str) -> bool:
         """Whether the folder's pipeline has a component; optional ones may be null in `model_index.json`."""
@@ -243,9 +248,12 @@ class DiffusionAdapter(ABC):
         every tokenizer that it has, with its own length."""
         if self.has_component(self.tokenizer):
             return {self.tokenizer: self.text_tokens}
-        others = [name for name in self.index if name.startswith("tokenizer") and self.has_component(name)]
-        lengths = {name: self.component_config(name).get("model_max_length") for name in others}
-        return {name: int(length or self.most_text_tokens) for name, length in lengths.items()}
+        limits: dict[str, int] = {}
+        for name in self.index:
+            if name.startswith("tokenizer") and self.has_component(name):
+                longest = self.component_config(name).get("model_max_length")
+                limits[name] = int(longest or self.most_text_tokens)
+        return limits
 
     @property
     def frames_per_second(self) -> float | None:
@@ -299,7 +307,7 @@ class DiffusionAdapter(ABC):
     # --- encoding: what is done once, or while training on raw media ------------------------------------------------
 
     @abstractmethod
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """Features of captions, one entry each, without padding that training can add again.
 
         Args:
@@ -308,7 +316,7 @@ class DiffusionAdapter(ABC):
         """
 
     def encode_text_beside(
-        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+        self, pipeline: DiffusionPipeline, captions: Sequence[str], media: Mapping[str, torch.Tensor]
     ) -> list[TextFeatures]:
         """Features of captions that are read together with the media of a sample, for tasks of `text_reads_media`.
 
@@ -320,7 +328,7 @@ class DiffusionAdapter(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """Normalised latents: the mode of the VAE's posterior, (B, C, H, W) or (B, C, T, H, W), in the VAE's dtype.
 
         Args:
@@ -328,7 +336,9 @@ class DiffusionAdapter(ABC):
             pixels: (B, 3, T, H, W) uint8 on any device; T is 1 for images.
         """
 
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """What else a task is conditioned on, by batch key (i2v: `condition_latents`, `image_embeds`); (B, …) each.
 
         Args:
@@ -337,7 +347,7 @@ class DiffusionAdapter(ABC):
         """
         return {}
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the VAE decodes them: the inverse of what `encode_media` does after it. Here: of `scaled`.
 
         Args:
@@ -350,7 +360,7 @@ class DiffusionAdapter(ABC):
         return unscaled(vae, latents)
 
     @torch.no_grad()
-    def decode(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+    def decode(self, pipeline: DiffusionPipeline, latents: torch.Tensor) -> torch.Tensor:
         """Pictures or clips of normalised latents, (B, 3, T, H, W) uint8 on the VAE's device; T is 1 for pictures.
 
         Args:
@@ -430,7 +440,7 @@ class DiffusionAdapter(ABC):
         """
 
     @abstractmethod
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """The transformer's output (called with `return_dict=False`) as a prediction of what `noise_path` asks for (in
         flow matching ε − x), in the shape of latents.
 
@@ -439,7 +449,7 @@ class DiffusionAdapter(ABC):
             latent_shape: (B, C, H, W) or (B, C, T, H, W).
         """
 
-    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    def predictions(self, output: TransformerOutput, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """`prediction` of each of the latents that a sample has, by batch key. Here: of the only ones.
 
         Args:
@@ -512,7 +522,7 @@ class DiffusionAdapter(ABC):
                 way_out="Leave it out.",
             )
 
-    def prepare_pipeline(self, pipeline: Any, sampling: SamplingArguments) -> None:
+    def prepare_pipeline(self, pipeline: DiffusionPipeline, sampling: SamplingArguments) -> None:
         """Set what a pipeline takes otherwise than by arguments, before each batch. Most take all by arguments."""
         return
 
@@ -532,7 +542,7 @@ class DiffusionAdapter(ABC):
         """Shapes of the `further_latents` of a clip, without the batch axis."""
         return {}
 
-    def starting_noise(self, pipeline: Any, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def starting_noise(self, pipeline: DiffusionPipeline, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Keyword arguments of the pipeline for the noise that a sample starts from, where it does not take it as
         `pipeline_arguments` gives it.
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from mindspeed_mm.fsdp.models.loading.folder import read_config
 from mindspeed_mm.fsdp.utils.processor import check_words
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 _MODULES = ("diffusers", "transformers", "mindspeed_mm.fsdp.models.diffusion.identity_vae")
 """What `model_index.json` may name as the home of a class."""
@@ -45,13 +48,18 @@ class TransformerSettings:
     """
 
     def __init__(self, adapter: DiffusionAdapter) -> None:
+        settings = {}
         parameters = inspect.signature(diffusers_class(adapter.transformer_class).__init__).parameters
-        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-        self.config = SimpleNamespace(**{**defaults, **adapter.transformer_config})
+        for name, parameter in parameters.items():
+            if parameter.default is not parameter.empty:
+                settings[name] = parameter.default
+        self.config = SimpleNamespace(**settings | adapter.transformer_config)
         """As the transformer itself would have it."""
 
 
-def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def load_encoders(
+    adapter: DiffusionAdapter, device: torch.device, dtype: torch.dtype | None = None
+) -> DiffusionPipeline:
     """The folder's diffusers pipeline with nothing but the settings of its transformer: frozen, in evaluation mode, on
     a device.
 
@@ -78,7 +86,7 @@ def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.
     return _pipeline(adapter, parts | {"transformer": TransformerSettings(adapter)})
 
 
-def _enable(vae: Any, option: str) -> None:
+def _enable(vae: ModelMixin, option: str) -> None:
     """Let a VAE take less memory by `tiling` or `slicing`.
 
     Raises:
@@ -92,7 +100,7 @@ def _enable(vae: Any, option: str) -> None:
         ) from None
 
 
-def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: Any) -> Any:
+def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: DiffusionPipeline) -> DiffusionPipeline:
     """The whole pipeline: a live transformer with the components that `load_encoders` loaded, which are shared."""
     scheduler = type(encoders.scheduler).from_config(encoders.scheduler.config)  # it counts steps: not to be shared
     trained = dict.fromkeys(adapter.transformers, transformer)  # two are one module, which knows whose turn it is
@@ -117,8 +125,12 @@ def encoder_files(adapter: DiffusionAdapter, absent: Collection[str] = ()) -> di
 
 def absent_encoders(adapter: DiffusionAdapter) -> set[str]:
     """Encoders that the folder lists and that have no folder, or none with weights: a run on features uses none."""
-    folders = {name: adapter.folder / name for name in _encoder_names(adapter)}
-    return {name for name, folder in folders.items() if not folder.is_dir() or _is_stripped(folder)}
+    absent = set()
+    for name in _encoder_names(adapter):
+        folder = adapter.folder / name
+        if not folder.is_dir() or _is_stripped(folder):
+            absent.add(name)
+    return absent
 
 
 def _is_stripped(folder: Path) -> bool:
@@ -178,13 +190,12 @@ def _load_module(component: Any, folder: Path, dtype: torch.dtype | None) -> Any
     from transformers import PreTrainedModel  # seconds to import
 
     read_config(folder)
-    stored = [entry.dtype for entry in find_entries(folder).values() if entry.dtype.is_floating_point]
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     name = "dtype" if issubclass(component, PreTrainedModel) else "torch_dtype"
-    module, report = component.from_pretrained(
-        str(folder), **options, **{name: dtype or (stored[0] if stored else torch.float32)}
-    )
-    missing = sorted(map(str, [*(report.get("missing_keys") or ()), *(report.get("mismatched_keys") or ())]))
+    module, report = component.from_pretrained(str(folder), **options, **{name: dtype or stored_dtype(folder)})
+    missing = list(map(str, report.get("missing_keys") or ()))
+    missing += map(str, report.get("mismatched_keys") or ())
+    missing.sort()
     if missing:
         raise ModelFolderError(
             f"{len(missing)} weights are missing or of another shape: {', '.join(missing[:3])} …",
@@ -192,6 +203,18 @@ def _load_module(component: Any, folder: Path, dtype: torch.dtype | None) -> Any
             way_out="Copy the weights that belong to this config.json.",
         )
     return module
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of a folder's first weight that is of a floating type.
+
+    Raises:
+        ModelFolderError: Weights are missing or pickled.
+    """
+    for entry in find_entries(folder).values():
+        if entry.dtype.is_floating_point:
+            return entry.dtype
+    return torch.float32
 
 
 def diffusers_class(name: str) -> Any:
@@ -237,29 +260,28 @@ def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
     return found
 
 
-def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> Any:
+def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> DiffusionPipeline:
     """The pipeline of these parts; those that the folder lists as absent, or does not list, are None."""
     pipeline_class = diffusers_class(adapter.pipelines[adapter.task])
     known = inspect.signature(pipeline_class.__init__).parameters
-    absent = {
-        name: None
-        for name, parameter in known.items()
-        if name != "self" and (parameter.default is parameter.empty or _is_component(adapter.index.get(name)))
-    }
-    settings = {key: value for key, value in adapter.index.items() if not _is_component(value) and key in known}
+    arguments: dict[str, Any] = {}
+    for name, parameter in known.items():
+        listed = adapter.index.get(name)
+        is_component = isinstance(listed, list) and len(listed) == 2
+        if name in adapter.index and not is_component:
+            arguments[name] = listed  # a setting of the pipeline
+        elif name != "self" and (is_component or parameter.default is parameter.empty):
+            arguments[name] = None
     with quiet("diffusers"):
-        pipeline = pipeline_class(**{**settings, **absent, **parts})
+        pipeline = pipeline_class(**arguments | parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def _is_component(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 2
 
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise absent_component(folder)
-    settings = [path for path in folder.iterdir() if path.suffix in _SETTINGS and ".index." not in path.name]
-    has_weights = (folder / "config.json").is_file()  # tokenizers and image processors have none
-    return sorted(settings) + (weight_files(folder) if has_weights else [])
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _SETTINGS and ".index." not in path.name]
+    if (folder / "config.json").is_file():  # tokenizers and image processors have no weights
+        files += weight_files(folder)
+    return files

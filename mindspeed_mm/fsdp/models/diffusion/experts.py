@@ -62,7 +62,10 @@ class ExpertPair(nn.Module):
             if is_spare and not calls_both:
                 continue
             rows = rows.new_zeros(1) if is_spare else rows
-            given = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+            given = dict(inputs)
+            for key, value in inputs.items():
+                if isinstance(value, torch.Tensor):
+                    given[key] = value[rows]
             (made,) = expert(timestep=timestep[rows], return_dict=False, **given)
             if output is None:
                 output = made.new_zeros(len(timestep), *made.shape[1:])

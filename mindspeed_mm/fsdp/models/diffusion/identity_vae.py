@@ -75,6 +75,7 @@ class IdentityVAE(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     def decode(self, latents: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """(B, latent_channels, …) latents as (B, 3, …) pixels."""
-        repeats = [3 // self.config.latent_channels if dim == 1 else 1 for dim in range(latents.ndim)]
+        repeats = [1] * latents.ndim
+        repeats[1] = 3 // self.config.latent_channels
         pixels = latents.repeat(repeats)
         return DecoderOutput(sample=pixels) if return_dict else (pixels,)

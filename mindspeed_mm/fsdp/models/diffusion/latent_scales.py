@@ -6,25 +6,28 @@ Computed in fp32 at least, given back in the type of the latents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
-def posterior_mode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+
+def posterior_mode(vae: ModelMixin, pixels: torch.Tensor) -> torch.Tensor:
     """The mode of a VAE's posterior for uint8 pixels: (B, 3, T, H, W), or (B, 3, H, W) for VAEs of images."""
     return vae.encode(model_range(pixels).to(vae.device, vae.dtype)).latent_dist.mode()
 
 
-def scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def scaled(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
     """(z − shift_factor) · scaling_factor, from the VAE's configuration; no shift where it has none."""
     shift = vae.config.get("shift_factor") or 0.0
     return ((_exact(latents) - shift) * vae.config.scaling_factor).to(latents.dtype)
 
 
-def unscaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def unscaled(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
     """The inverse of `scaled`."""
     shift = vae.config.get("shift_factor") or 0.0
     return (_exact(latents) / vae.config.scaling_factor + shift).to(latents.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,9 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, TARGET
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _SHOWN = 40
 _CAPTIONS_KEPT = 256
@@ -29,7 +32,7 @@ class LiveEncoder:
         pipeline: From `components.load_encoders`; on its device.
     """
 
-    def __init__(self, adapter: DiffusionAdapter, pipeline: Any) -> None:
+    def __init__(self, adapter: DiffusionAdapter, pipeline: DiffusionPipeline) -> None:
         self._adapter, self._pipeline = adapter, pipeline
         self._texts: OrderedDict[str, TextFeatures] = OrderedDict()
         self._lengths, self._has_warned = CaptionLengths(adapter, pipeline.components), False

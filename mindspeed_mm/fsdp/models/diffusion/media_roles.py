@@ -48,17 +48,12 @@ class MediaRole:
 
 def numbered(role: MediaRole, numbers: range) -> tuple[MediaRole, ...]:
     """Roles of further pictures, which a row may have: in columns such as `source_2`, or in a list under `source`."""
-    return tuple(
-        replace(
-            role,
-            name=f"{role.name}_{number}",
-            columns=tuple(f"{column}_{number}" for column in role.columns),
-            prompt=f"{role.prompt}_{number}",
-            is_optional=True,
-            is_whole=True,
-        )
-        for number in numbers
-    )
+    further = []
+    for number in numbers:
+        columns = tuple(f"{column}_{number}" for column in role.columns)
+        name, prompt = f"{role.name}_{number}", f"{role.prompt}_{number}"
+        further.append(replace(role, name=name, columns=columns, prompt=prompt, is_optional=True, is_whole=True))
+    return tuple(further)
 
 
 def unfit(roles: Sequence[MediaRole], given: Collection[str]) -> tuple[MediaRole, str] | None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
@@ -19,6 +26,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 _HALF = 127.5
 """Pixels of a mask that are brighter are filled."""
@@ -49,10 +59,7 @@ class FluxAdapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_text_embed",),
     )
-    lora_targets = (
-        *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    )
+    lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
         "time_text_embed*": "samples",
         "*.norm*linear": "samples",
@@ -106,7 +113,7 @@ class FluxAdapter(DiffusionAdapter):
     # --- encoding ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by T5, padding included, since the model attends to it; `pooled_prompt_embeds` (D,) by
         CLIP."""
         embeds, pooled, _ = pipeline.encode_prompt(
@@ -118,12 +125,14 @@ class FluxAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
         return _latents(pipeline.vae, model_range(pixels[:, :, 0]))
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """`source_latents` (B, C, H, W): of the picture that is edited, or of what is around the mask; `mask_latents`
         (B, ratio², H, W): one where the picture is to be filled, the pixels of a position as channels."""
         if self.task == "t2i":
@@ -169,7 +178,7 @@ class FluxAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """Unpacked; what stands behind the noise is the picture that is edited."""
         tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
         return unpack(output[0][:, :tokens], latent_shape)
@@ -200,7 +209,7 @@ class FluxAdapter(DiffusionAdapter):
         return arguments | {"true_cfg_scale": arguments.pop("guidance_scale")}
 
 
-def _latents(vae: Any, images: torch.Tensor) -> torch.Tensor:
+def _latents(vae: ModelMixin, images: torch.Tensor) -> torch.Tensor:
     """(B, 3, H, W) in −1..1 → (z − shift_factor) · scaling_factor."""
     return scaled(vae, vae.encode(images.to(vae.device, vae.dtype)).latent_dist.mode())
 

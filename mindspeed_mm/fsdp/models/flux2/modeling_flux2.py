@@ -6,18 +6,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 PATCH = 2
 _STEPS = 50
@@ -54,8 +58,7 @@ class Flux2Adapter(DiffusionAdapter):
         ),
     )
     lora_targets = (
-        *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *layers_of("*.attn", with_captions=True),
         "*.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.{*}.attn.to_out",
     )
@@ -103,19 +106,19 @@ class Flux2Adapter(DiffusionAdapter):
         return math.exp(slope * _STEPS + at_200 - 200.0 * slope)
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) of three layers side by side, padding included, since the model attends to it."""
         embeds, _ = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
         return [{"prompt_embeds": each} for each in embeds]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − running mean) / √(running variance + ε) of each position in a patch: (B, 4C, H/2, W/2)."""
         vae, latents = pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0])
         patches = torch.nn.functional.pixel_unshuffle(latents, PATCH)
         return standardised(patches, vae.bn.running_mean, _std(vae))
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """The way back."""
         return torch.nn.functional.pixel_shuffle(unstandardised(latents, vae.bn.running_mean, _std(vae)), PATCH)
 
@@ -133,7 +136,7 @@ class Flux2Adapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """(B, tokens, 4C) → (B, 4C, H/2, W/2)."""
         return output[0].transpose(1, 2).reshape(latent_shape)
 
@@ -153,7 +156,7 @@ class Flux2DevAdapter(Flux2Adapter):
     pipelines: ClassVar[Mapping[str, str]] = {"t2i": "Flux2Pipeline"}
 
 
-def _std(vae: Any) -> torch.Tensor:
+def _std(vae: ModelMixin) -> torch.Tensor:
     """(C,) of the normalisation's buffers."""
     std: torch.Tensor = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
     return std

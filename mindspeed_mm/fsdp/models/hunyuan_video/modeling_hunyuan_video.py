@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
@@ -20,6 +27,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _PIPELINE_STEP = 16
 """The pipeline refuses other heights and widths than its multiples."""
@@ -59,9 +69,10 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         carried=("time_text_embed",),
     )
     lora_targets = (
-        *(f"transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"transformer_blocks.{{*}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-        *(f"single_transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v")),
+        *layers_of("transformer_blocks.{*}.attn", with_captions=True),
+        "single_transformer_blocks.{*}.attn.to_q",
+        "single_transformer_blocks.{*}.attn.to_k",
+        "single_transformer_blocks.{*}.attn.to_v",
     )
     streams = {
         "*time_text_embed*": "samples",
@@ -121,7 +132,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): the third last layer of Llama, without the template before the caption;
         `pooled_prompt_embeds` (D,) by CLIP."""
         embeds, pooled, mask = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
@@ -132,7 +143,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
 
     @torch.no_grad()
     def encode_text_beside(
-        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+        self, pipeline: DiffusionPipeline, captions: Sequence[str], media: Mapping[str, torch.Tensor]
     ) -> list[TextFeatures]:
         """The same by LLaVA, features of the picture in front."""
         (picture,) = as_pil(media["first_frame"][:, :, 0])
@@ -155,12 +166,14 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         }
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """z · scaling_factor."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """i2v: `condition_latents` (B, C, 1, H, W) of the first frame alone."""
         if self.task != "i2v":
             return {}
@@ -202,7 +215,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, 1000 * guidance)
         return inputs
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """As it is."""
         return output[0]
 

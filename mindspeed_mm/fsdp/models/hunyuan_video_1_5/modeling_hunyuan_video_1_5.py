@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
@@ -20,6 +27,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _PICTURE_TOKENS = 729
 """The pipelines' number of features of a picture; in no configuration."""
@@ -51,10 +61,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_embed",),
     )
-    lora_targets = (
-        *(f"transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"transformer_blocks.{{*}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    )
+    lora_targets = layers_of("transformer_blocks.{*}.attn", with_captions=True)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     most_text_tokens = 1000
@@ -88,7 +95,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by Qwen2.5-VL, without the template before the caption; `glyph_embeds` (G, E) by ByT5
         of the words in quotes, G 0 where there are none."""
         embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(list(captions), batch_size=len(captions))
@@ -100,13 +107,15 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         return pad_rows(features) | pad_rows(features, _GLYPHS, _GLYPHS_MASK)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """z · scaling_factor. This VAE takes clips one by one: its causal mask fits no larger batch."""
         pipeline.vae.enable_slicing()
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """i2v: `condition_latents` (B, C, 1, H, W) of the first frame, `image_embeds` (B, N, D) of it by SigLIP."""
         if self.task != "i2v":
             return {}
@@ -150,11 +159,11 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         the type of the weights."""
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_in_type_of_weights)
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """As it is."""
         return output[0]
 
-    def prepare_pipeline(self, pipeline: Any, sampling: SamplingArguments) -> None:
+    def prepare_pipeline(self, pipeline: DiffusionPipeline, sampling: SamplingArguments) -> None:
         """Guidance is a part of this pipeline, its VAE takes clips one by one, and for image to video it would choose a
         size by the picture, which has the sample's here."""
         pipeline.vae.enable_slicing()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,14 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    LATENTS,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
@@ -25,6 +32,9 @@ from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 _PIPELINE_STEP = 32
 """The pipeline refuses other heights and widths than its multiples."""
@@ -71,10 +81,8 @@ class LTX2Adapter(DiffusionAdapter):
             *("caption_projection", "audio_caption_projection"),
         ),
     )
-    lora_targets = tuple(
-        f"*.{attention}.to_{name}"
-        for attention in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-        for name in ("q", "k", "v", "out.0")
+    lora_targets = layers_of(
+        "*.attn1", "*.attn2", "*.audio_attn1", "*.audio_attn2", "*.audio_to_video_attn", "*.video_to_audio_attn"
     )
     streams = {
         "*time_embed*": "samples",
@@ -157,7 +165,7 @@ class LTX2Adapter(DiffusionAdapter):
     # --- encoding ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) and `audio_prompt_embeds` (L, E): what the frozen connectors make of all layers of
         Gemma. Where they put learned registers in place of the padding, all of them are features."""
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -210,13 +218,15 @@ class LTX2Adapter(DiffusionAdapter):
         return {_TEXT: own_rows(video, own)[0], _AUDIO_TEXT: own_rows(audio, own)[0]}
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
         vae = pipeline.vae
         return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """`audio_latents` (B, C, L, M): of the logarithmic spectrum, so many frames of it as L positions are made of,
         normalised by channel and bin."""
         if self.sound is None:
@@ -229,7 +239,7 @@ class LTX2Adapter(DiffusionAdapter):
         latents = vae.encode(mel).latent_dist.mode()
         return {_AUDIO: _unpack_sound(standardised(_pack_sound(latents), **_statistics(vae)), latents.shape)}
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """The way back, of the pictures."""
         return unstandardised(latents, vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
 
@@ -277,14 +287,14 @@ class LTX2Adapter(DiffusionAdapter):
         time[:, 0] = 0
         return time.flatten(1)
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """(B, tokens, D) → (B, C, T, H, W)."""
         B, C, T, H, W = latent_shape
         t, h, w = self.geometry.patch
         patches = output[0].reshape(B, T // t, H // h, W // w, C, t, h, w)
         return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
 
-    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    def predictions(self, output: TransformerOutput, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """Of the sound, too: (B, L, C · M) → (B, C, L, M)."""
         found = super().predictions(output, shapes)
         return found | {key: _unpack_sound(output[1].transpose(1, 2), shapes[key]) for key in self.further_latents}
@@ -322,16 +332,19 @@ class LTX2Adapter(DiffusionAdapter):
         return self.guided(sampling, prompts, latents) | {
             "frame_rate": sampling.fps,
             "audio_guidance_scale": sampling.guidance_scale,
-            **{f"{kind}_scale": 0.0 for kind in ("stg", "audio_stg")},
-            **{f"{kind}_scale": 1.0 for kind in ("modality", "audio_modality")},
-            **{f"{kind}_rescale": 0.0 for kind in ("guidance", "audio_guidance")},
+            "stg_scale": 0.0,
+            "audio_stg_scale": 0.0,
+            "modality_scale": 1.0,
+            "audio_modality_scale": 1.0,
+            "guidance_rescale": 0.0,
+            "audio_guidance_rescale": 0.0,
         }
 
     def further_shapes(self, frames: int, fps: float) -> dict[str, tuple[int, ...]]:
         """Of the sound."""
         return {} if self.sound is None else {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
 
-    def starting_noise(self, pipeline: Any, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def starting_noise(self, pipeline: DiffusionPipeline, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The pipeline normalises what it is given, noise too; a picture it encodes only where it draws the noise
         itself."""
         found: dict[str, Any] = {LATENTS: None}
@@ -355,6 +368,6 @@ def _unpack_sound(latents: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return latents.reshape(B, C, M, L).transpose(2, 3)
 
 
-def _statistics(vae: Any) -> dict[str, torch.Tensor]:
+def _statistics(vae: ModelMixin) -> dict[str, torch.Tensor]:
     """By channel and bin."""
     return {"mean": vae.latents_mean, "std": vae.latents_std}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
@@ -24,6 +25,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 _PIPELINE_STEP = 32
 """The pipeline refuses other heights and widths than its multiples."""
@@ -54,7 +58,7 @@ class LTXVideoAdapter(DiffusionAdapter):
         behind_parameters=("scale_shift_table",),
         carried=("time_embed", "caption_projection"),
     )
-    lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("*.attn1", "*.attn2")
     streams = {
         "time_embed*": "samples",
         "caption_projection*": "caption",
@@ -92,7 +96,7 @@ class LTXVideoAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): a caption's own tokens by T5, which has seen the padding."""
         embeds, mask, _, _ = pipeline.encode_prompt(
             list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
@@ -104,12 +108,12 @@ class LTXVideoAdapter(DiffusionAdapter):
         return pad_rows(features)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
         vae = pipeline.vae
         return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """The way back; the decoder of later releases is told how much noise is left, and adds some."""
         if vae.config.timestep_conditioning:
             raise ConfigError(
@@ -150,7 +154,7 @@ class LTXVideoAdapter(DiffusionAdapter):
             "rope_interpolation_scale": (seconds, geometry.spatial_ratio, geometry.spatial_ratio),
         }
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """(B, tokens, D) → (B, C, T, H, W)."""
         B, C, T, H, W = latent_shape
         t, h, w = self.geometry.patch
@@ -179,4 +183,7 @@ class LTXVideoAdapter(DiffusionAdapter):
 
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
         """The pipeline encodes the picture only where it draws the noise itself."""
-        return super().pipeline_media(media, sampling) | ({"latents": None} if self.task == "i2v" else {})
+        given = super().pipeline_media(media, sampling)
+        if self.task == "i2v":
+            given["latents"] = None
+        return given

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _PIPELINE_STEP = 16
 """The pipeline refuses other heights and widths than its multiples."""
@@ -40,7 +44,7 @@ class Lumina2Adapter(DiffusionAdapter):
         gathered=(("norm_out", (BOTH, 1)),),
     )
     cut_points = CutPoints(layers={"layers": ("hidden_states",)}, behind=("norm_out",), carried=("time_caption_embed",))
-    lora_targets = tuple(f"layers.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("layers.{*}.attn")
     streams = {
         "time_caption_embed.timestep*": "samples",
         "time_caption_embed*": "caption",
@@ -77,7 +81,7 @@ class Lumina2Adapter(DiffusionAdapter):
         return super().released_shift(self.geometry.latent_channels)
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): the last layer but one of Gemma 2, behind the pipeline's system prompt. The empty
         caption has none, as the pipeline's negative prompt."""
         device, found = pipeline._execution_device, []
@@ -98,7 +102,7 @@ class Lumina2Adapter(DiffusionAdapter):
         return pad_rows(features)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
 
@@ -111,7 +115,7 @@ class Lumina2Adapter(DiffusionAdapter):
             "encoder_attention_mask": batch["prompt_mask"].bool(),
         }
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """The model says x − ε."""
         return -output[0]
 

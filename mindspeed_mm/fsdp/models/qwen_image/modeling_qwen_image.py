@@ -6,13 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
@@ -22,6 +29,10 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+    from PIL import Image
 
 _LATENT_AREA = 1024 * 1024
 """Pixels that the pipelines scale a picture to before its latents are taken, whatever size it has; in no setting."""
@@ -54,10 +65,7 @@ class QwenImageAdapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_text_embed",),
     )
-    lora_targets = (
-        *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    )
+    lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
         "time_text_embed*": "samples",
         "transformer_blocks.{*}.*_mod.{*}": "samples",
@@ -93,7 +101,7 @@ class QwenImageAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): the last layer of Qwen2.5-VL, without the template before the caption."""
         embeds, mask = pipeline.encode_prompt(list(captions), max_sequence_length=self.text_tokens)
         rows = list(embeds) if mask is None else own_rows(embeds, mask)
@@ -104,13 +112,13 @@ class QwenImageAdapter(DiffusionAdapter):
         return pad_rows(features)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / std by channel; a picture is a clip of one frame."""
         vae = pipeline.vae
         latents = posterior_mode(vae, pixels)[:, :, 0]
         return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """A picture is a video of one frame."""
         return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std).unsqueeze(2)
 
@@ -128,7 +136,7 @@ class QwenImageAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """Unpacked."""
         return unpack(output[0], latent_shape)
 
@@ -157,7 +165,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
     @torch.no_grad()
     def encode_text_beside(
-        self, pipeline: Any, captions: Sequence[str], media: Mapping[str, torch.Tensor]
+        self, pipeline: DiffusionPipeline, captions: Sequence[str], media: Mapping[str, torch.Tensor]
     ) -> list[TextFeatures]:
         """`prompt_embeds` (L, D), those of the picture among them."""
         seen = []
@@ -171,7 +179,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             found.append({"prompt_embeds": embeds[0].clone()})
         return found
 
-    def _as_seen(self, pictures: list[Any]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> Any:
         return pictures[0]
 
     def pictures_of(self, given: Collection[str], suffix: str = "") -> list[str]:
@@ -179,12 +187,14 @@ class QwenImageEditAdapter(QwenImageAdapter):
         return [role.name + suffix for role in self.roles["edit"] if role.name + suffix in given]
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """`source_latents` (B, C, H, W) of the picture in the pipeline's own size; the same of further ones."""
         names = self.pictures_of(media)
         return {f"{name}{_LATENTS_OF}": self._latents_of(pipeline, media[name]) for name in names}
 
-    def _latents_of(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def _latents_of(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         vae, found = pipeline.vae, []
         for picture in as_pil(pixels[:, :, 0]):
             width, height = fitted_size(*picture.size, _LATENT_AREA)
@@ -219,7 +229,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
             "img_shapes": [[*shapes, *grids] for shapes in inputs["img_shapes"]],
         }
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """Unpacked; what stands behind the noise are the pictures."""
         tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
         return unpack(output[0][:, :tokens], latent_shape)
@@ -232,7 +242,7 @@ class QwenImageEditPlusAdapter(QwenImageEditAdapter):
     roles = {"edit": (SOURCE_PICTURE, *FURTHER_SOURCES)}
     seen_area: ClassVar[int | None] = _SEEN_AREA
 
-    def _as_seen(self, pictures: list[Any]) -> Any:
+    def _as_seen(self, pictures: list[Image.Image]) -> Any:
         return pictures
 
 

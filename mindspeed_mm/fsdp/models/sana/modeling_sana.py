@@ -6,14 +6,15 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
@@ -21,6 +22,9 @@ from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 PIPELINE_STEP = 32
 """The pipelines refuse other heights and widths than its multiples."""
@@ -40,7 +44,7 @@ class SanaAdapter(DiffusionAdapter):
         behind_parameters=("scale_shift_table",),
         carried=("time_embed", "caption_norm"),
     )
-    lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("*.attn1", "*.attn2")
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 300
@@ -62,12 +66,12 @@ class SanaAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): a caption's own tokens, read by Gemma 2 behind the instruction that the pipeline puts
         before prompts. The empty caption has none, as the pipeline's negative prompt."""
         return [{"prompt_embeds": self._caption_rows(pipeline, caption)} for caption in captions]
 
-    def _caption_rows(self, pipeline: Any, caption: str) -> torch.Tensor:
+    def _caption_rows(self, pipeline: DiffusionPipeline, caption: str) -> torch.Tensor:
         instruction = inspect.signature(pipeline.__call__).parameters["complex_human_instruction"].default
         embeds, mask, _, _ = pipeline.encode_prompt(
             [caption],
@@ -82,7 +86,7 @@ class SanaAdapter(DiffusionAdapter):
         return pad_rows(features)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """z · scaling_factor; this autoencoder draws nothing."""
         vae = pipeline.vae
         return scaled(vae, vae.encode(model_range(pixels[:, :, 0]).to(vae.device, vae.dtype)).latent)
@@ -100,7 +104,7 @@ class SanaAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, guidance) * scale
         return inputs
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """The first channels: some release has as many again, which were for variances."""
         return output[0][:, : latent_shape[1]]
 

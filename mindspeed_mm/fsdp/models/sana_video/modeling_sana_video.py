@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sta
 from mindspeed_mm.fsdp.models.sana.modeling_sana import PIPELINE_STEP, SanaAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 
 @model_register.register("sana_video")
@@ -50,12 +53,12 @@ class SanaVideoAdapter(SanaAdapter):
         ]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / std by channel: of the configuration (Wan's VAE), or of buffers (LTX-2's)."""
         vae = pipeline.vae
         return standardised(posterior_mode(vae, pixels), *_scales(vae))
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """The way back, of either VAE."""
         return unstandardised(latents, *_scales(vae))
 
@@ -71,7 +74,7 @@ class SanaVideoAdapter(SanaAdapter):
         return arguments | {"frames": arguments.pop("num_frames")}
 
 
-def _scales(vae: Any) -> tuple[Any, Any]:
+def _scales(vae: ModelMixin) -> tuple[Any, Any]:
     """Mean and standard deviation of each channel: settings of Wan's VAE, buffers of LTX-2's."""
     mean, std = (getattr(vae.config, name, None) or getattr(vae, name) for name in ("latents_mean", "latents_std"))
     return mean, std

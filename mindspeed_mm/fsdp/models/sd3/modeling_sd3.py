@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 @model_register.register("sd3")
@@ -39,10 +43,7 @@ class StableDiffusion3Adapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_text_embed",),
     )
-    lora_targets = (
-        *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
-        *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
-    )
+    lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
         "time_text_embed*": "samples",
         "*.norm*linear": "samples",
@@ -66,16 +67,21 @@ class StableDiffusion3Adapter(DiffusionAdapter):
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, widths of the text encoders."""
-        widths = [self.component_config(name).get("projection_dim") for name in ("text_encoder", "text_encoder_2")]
-        t5 = self.component_config("text_encoder_3").get("d_model") if self.has_component("text_encoder_3") else None
+        t5 = joint = None
+        if self.has_component("text_encoder_3"):
+            t5 = self.component_config("text_encoder_3").get("d_model")
+        first = self.component_config("text_encoder").get("projection_dim")
+        second = self.component_config("text_encoder_2").get("projection_dim")
+        if first and second:
+            joint = first + second
         return [
             Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
             Requirement("joint_attention_dim", t5, "text_encoder_3"),
-            Requirement("pooled_projection_dim", sum(widths) if all(widths) else None, "text_encoder_2"),
+            Requirement("pooled_projection_dim", joint, "text_encoder_2"),
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): both CLIP encoders side by side, then T5, padding included, since the model attends
         to it; `pooled_prompt_embeds` (D,) by both CLIP encoders."""
         embeds, _, pooled, _ = pipeline.encode_prompt(
@@ -87,7 +93,7 @@ class StableDiffusion3Adapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
 
@@ -100,7 +106,7 @@ class StableDiffusion3Adapter(DiffusionAdapter):
             "pooled_projections": batch["pooled_prompt_embeds"],
         }
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """As it is."""
         return output[0]
 

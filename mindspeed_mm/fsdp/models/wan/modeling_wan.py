@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +16,14 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
-from mindspeed_mm.fsdp.models.diffusion.adapter import ConditionShapes, DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import (
+    ConditionShapes,
+    DiffusionAdapter,
+    Requirement,
+    TextFeatures,
+    TransformerOutput,
+)
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
@@ -24,6 +31,9 @@ from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 _IMAGE_TOKENS = 257
 """Of CLIP ViT-H/14 at 224 pixels, the released image encoder."""
@@ -61,7 +71,7 @@ class WanAdapter(DiffusionAdapter):
         behind_parameters=("scale_shift_table",),
         carried=("condition_embedder",),
     )
-    lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("blocks.{*}.attn1", "blocks.{*}.attn2")
     streams: ClassVar[Mapping[str, str]] = {
         "condition_embedder.text_embedder*": "caption",
         "condition_embedder.image_embedder*": "picture",
@@ -102,12 +112,15 @@ class WanAdapter(DiffusionAdapter):
     def _input_channels(self) -> int:
         """i2v: noise, a mask of one channel a frame, and the condition."""
         channels = self.geometry.latent_channels
-        return channels if self.task in ("t2v", "v2v") else 2 * channels + self.geometry.temporal_ratio
+        if self.task in ("t2v", "v2v"):
+            return channels
+        return 2 * channels + self.geometry.temporal_ratio
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, widths of the encoders."""
-        image_encoder = self.component_config("image_encoder")
-        image_width = image_encoder.get("hidden_size") if self._takes_image_embeds else None
+        image_width = None
+        if self._takes_image_embeds:
+            image_width = self.component_config("image_encoder").get("hidden_size")
         return [
             Requirement("in_channels", self._input_channels, f"vae: z_dim, for {self.task}"),
             Requirement("out_channels", self.geometry.latent_channels, "vae: z_dim"),
@@ -138,13 +151,20 @@ class WanAdapter(DiffusionAdapter):
     def _of_two(self) -> dict[str, Any]:
         """What is said of one transformer, for two: patterns of both. They take rows apart, so that layers are not
         spread over ranks; nobody knows how many samples each will have."""
-        patterns = {
-            name: tuple(f"{part}.{pattern}" for part in self.transformers for pattern in getattr(type(self), name))
-            for name in ("blocks", "lora_targets")
-        }
+        blocks: list[str] = []
+        targets: list[str] = []
+        for part in self.transformers:
+            blocks += [f"{part}.{pattern}" for pattern in type(self).blocks]
+            targets += [f"{part}.{pattern}" for pattern in type(self).lora_targets]
         plan = type(self).sample_plan
-        spread = plan and plan.inside(self.transformers)
-        return {**patterns, "streams": {}, "sample_plan": spread, "cut_points": None, "uncut_because": _PAIR}
+        return {
+            "blocks": tuple(blocks),
+            "lora_targets": tuple(targets),
+            "streams": {},
+            "sample_plan": plan and plan.inside(self.transformers),
+            "cut_points": None,
+            "uncut_because": _PAIR,
+        }
 
     def check(self) -> None:
         """Also refuses half of a pair, and a pair without its boundary."""
@@ -171,7 +191,7 @@ class WanAdapter(DiffusionAdapter):
     # --- encoding ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D) by UMT5, L the caption's own tokens: the pipelines pad with zeros, `pad_text` too."""
         embeds, _ = pipeline.encode_prompt(
             prompt=list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
@@ -179,11 +199,11 @@ class WanAdapter(DiffusionAdapter):
         return [{"prompt_embeds": each[: _used_rows(each)].clone()} for each in embeds]
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − mean) / std by channel, from the VAE's configuration."""
         return _normalised_latents(pipeline.vae, model_range(pixels))
 
-    def vae_latents(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
         """mean + std · latents."""
         return unstandardised(latents, vae.config.latents_mean, vae.config.latents_std)
 
@@ -193,7 +213,9 @@ class WanAdapter(DiffusionAdapter):
         return self.transformer_config.get("pos_embed_seq_len") is not None
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """i2v and flf2v: `condition_latents`, the given frames with grey between or behind them; `image_embeds`
         (B, N, D), CLIP's last but one layer for each given frame in turn, when the transformer takes them."""
         given = [media[role.name] for role in self.media_roles]
@@ -243,9 +265,9 @@ class WanAdapter(DiffusionAdapter):
         }
         if "image_embeds" in batch:
             embeds = batch["image_embeds"]
-            # With positions, the model wants a row for each of the two pictures.
-            rows = embeds.unflatten(1, (2, -1)).flatten(0, 1) if self._tells_frames_apart else embeds
-            inputs["encoder_hidden_states_image"] = rows
+            if self._tells_frames_apart:  # with positions, the model wants a row for each of the two pictures
+                embeds = embeds.unflatten(1, (2, -1)).flatten(0, 1)
+            inputs["encoder_hidden_states_image"] = embeds
         return inputs
 
     def _given_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -257,7 +279,7 @@ class WanAdapter(DiffusionAdapter):
             mask[:, -1, -1] = 1
         return mask
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """As it is."""
         return output[0]
 
@@ -335,7 +357,7 @@ class WanTokenTimeAdapter(WanAdapter):
         return inputs | {"timestep": times.flatten(1)}
 
 
-def _normalised_latents(vae: Any, video: torch.Tensor) -> torch.Tensor:
+def _normalised_latents(vae: ModelMixin, video: torch.Tensor) -> torch.Tensor:
     latents = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode()
     return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
 

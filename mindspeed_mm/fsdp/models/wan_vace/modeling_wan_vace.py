@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, ConditionShapes, Requirement
+from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, ConditionShapes, Requirement, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO, REFERENCES, TARGET
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _REFERENCES = "reference_latents"
 
@@ -42,12 +46,7 @@ class WanVACEAdapter(WanAdapter):
     )
     cut_points = None
     uncut_because = "its blocks are no chain, since those of the control feed the others"
-    lora_targets = tuple(
-        f"{rows}.{{*}}.attn{n}.to_{name}"
-        for rows in ("blocks", "vace_blocks")
-        for n in (1, 2)
-        for name in ("q", "k", "v", "out.0")
-    )
+    lora_targets = layers_of("blocks.{*}.attn1", "blocks.{*}.attn2", "vace_blocks.{*}.attn1", "vace_blocks.{*}.attn2")
     streams: ClassVar[Mapping[str, str]] = {
         **WanAdapter.streams,
         **{f"vace_{name}": sequence for name, sequence in WanAdapter.streams.items() if name.startswith("blocks.")},
@@ -64,7 +63,9 @@ class WanVACEAdapter(WanAdapter):
         return self.geometry.latent_channels
 
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def encode_conditions(
+        self, pipeline: DiffusionPipeline, media: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """`control_latents` (B, C, N + T, H, W), by the pipeline's own code: latents of the N reference pictures, the
         last in front, and of the control video outside and inside the mask, then the mask, folded. Where there is no
         control video it is grey and the mask white throughout. `reference_latents` (B, C, N, H, W) of the pictures,
@@ -104,13 +105,17 @@ class WanVACEAdapter(WanAdapter):
             "control_hidden_states_scale": noisy.new_ones(layers),
         }
 
-    def predictions(self, output: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    def predictions(self, output: TransformerOutput, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """Of the reference pictures, which stand in front, and of the video."""
         frames = shapes[LATENTS][2]
         found = {LATENTS: output[0][:, :, -frames:]}
-        return found | ({_REFERENCES: output[0][:, :, :-frames]} if _REFERENCES in shapes else {})
+        if _REFERENCES in shapes:
+            found[_REFERENCES] = output[0][:, :, :-frames]
+        return found
 
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
         """With reference pictures there are frames more than the sample has: the pipeline draws the noise for all."""
         given = super().pipeline_media(media, sampling)
-        return given | ({"latents": None} if "reference_images" in given else {})
+        if "reference_images" in given:
+            given["latents"] = None
+        return given

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
+from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import pad_rows
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 @model_register.register("z_image")
@@ -38,7 +42,7 @@ class ZImageAdapter(DiffusionAdapter):
         gathered=(("all_final_layer.2-1", (BOTH, 1)),),
     )
     cut_points = CutPoints(layers={"layers": ("x",)}, behind=("all_final_layer.2-1",), carried=("t_embedder",))
-    lora_targets = tuple(f"layers.{{*}}.attention.to_{name}" for name in ("q", "k", "v", "out.0"))
+    lora_targets = layers_of("layers.{*}.attention")
     streams = {
         "t_embedder*": "samples",
         "*adaLN_modulation*": "samples",
@@ -66,7 +70,7 @@ class ZImageAdapter(DiffusionAdapter):
         ]
 
     @torch.no_grad()
-    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+    def encode_text(self, pipeline: DiffusionPipeline, captions: Sequence[str]) -> list[TextFeatures]:
         """`prompt_embeds` (L, D): the last layer but one of Qwen3, over the caption in its chat template."""
         rows, _ = pipeline.encode_prompt(
             list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
@@ -78,7 +82,7 @@ class ZImageAdapter(DiffusionAdapter):
         return pad_rows(features)
 
     @torch.no_grad()
-    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
 
@@ -91,7 +95,7 @@ class ZImageAdapter(DiffusionAdapter):
             "cap_feats": [rows[:length] for rows, length in zip(batch["prompt_embeds"], lengths, strict=True)],
         }
 
-    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+    def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """The model says x − ε."""
         return -torch.stack(output[0]).squeeze(2)
 

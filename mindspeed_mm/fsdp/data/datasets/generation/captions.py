@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
@@ -36,35 +36,30 @@ class CaptionRules:
         Raises:
             ConfigError: A value is of the wrong kind; all such are reported at once.
         """
-        names = [field.name for field in fields(cls)]
-        given: dict[str, Any] = {name: basic.get(name) for name in names if basic.get(name) is not None}
-        problems = [
-            Problem(f"{value!r} is not {words}", key=f"{_KEY}.{name}")
-            for name, value in given.items()
-            for is_right, words in (_ALLOWED[name],)
-            if not is_right(value)
-        ]
+        given: dict[str, Any] = {}
+        problems = []
+        for name, (is_right, words) in _ALLOWED.items():
+            value = basic.get(name)
+            if value is None:
+                continue
+            given[name] = value
+            if not is_right(value):
+                problems.append(Problem(f"{value!r} is not {words}", key=f"{_KEY}.{name}"))
         if problems:
             raise ConfigError("captions cannot be changed so", problems=problems)
         return cls(**given)
 
     def __call__(self, captions: tuple[str, ...]) -> tuple[str, ...]:
         """The captions of a row as they are trained on, each once."""
-        if not self._change:
-            return captions
-        return tuple(dict.fromkeys(made for caption in captions for made in self._made_of(caption)))
-
-    @property
-    def _change(self) -> bool:
-        return bool(self.trigger_word or self._vary)
-
-    @property
-    def _vary(self) -> bool:
-        return self.shuffle_tags or self.tag_dropout > 0
-
-    def _made_of(self, caption: str) -> Iterator[str]:
-        for number in range(self.caption_variants if self._vary else 1):
-            yield self._with_trigger(self._varied(caption, number) if self._vary else caption)
+        if self.shuffle_tags or self.tag_dropout > 0:
+            made: list[str] = []
+            for caption in captions:
+                for number in range(self.caption_variants):
+                    made.append(self._with_trigger(self._varied(caption, number)))
+            return tuple(dict.fromkeys(made))
+        if self.trigger_word:
+            return tuple(dict.fromkeys(map(self._with_trigger, captions)))
+        return captions
 
     def _varied(self, caption: str, number: int) -> str:
         """A variation of comma-separated tags, a function of the caption and its number alone."""
@@ -87,18 +82,19 @@ class CaptionRules:
         return f"{word}, {caption}" if caption.strip() else word
 
 
-def _is_count(value: Any, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _is_share_below_1(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+_ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "trigger_word": (lambda value: isinstance(value, str), "text"),
     "shuffle_tags": (lambda value: isinstance(value, bool), "true or false"),
     "keep_tags": (lambda value: _is_count(value, 0), "a whole number from 0 on"),
-    "tag_dropout": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1,
-        "a share from 0 to below 1",
-    ),
+    "tag_dropout": (_is_share_below_1, "a share from 0 to below 1"),
     "caption_variants": (lambda value: _is_count(value, 1), "a whole number above 0"),
 }
 """Key → what it may hold, and its words."""

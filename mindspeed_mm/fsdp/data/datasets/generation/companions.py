@@ -66,11 +66,10 @@ class CompanionFolder:
 
     def facts(self) -> dict[str, Any]:
         """Column, and the files with size and time of change."""
-        marks = [
-            (file, status.st_size, status.st_mtime_ns)
-            for file in self._files.values()
-            for status in [(self.path / file).stat()]
-        ]
+        marks = []
+        for file in self._files.values():
+            status = (self.path / file).stat()
+            marks.append((file, status.st_size, status.st_mtime_ns))
         return {"column": self.column, "files": marks}
 
 

@@ -61,13 +61,8 @@ class FeatureSource:
             raise DataError(
                 "the feature set is empty", where=str(store.folder), key=_KEY, way_out="Run mm extract again."
             )
-        if self._has_pairs and not all(REJECTED_LATENTS in record.tensors for record in self._records):
-            raise DataError(
-                "the features hold no rejected sides, and stage is rm",
-                where=str(store.folder),
-                key=_KEY,
-                way_out="Extract rows with file_rejected by this configuration into another folder.",
-            )
+        if self._has_pairs:
+            self._check_pairs()
         self.sizes: list[MediaSize] = [record.size for record in self._records]
         self._check_preprocessing(SizeSettings.read(preprocess, adapter.frames_per_second))
         self._warn_of_duplicates()
@@ -96,17 +91,23 @@ class FeatureSource:
             return []
         with warnings.catch_warnings(action="ignore"):
             rows = read_rows(self._basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._roles)
-        known = {(str(row.place), row.digest): entry for row, entry in zip(rows, rows.entries(), strict=True)}
-        found = [known.get((record.place, record.said)) for record in self._records]
-        if None in found:
+        known: dict[tuple[str, str], str] = {}
+        for row, entry in zip(rows, rows.entries(), strict=True):
+            known[str(row.place), row.digest] = entry
+        found: list[str] = []
+        for record in self._records:
+            if (record.place, record.said) in known:
+                found.append(known[record.place, record.said])
+        lost = len(self._records) - len(found)
+        if lost:
             raise DataError(
-                f"{found.count(None)} of {len(found)} rows of the features belong to no entry of dataset any more, so "
+                f"{lost} of {len(self._records)} rows of the features belong to no entry of dataset any more, so "
                 "shares cannot be kept",
                 where=str(self._folder),
                 key="data.dataset_param.basic_parameters.mix",
                 way_out="Run mm extract again.",
             )
-        return [entry for entry in found if entry is not None]
+        return found
 
     def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
         """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions; arguments as
@@ -117,12 +118,13 @@ class FeatureSource:
         view = drawn_view(self.seed, epoch, sample_id, record.views)
         features = self._store.read(index, caption, view)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
-        prior = {"is_prior": torch.tensor(record.is_prior)} if self._has_prior else {}
         if not self._has_pairs:
             features.pop(REJECTED_LATENTS, None)
         elif record.scores:
             features["scores"] = torch.tensor(record.scores, dtype=torch.float64)
-        return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features, **prior}
+        if self._has_prior:
+            features["is_prior"] = torch.tensor(record.is_prior)
+        return {"sample_id": sample_id, "epoch": epoch, "fps": record.fps, "text": text, **features}
 
     def describe(self, index: int) -> SampleDescription:
         """What the feature set knows of a sample."""
@@ -140,7 +142,9 @@ class FeatureSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: which samples, in which order, made by what."""
-        keys = [(record.key, str(record.size), tuple(record.captions), record.repeats) for record in self._records]
+        keys = []
+        for record in self._records:
+            keys.append((record.key, str(record.size), tuple(record.captions), record.repeats))
         digest = hashlib.sha256(repr((keys, self._store.provenance)).encode()).hexdigest()
         return {"rows": len(self), "features": self._store.provenance, "hash": digest}
 
@@ -177,20 +181,29 @@ class FeatureSource:
         if known is None:
             self._check_sizes(settings)
             return
-        problems = [
-            replace(problem, where=str(self._folder), way_out=problem.way_out or _OTHERS)
-            for problem in differences(SizeSettings.noted(known), settings, self._adapter.geometry)
-        ]
+        problems = []
+        for problem in differences(SizeSettings.noted(known), settings, self._adapter.geometry):
+            problems.append(replace(problem, where=str(self._folder), way_out=problem.way_out or _OTHERS))
         if problems:
             raise DataError("the features were made with other settings than the configuration has", problems=problems)
+
+    def _check_pairs(self) -> None:
+        for record in self._records:
+            if REJECTED_LATENTS not in record.tensors:
+                raise DataError(
+                    "the features hold no rejected sides, and stage is rm",
+                    where=str(self._folder),
+                    key=_KEY,
+                    way_out="Extract rows with file_rejected by this configuration into another folder.",
+                )
 
     def _check_sizes(self, settings: SizeSettings) -> None:
         """All that can be told of features that do not say how they were made."""
         buckets = Buckets(settings, self._adapter.geometry)
-        others = {str(size): size for size in self.sizes if not buckets.takes(size)}
+        others = [size for size in dict.fromkeys(self.sizes) if not buckets.takes(size)]
         if others:
-            asked = ", ".join(str(size) for size in buckets.sizes[:_PROBLEMS_SHOWN])
-            found = ", ".join(list(others)[:_PROBLEMS_SHOWN])
+            asked = ", ".join(map(str, buckets.sizes[:_PROBLEMS_SHOWN]))
+            found = ", ".join(map(str, others[:_PROBLEMS_SHOWN]))
             raise DataError(
                 f"holds samples of {found}; asked for are {asked}", where=str(self._folder), key=_KEY, way_out=_OTHERS
             )
@@ -202,10 +215,13 @@ class FeatureSource:
             warnings.warn(f"{twice} of {len(self)} samples {verb} another: in an epoch they share noise", stacklevel=2)
 
     def _warn_of_captions(self) -> None:
-        empty = [record.place for record in self._records if not all(caption.strip() for caption in record.captions)]
+        cut, empty = 0, []
+        for record in self._records:
+            cut += record.cut_captions > 0
+            if not all(map(str.strip, record.captions)):
+                empty.append(record.place)
         if note := empty_captions_note(empty, len(self)):
             warnings.warn(note, stacklevel=2)
-        cut = sum(record.cut_captions > 0 for record in self._records)
         if cut:
             verb = by_count(cut, "has", "have")
             warnings.warn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from mindspeed_mm.core.batch import Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
@@ -79,12 +79,13 @@ class GenerationDataset(MMDataset):
         else:
             store = self.open_store(Path(features_dir), basic_param, adapter)
             self._source = FeatureSource(store, basic_param, preprocess_param, adapter)
-        self.basic_parameters, entries = basic_param, self._source.entries
-        self._samples = samples_of(self._source.repeats, entries)
-        self.parts = _parts_of(basic_param, [entries[row] for row, _ in self._samples] if entries else [])
-        self.sizes = [self._source.sizes[row] for row, _ in self._samples]
-        self.row_numbers, self.geometry = [row for row, _ in self._samples], adapter.geometry
+        self.basic_parameters, self.geometry = basic_param, adapter.geometry
         self.left_out, self.noted_components = self._source.left_out, adapter.noted
+        entries, sizes = self._source.entries, self._source.sizes
+        self._samples = samples_of(self._source.repeats, entries)
+        self.row_numbers = [row for row, _ in self._samples]
+        self.sizes = [sizes[row] for row in self.row_numbers]
+        self.parts = _parts_of(basic_param, [entries[row] for row in self.row_numbers]) if entries else []
 
     def open_store(self, folder: Path, basic: BasicParameters, adapter: DiffusionAdapter) -> FeatureStore:
         """The features in a folder."""
@@ -128,7 +129,7 @@ class GenerationDataset(MMDataset):
         """Features of the empty caption, padded, without batch axis; None of raw media."""
         return self._source.null_text if isinstance(self._source, FeatureSource) else None
 
-    def place(self, index: int) -> Any:
+    def place(self, index: int) -> RowLocation | str:
         """Where sample `index` comes from."""
         return self._source.place(self._samples[index][0])
 
@@ -149,20 +150,26 @@ def samples_of(repeats: Sequence[int], entries: Sequence[str] = ()) -> list[tupl
         repeats: How often an epoch reads each row.
         entries: That each row belongs to; none: all belong to one.
     """
-    once = [(row, 0) for row in range(len(repeats))]
-    samples = once + [(row, repeat) for row, times in enumerate(repeats) for repeat in range(1, times)]
-    order = {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
-    return sorted(samples, key=lambda sample: order[entries[sample[0]]]) if entries else samples
+    samples = [(row, 0) for row in range(len(repeats))]
+    for row, times in enumerate(repeats):
+        for repeat in range(1, times):
+            samples.append((row, repeat))
+    if entries:  # sorting is stable: within an entry every row still comes once before the others
+        order = {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
+        samples.sort(key=lambda sample: order[entries[sample[0]]])
+    return samples
 
 
 def _parts_of(basic: BasicParameters, entries: Sequence[str]) -> list[Part]:
     """The samples of each entry of `dataset`, which stand together; entries without any have an empty part."""
-    if not entries:
-        return []
     counts = Counter(entries)
-    names = dict.fromkeys([*counts, *(source.name for source in row_sources(basic))])
-    ends = list(itertools.accumulate((counts[name] for name in names), initial=0))
-    return [Part(name, *ends[number : number + 2]) for number, name in enumerate(names)]
+    for source in row_sources(basic):
+        counts.setdefault(source.name, 0)
+    parts, start = [], 0
+    for name, count in counts.items():
+        parts.append(Part(name, start, start + count))
+        start += count
+    return parts
 
 
 class GenerationCollator:
@@ -177,19 +184,18 @@ class GenerationCollator:
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> Batch:
         """Collate and check; see `core.batch.BATCH_KEYS`."""
-        batch: Batch = {
-            "sample_ids": [sample["sample_id"] for sample in samples],
-            "epochs": [sample["epoch"] for sample in samples],
-            "fps": [sample["fps"] for sample in samples],
-        }
-        if "caption" in samples[0]:
-            batch["captions"] = [sample["caption"] for sample in samples]
-        else:
-            batch |= self._pad_text([sample["text"] for sample in samples])
-        for name in samples[0].keys() - _NOT_STACKED:
-            batch[name] = torch.stack([sample[name] for sample in samples])
+        batch: Batch = {}
+        for name in samples[0]:
+            values = [sample[name] for sample in samples]
+            if name in _LISTED:
+                batch[_LISTED[name]] = values
+            elif name == "text":
+                batch |= self._pad_text(values)
+            else:
+                batch[name] = torch.stack(values)
         check_batch(batch)
         return batch
 
 
-_NOT_STACKED = {"sample_id", "epoch", "fps", "caption", "text"}
+_LISTED = {"sample_id": "sample_ids", "epoch": "epochs", "fps": "fps", "caption": "captions"}
+"""What batches hold as lists, by its key in a sample → by its key in a batch."""

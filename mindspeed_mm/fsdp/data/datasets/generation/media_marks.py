@@ -33,13 +33,11 @@ class MediaMarks:
     def read(cls, path: Path) -> MediaMarks:
         """As `write` left them; none where they are missing or broken, for they can be made again."""
         try:
-            found = parse_json(path.read_bytes())
-            return cls(
-                {
-                    name: ((int(size), int(time)), MediaHeader(int(height), int(width), int(frames), float(fps)))
-                    for name, (size, time, height, width, frames, fps) in found.items()
-                }
-            )
+            entries: dict[str, tuple[Mark, MediaHeader]] = {}
+            for name, (size, time, height, width, frames, fps) in parse_json(path.read_bytes()).items():
+                header = MediaHeader(int(height), int(width), int(frames), float(fps))
+                entries[name] = ((int(size), int(time)), header)
+            return cls(entries)
         except (OSError, ValueError, TypeError, AttributeError):
             return cls()
 
@@ -55,10 +53,9 @@ class MediaMarks:
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
-        lines = {
-            name: [*mark, header.height, header.width, header.frames, header.fps]
-            for name, (mark, header) in sorted(self._entries.items())
-        }
+        lines = {}
+        for name, (mark, header) in sorted(self._entries.items()):
+            lines[name] = [*mark, header.height, header.width, header.frames, header.fps]
         atomic_write_text(path, json.dumps(lines, ensure_ascii=False) + "\n")
 
     def header(self, row: GenerationRow, media: MediaLoader) -> MediaHeader | None:
@@ -78,16 +75,22 @@ class MediaMarks:
 
     def mark(self, name: str) -> Mark | None:
         """The mark of a medium; None: it is not known."""
-        known = self._entries.get(name)
-        return None if known is None else known[0]
+        mark, _ = self._entries.get(name, (None, None))
+        return mark
 
 
 def mark_of(row: GenerationRow, media: MediaLoader) -> Mark | None:
     """Of the file of a medium, or of the archive that it lies in, as it is now; of several media of a row the sums.
     None where there is none."""
-    marks = [_of_file(each, media) for each in (row.media, *row.roles.values())]
-    known = [mark for mark in marks if mark is not None]
-    return (sum(size for size, _ in known), sum(time for _, time in known)) if len(known) == len(marks) else None
+    whole_size = whole_time = 0
+    for each in (row.media, *row.roles.values()):
+        mark = _of_file(each, media)
+        if mark is None:
+            return None
+        size, time = mark
+        whole_size += size
+        whole_time += time
+    return whole_size, whole_time
 
 
 def _of_file(item: str | bytes, media: MediaLoader) -> Mark | None:

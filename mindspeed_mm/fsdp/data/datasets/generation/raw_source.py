@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import PurePath
@@ -16,7 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
     drawn_caption,
@@ -109,7 +109,7 @@ class RawSource:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def place(self, index: int) -> Any:
+    def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         return self.rows.place(index)
 
@@ -170,8 +170,9 @@ class RawSource:
     def fps(self, index: int) -> float:
         """Frames a second of row `index` as it is shown; 0 of a picture, and where no model reads it."""
         header = self.headers[index]
-        is_read = self._reads_fps and header.fps > 0 and self.sizes[index].frames > 1
-        return 1 / self._sampling.step_s(header.fps) if is_read else 0.0
+        if not self._reads_fps or header.fps <= 0 or self.sizes[index].frames == 1:
+            return 0.0
+        return 1 / self._sampling.step_s(header.fps)
 
     def describe(self, index: int) -> SampleDescription:
         """What is known of a row and its medium, whose header is read where the row declares anything.
@@ -186,11 +187,14 @@ class RawSource:
             drawn = drawn_caption(self.seed, 0, self.key(index, row), len(row.captions))
         except DataError as error:
             raise _at(row, error) from error
-        header = self.headers[index] if found is None else found.header
-        told = "" if found is None else found.what
-        further = tuple((role, _kind(role, each), each.media) for role, each in row.media_of_roles().items())
+        header, told = self.headers[index], ""
+        if found is not None:
+            header, told = found.header, found.what
+        further = []
+        for role, each in row.media_of_roles().items():
+            further.append((role, _kind(role, each), each.media))
         own = row.media, row.captions, drawn, self.sizes[index], header, is_video(row)
-        return SampleDescription(*own, further, told)
+        return SampleDescription(*own, tuple(further), told)
 
     def beside(self, row: GenerationRow) -> dict[str, tuple[Any, ...]]:
         """What `FeatureRecord.beside` notes of a row. Raises `DataError` where a medium is missing or broken."""
@@ -227,8 +231,7 @@ class RawSource:
             if role.frames == "sound":
                 seen[role.name] = self._heard(index, of_roles.get(role.name, row))
             elif role.name in of_roles:
-                frames = size.frames if role.frames == "all" else 1
-                of_role = MediaSize(frames, size.height, size.width)
+                of_role = size if role.frames == "all" else MediaSize(1, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
                 seen[role.name] = media_pixels(*medium, is_whole=role.is_whole)
             elif role.is_white_by_default:
@@ -257,8 +260,10 @@ class RawSource:
         """What the sample is, see `content_key`."""
         if index not in self._keys:
             row = row or self.rows[index]
-            own_size = {"size": str(self.sizes[index])} if self.rows.files[self.rows.file_number(index)].sizes else {}
-            self._keys[index] = content_key(self.digest(index, row), row.captions, {**row.extras, **own_size})
+            extras = dict(row.extras)
+            if self.rows.files[self.rows.file_number(index)].sizes:
+                extras["size"] = str(self.sizes[index])
+            self._keys[index] = content_key(self.digest(index, row), row.captions, extras)
         return self._keys[index]
 
     def digest(self, index: int, row: GenerationRow | None = None) -> bytes:
@@ -268,8 +273,8 @@ class RawSource:
             row = row or self.rows[index]
             found = self._digest_of(row)
             if row.roles:
-                others = {role: self._digest_of(each).hex() for role, each in row.media_of_roles().items()}
-                found = media_digest(repr((found.hex(), sorted(others.items()))).encode())
+                others = [(role, self._digest_of(each).hex()) for role, each in row.media_of_roles().items()]
+                found = media_digest(repr((found.hex(), sorted(others))).encode())
             self._digests[index] = found
         return self._digests[index]
 
@@ -291,10 +296,8 @@ class RawSource:
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
         order: which rows could not be used at the start, and the sizes of the others."""
-        settings = {
-            "basic_parameters": {name: _plain(self._basic.get(name)) for name in sorted(_SHAPING_BASIC)},
-            "preprocess_parameters": {name: _plain(value) for name, value in vars(self._settings).items()},
-        }
+        basic = {name: self._basic.get(name) for name in sorted(_SHAPING_BASIC)}
+        settings = {"basic_parameters": _plain(basic), "preprocess_parameters": _plain(vars(self._settings))}
         files = [file.facts for file in self.rows.files]
         order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
         digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
@@ -382,19 +385,21 @@ class RawSource:
         Raises:
             DataError: The file is missing, refused or no medium.
         """
-        header = probe_media(row, self.media) if row.declares else None
-        if header is None:
+        if not row.declares:
             return None
+        header = probe_media(row, self.media)
         declared = {"height": row.height, "width": row.width, "num_frames": row.num_frames, "fps": row.fps}
         found = {"height": header.height, "width": header.width, "num_frames": header.frames, "fps": header.fps}
+        tolerance = {"fps": _SAME_RATE}
         told = []
         for name, value in declared.items():
             if value is None or (name == "fps" and header.frames == 1):
                 continue
-            tolerance = _SAME_RATE if name == "fps" else 0
-            if not math.isclose(value, found[name], rel_tol=tolerance):
+            if not math.isclose(value, found[name], rel_tol=tolerance.get(name, 0)):
                 told.append(f"{name} {value:g}, the file has {found[name]:g}")
-        return Contradiction(f"the row declares {'; '.join(told)}", header) if told else None
+        if not told:
+            return None
+        return Contradiction(f"the row declares {'; '.join(told)}", header)
 
     def _check_declared(self, index: int, row: GenerationRow) -> None:
         """What a row declares is believed until its file is opened: a false declaration that has put it among samples
@@ -472,16 +477,18 @@ class Contradiction:
 
 
 def _kind(role: str, row: GenerationRow) -> MediaKind:
-    return "audio" if role == SOUND.name else "video" if is_video(row) else "image"
+    if role == SOUND.name:
+        return "audio"
+    return "video" if is_video(row) else "image"
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
     """Raise `DataError` where the sides of a pair differ in size: they are given the same noise."""
-    sizes = [(each.height, each.width, each.frames) for each in (chosen, rejected)]
-    if sizes[0] != sizes[1]:
-        told = ["×".join(map(str, size)) for size in sizes]
+    one = f"{chosen.height}×{chosen.width}×{chosen.frames}"
+    other = f"{rejected.height}×{rejected.width}×{rejected.frames}"
+    if one != other:
         raise DataError(
-            f"the chosen side is {told[0]} (height × width × frames), the rejected one {told[1]}",
+            f"the chosen side is {one} (height × width × frames), the rejected one {other}",
             key=REJECTED.columns[0],
             way_out="Pair media of one size.",
         )
@@ -494,5 +501,10 @@ def _at(row: GenerationRow, error: DataError) -> DataError:
     return DataError(problem.what, where=where, key=problem.key, way_out=problem.way_out)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With lists in place of tuples, as JSON gives them back."""
+    plain = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            plain[name] = list(value)
+    return plain

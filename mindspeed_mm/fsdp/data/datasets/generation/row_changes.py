@@ -43,11 +43,12 @@ def row_changes(
     then = _rows_then(records, skipped, has_digests)
     unusable = {row.place for row in skipped if row.row is None or not row.said}
     now = [_row_now(row, has_digests) for row in rows]
-    before, today = Counter(row.said for row in then), Counter(row.said for row in now)
+    said_then, said_now = [row.said for row in then], [row.said for row in now]
+    before, today = Counter(said_then), Counter(said_now)
     removed = _surplus(then, before - today)
     added = [row for row in _surplus(now, today - before) if row.place not in unusable]
     problems = list(_described(removed, added))
-    if not problems and [row.said for row in then] != [row.said for row in now if row.said in before]:
+    if not problems and said_then != list(filter(before.__contains__, said_now)):
         problems = [Problem("the rows are the same, but stand in another order", then[0].place)]
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
@@ -57,14 +58,15 @@ def row_changes(
 
 def _rows_then(records: Sequence[FeatureRecord], skipped: Sequence[SkippedRow], has_digests: bool) -> list[_Row]:
     """Encoded and skipped rows in their order; rows skipped by an older version cannot be compared."""
-    found = [
-        (record.row, _Row(record.place, record.path, record.captions, _said(record, has_digests))) for record in records
-    ]
-    if has_digests:
-        found += [
-            (row.row, _Row(row.place, row.path, None, row.said)) for row in skipped if row.row is not None and row.said
-        ]
-    return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+    numbered: list[tuple[int, _Row]] = []
+    for record in records:
+        row = _Row(record.place, record.path, record.captions, _said(record, has_digests))
+        numbered.append((record.row, row))
+    for left_out in skipped:
+        if has_digests and left_out.row is not None and left_out.said:
+            numbered.append((left_out.row, _Row(left_out.place, left_out.path, None, left_out.said)))
+    numbered.sort(key=lambda pair: pair[0])
+    return [row for _, row in numbered]
 
 
 def _said(record: FeatureRecord, has_digests: bool) -> _Said:
@@ -98,7 +100,8 @@ def _described(removed: Sequence[_Row], added: Sequence[_Row]) -> Iterable[Probl
         else:
             yield Problem(f"the row of '{row.path}' was removed", row.place)
     for successors in by_path.values():
-        yield from (Problem(f"the row of '{row.path}' was added: it has no features", row.place) for row in successors)
+        for row in successors:
+            yield Problem(f"the row of '{row.path}' was added: it has no features", row.place)
 
 
 def _changed(then: _Row, now: _Row) -> Problem:

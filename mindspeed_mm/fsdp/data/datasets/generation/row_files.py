@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.media_folders import (
     holds_media,
     open_media_folder,
 )
-from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry
 
 _MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
 _MODES = ("standard", "combine")
@@ -56,9 +56,12 @@ class RowFile:
 
     def told(self, medium: str | bytes) -> str:
         """What to call a medium; empty: by its path."""
-        roots = (self.root, *(str(each.path.parent) for each in self.companions))
-        root = next((each for each in roots if each and isinstance(medium, str) and medium.startswith(each)), None)
-        return "" if root is None or isinstance(medium, bytes) else medium.removeprefix(root).lstrip("/")
+        if isinstance(medium, bytes):
+            return ""
+        for root in (self.root, *(str(each.path.parent) for each in self.companions)):
+            if root and medium.startswith(root):
+                return medium.removeprefix(root).lstrip("/")
+        return ""
 
     @property
     def media_root(self) -> str | None:
@@ -68,8 +71,10 @@ class RowFile:
     @property
     def facts(self) -> dict[str, Any]:
         """What a resumed run compares."""
-        companions = {"companions": [each.facts() for each in self.companions]} if self.companions else {}
-        return {**file_facts(self.reader), "folder": self.folder, "repeats": self.repeats, **companions}
+        facts = {**file_facts(self.reader), "folder": self.folder, "repeats": self.repeats}
+        if self.companions:
+            facts["companions"] = [each.facts() for each in self.companions]
+        return facts
 
 
 class TextTable:
@@ -97,7 +102,9 @@ class TextTable:
     def read(self, index: int) -> dict[str, Any]:
         """Row `index` as `file` and `captions`."""
         number, line = self._lines[index]
-        file, separator, caption = line.partition("\t" if "\t" in line else ",")
+        file, separator, caption = line.partition("\t")
+        if not separator:
+            file, separator, caption = line.partition(",")
         if not separator:
             raise DataError(
                 f"'{line[:60]}' is not a file and a caption",
@@ -117,7 +124,10 @@ def open_row_files(basic: BasicParameters) -> list[RowFile]:
     mode = basic.get("data_storage_mode")
     if mode not in (None, *_MODES):
         raise ConfigError(f"'{mode}' is not one of {', '.join(_MODES)}", key=_MODE_KEY)
-    return [opened for source in row_sources(basic) for opened in _of_source(source, mode, basic)]
+    opened: list[RowFile] = []
+    for source in row_sources(basic):
+        opened += _of_source(source, mode, basic)
+    return opened
 
 
 def row_sources(basic: BasicParameters) -> list[RowSource]:
@@ -127,18 +137,24 @@ def row_sources(basic: BasicParameters) -> list[RowSource]:
 
 def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
     """The files of rows behind an entry, as the entry wants them read."""
-    given, left = source.entry, source.most
-    folders = None if given is None else given.companions
-    companions = open_companions(folders, source.files[0], basic.dataset_dir, source.name)
+    left, given = source.most, source.entry or DataEntry(path=str(source.files[0]))
+    companions = open_companions(given.companions, source.files[0], basic.dataset_dir, source.name)
     apart = frozenset(each.path for each in companions)
-    for file in (opened for path in source.files for opened in _open(path, mode, basic, apart)):
-        if left == 0:
-            return
-        repeats = file.repeats if given is None or given.repeats is None else given.repeats
-        is_prior = given is not None and given.prior
-        own: dict[str, Any] = {"repeats": repeats, "is_prior": is_prior, "sizes": (given and given.sizes) or {}}
-        yield replace(file, **own, entry=source.name, most=left, companions=companions)
-        left = None if left is None else max(0, left - len(file.reader))
+    for path in source.files:
+        for file in _open(path, mode, basic, apart):
+            if left == 0:
+                return
+            yield replace(
+                file,
+                repeats=file.repeats if given.repeats is None else given.repeats,
+                is_prior=given.prior,
+                sizes=given.sizes or {},
+                entry=source.name,
+                most=left,
+                companions=companions,
+            )
+            if left is not None:
+                left = max(0, left - len(file.reader))
 
 
 def _open(path: Path, mode: str | None, basic: BasicParameters, apart: frozenset[Path]) -> Iterator[RowFile]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, Literal, overload
 
 import numpy as np
 
@@ -84,17 +84,17 @@ class GenerationRow:
     @property
     def declares(self) -> bool:
         """Whether the row says anything of its medium's size."""
-        return any(value is not None for value in (self.height, self.width, self.num_frames, self.fps))
+        return (self.height, self.width, self.num_frames, self.fps) != (None, None, None, None)
 
     @property
     def digest(self) -> str:
         """What the row says, its place aside, in 16 hex digits; of a medium that stands in the row, its bytes too."""
         declared = (self.num_frames, self.fps, self.height, self.width)
         medium = self.told or self.media
-        said: list[Any] = [medium, self.captions, declared, sorted(self.extras.items())]
+        said: list[object] = [medium, self.captions, declared, sorted(self.extras.items())]
         if self.roles:
-            roles = {name: self.told_roles.get(name) or medium for name, medium in self.roles.items()}
-            said.append(sorted(roles.items()))
+            roles = [(name, self.told_roles.get(name) or medium) for name, medium in self.roles.items()]
+            said.append(sorted(roles))
         if self.repeats > 1:
             said.append(self.repeats)
         if self.is_prior:
@@ -145,8 +145,11 @@ class GenerationRows(Sequence[GenerationRow]):
         self._ends = [0]
         """Number of the first row of each file, and of all rows."""
         for file in self.files:
-            limits = [count for count in (most, file.most) if count is not None]
-            self._ends.append(self._ends[-1] + min([len(file.reader), *limits]))
+            count = len(file.reader)
+            for limit in (most, file.most):
+                if limit is not None:
+                    count = min(count, limit)
+            self._ends.append(self._ends[-1] + count)
         self.left_out: dict[str, str] = {}
         """Place → reason, of rows that cannot be used."""
         self.duplicates = 0
@@ -180,7 +183,7 @@ class GenerationRows(Sequence[GenerationRow]):
         return self._parse(int(self._kept[index]))
 
     def __iter__(self) -> Iterator[GenerationRow]:
-        return (self[i] for i in range(len(self)))
+        return map(self._parse, map(int, self._kept))
 
     def place(self, index: int) -> RowLocation:
         """Where row `index` stands, without reading it."""
@@ -197,7 +200,8 @@ class GenerationRows(Sequence[GenerationRow]):
 
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Take rows out, by index: their media cannot be used."""
-        self.left_out |= {str(self.place(index)): reason for index, reason in reasons.items()}
+        for index, reason in reasons.items():
+            self.left_out[str(self.place(index))] = reason
         self._kept = np.delete(self._kept, list(reasons))
 
     def _locate(self, number: int) -> tuple[RowFile, int]:
@@ -208,10 +212,14 @@ class GenerationRows(Sequence[GenerationRow]):
         file, at = self._locate(number)
         given = (file.reader.read(at), file.reader.place(at), self._columns, file.folder)
         row = parse_row(*given, self._roles, file.companions)
-        of_roles = {name: file.told(each) for name, each in row.roles.items()}
-        told: dict[str, Any] = {"told": file.told(row.media), "told_roles": of_roles}
-        own: dict[str, Any] = {"repeats": file.repeats, "is_prior": file.is_prior}
-        return replace(row, captions=self._rules(row.captions), **own, **told)
+        return replace(
+            row,
+            captions=self._rules(row.captions),
+            repeats=file.repeats,
+            is_prior=file.is_prior,
+            told=file.told(row.media),
+            told_roles={name: file.told(each) for name, each in row.roles.items()},
+        )
 
     def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
@@ -229,7 +237,7 @@ class GenerationRows(Sequence[GenerationRow]):
                 continue
             kept.append(number)
             self.looks.append(look(row))
-            if not all(caption.strip() for caption in row.captions):
+            if not all(map(str.strip, row.captions)):
                 self.empty_captions.append(str(row.place))
             told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
             self.duplicates += told in seen
@@ -243,7 +251,9 @@ def empty_captions_note(places: Sequence[str], rows: int) -> str:
     """What to say of rows with an empty caption; nothing where there are none."""
     if not places:
         return ""
-    shown = ", ".join(places[:_PLACES_SHOWN]) + (" …" if len(places) > _PLACES_SHOWN else "")
+    shown = ", ".join(places[:_PLACES_SHOWN])
+    if len(places) > _PLACES_SHOWN:
+        shown += " …"
     verb = by_count(len(places), "has", "have")
     return f"{len(places)} of {rows} rows {verb} an empty caption ({shown}): trained without one"
 
@@ -269,7 +279,8 @@ def read_rows(
         ConfigError: No rows are named, or remote media are asked for.
     """
     check_remote_media_off(basic.allow_remote_media)
-    files = open_row_files(basic) if files is None else files
+    if files is None:
+        files = open_row_files(basic)
     columns = ColumnNames(basic.get("media_column"), basic.get("caption_column"))
     may_skip, rules = basic.on_bad_sample == "skip", CaptionRules.read(basic)
     _check_companions(files, roles)
@@ -301,23 +312,26 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     Raises:
         DataError: That folder is not there.
     """
+    root, key = Path(basic.dataset_dir), "dataset_dir"
     folder = basic.get("data_folder")
-    root = Path(basic.dataset_dir)
     if folder is not None:
-        root = Path(folder) if Path(folder).is_dir() else root / folder
-    own = [file.media_root for file in files if file.media_root is not None]
-    companions: dict[str, None] = {}
+        root, key = Path(folder) if Path(folder).is_dir() else root / folder, "data_folder"
+    own: list[str] = []
+    companions: list[str] = []
     for file in files:
-        companions |= dict.fromkeys(str(companion.path) for companion in file.companions)
+        if file.media_root is not None:
+            own.append(file.media_root)
+        for companion in file.companions:
+            companions.append(str(companion.path))
     if files and len(own) == len(files) and not root.is_dir():
         root = Path(own[0])
     if not root.is_dir():  # said once, not for every row
         raise DataError(
             f"'{root}' is not a folder",
-            key=f"{_BASIC}.{'dataset_dir' if folder is None else 'data_folder'}",
+            key=f"{_BASIC}.{key}",
             way_out="Name the folder that the rows' paths start at.",
         )
-    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own), *companions))
+    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own), *dict.fromkeys(companions)))
 
 
 def media_digest(media: bytes | BinaryIO) -> bytes:
@@ -327,7 +341,10 @@ def media_digest(media: bytes | BinaryIO) -> bytes:
         media: The file's bytes, or the file opened for reading; it is read to its end.
     """
     digest = blake2b(digest_size=16)
-    for chunk in [media] if isinstance(media, bytes) else iter(lambda: media.read(_CHUNK_BYTES), b""):
+    if isinstance(media, bytes):
+        digest.update(media)
+        return digest.digest()
+    while chunk := media.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.digest()
 
@@ -395,15 +412,16 @@ def parse_row(
             key="resolution",
             way_out='Give {"height", "width"}.',
         )
-    size = {name: resolution.get(name, rest.pop(name, None)) for name in ("height", "width")}
+    height = resolution.get("height", rest.pop("height", None))
+    width = resolution.get("width", rest.pop("width", None))
     return GenerationRow(
         place,
         media,
         captions,
-        num_frames=_number(rest.pop("num_frames", None), int, "num_frames", place),
-        fps=_number(rest.pop("fps", None), float, "fps", place),
-        height=_number(size["height"], int, "height", place),
-        width=_number(size["width"], int, "width", place),
+        num_frames=_whole_number(rest.pop("num_frames", None), "num_frames", place),
+        fps=_number(rest.pop("fps", None), "fps", place),
+        height=_whole_number(height, "height", place),
+        width=_whole_number(width, "width", place),
         extras=rest,
         roles=of_roles,
         scores=scores,
@@ -412,9 +430,9 @@ def parse_row(
 
 def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocation) -> str | bytes | None:
     """The medium of a role, whose column is taken out of the row; None where there need be none."""
-    name = next((column for column in role.columns if column in row), None)
-    if name is not None:
-        return _medium((name, row.pop(name)), folder, place)
+    for name in role.columns:
+        if name in row:
+            return _medium((name, row.pop(name)), folder, place)
     if role.is_optional or role.frame_of_target is not None:
         return None
     raise DataError(
@@ -509,9 +527,11 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
 
 def _captions(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
     name, value = found
-    captions = [value] if isinstance(value, str) else value
-    if isinstance(value, str) and place.file.endswith(".csv") and value.lstrip().startswith("["):
-        captions = _listed(value)
+    captions = value
+    if isinstance(value, str):
+        captions = [value]
+        if place.file.endswith(".csv") and value.lstrip().startswith("["):
+            captions = _listed(value)
     if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
         shown = str(value)[:60]
         raise DataError(
@@ -520,7 +540,7 @@ def _captions(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
     return tuple(captions)
 
 
-def _listed(text: str) -> Any:
+def _listed(text: str) -> list[object]:
     """A list in a cell of a table; a caption may also just start with a bracket."""
     try:
         found = parse_json(text)
@@ -529,7 +549,14 @@ def _listed(text: str) -> Any:
     return found if isinstance(found, list) else [text]
 
 
-def _number(value: Any, kind: Callable[[float], float], name: str, place: RowLocation) -> Any:
+def _whole_number(value: Any, name: str, place: RowLocation) -> int | None:
+    number = _number(value, name, place, "whole number")
+    return None if number is None else int(number)
+
+
+def _number(
+    value: Any, name: str, place: RowLocation, kind: Literal["number", "whole number"] = "number"
+) -> float | None:
     """A number above 0, also as text (tables have nothing else); None stays."""
     if value is None:
         return None
@@ -537,16 +564,15 @@ def _number(value: Any, kind: Callable[[float], float], name: str, place: RowLoc
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    is_right = math.isfinite(number) and number > 0 and (kind is float or number == math.trunc(number))
-    if isinstance(value, bool) or not is_right:
-        wanted = "number" if kind is float else "whole number"
+    is_right = math.isfinite(number) and number > 0 and not isinstance(value, bool)
+    if not is_right or (kind == "whole number" and number != math.trunc(number)):
         raise DataError(
-            f"{str(value)[:60]} is not a {wanted} above 0",
+            f"{str(value)[:60]} is not a {kind} above 0",
             where=str(place),
             key=name,
             way_out="Correct it, or leave it out: the file's own header is read then.",
         )
-    return kind(number)
+    return number
 
 
 def _none_fits(count: int, first: DataError) -> DataError:

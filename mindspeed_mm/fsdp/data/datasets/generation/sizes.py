@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
@@ -76,7 +76,7 @@ class SizeSettings:
         Raises:
             ConfigError: A value is of the wrong kind; all such are reported at once.
         """
-        given = {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
+        given = _given(preprocess)
         problems = [*_wrong_values(given), *_conflicts(given)]
         if problems:
             raise ConfigError("sizes cannot be read", problems=problems)
@@ -95,14 +95,21 @@ class SizeSettings:
     @property
     def is_set(self) -> bool:
         """Whether a size is named at all."""
-        return any(value is not None for value in (self.height, self.buckets, self.max_pixels))
+        return (self.height, self.buckets, self.max_pixels) != (None, None, None)
+
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether clips keep their own number of frames."""
+        return self.num_frames is None and self.buckets is None
 
     @property
     def views(self) -> int:
         """How many views of a medium are trained on, one in an epoch."""
         if self.crop == "random":
             return self.variants or _RANDOM_CUTS
-        return (self.variants or 2) if self.flip else 1
+        if self.flip:
+            return self.variants or 2
+        return 1
 
     def view(self, digest: str, number: int) -> View:
         """A view of a medium, a function of its digest (`media_digest`) and the number of the view alone."""
@@ -138,12 +145,20 @@ def buckets_of(
                 way_out=f"{did_you_mean(name, _OWN_KEYS)}Known: {', '.join(_OWN_KEYS)}.",
             )
     with told_as(lambda problem: replace(problem, key=problem.key.replace(_KEY, key))):
-        general = {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
+        general = _given(preprocess)
+        replaced = list(file.sizes)
         if not file.sizes.keys().isdisjoint(_PLANE_KEYS):
-            general = {name: value for name, value in general.items() if name not in _PLANE_KEYS}
+            replaced += _PLANE_KEYS
         if "buckets" in file.sizes:
-            general.pop("num_frames", None)
+            replaced.append("num_frames")
+        for name in replaced:
+            general.pop(name, None)
         return Buckets(SizeSettings.read({**general, **file.sizes}, model_fps), geometry)
+
+
+def _given(preprocess: PreprocessParameters | Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `SizeSettings` that are set."""
+    return {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
 
 
 class Buckets:
@@ -159,7 +174,6 @@ class Buckets:
 
     def __init__(self, settings: SizeSettings, geometry: MediaGeometry) -> None:
         self._settings, self._sampling, self._geometry = settings, settings.sampling, geometry
-        self._own_length = settings.num_frames is None and settings.buckets is None
         self.sizes = tuple(dict.fromkeys(_sizes(settings, geometry)))
         for size in self.sizes:
             geometry.check(size, key=f"{_KEY}.{_key_of(settings, size, geometry)}")
@@ -192,9 +206,11 @@ class Buckets:
 
     def takes(self, size: MediaSize) -> bool:
         """Whether features of this size are what the configuration asks for."""
-        planes = {(each.height, each.width) for each in self.sizes}
-        frames = {each.frames for each in self.sizes} | {1}
-        return (size.height, size.width) in planes and (self._own_length or size.frames in frames)
+        has_plane = has_frames = False
+        for each in self.sizes:
+            has_plane |= (each.height, each.width) == (size.height, size.width)
+            has_frames |= size.frames in (1, each.frames)
+        return has_plane and (self._settings.keeps_lengths or has_frames)
 
     def _find_nearest(self, header: MediaHeader) -> MediaSize:
         frames, candidates = self._frames(header), self._candidates(header)
@@ -207,16 +223,18 @@ class Buckets:
         return MediaSize(size.frames, header.height // step * step or step, header.width // step * step or step)
 
     def _candidates(self, header: MediaHeader) -> Sequence[MediaSize]:
-        if header.frames == 1:
-            return [MediaSize(1, size.height, size.width) for size in self.sizes]
-        if not self._own_length or not self._geometry.is_video:
-            return self.sizes
-        step = self._geometry.frame_step
-        own = (min(self._frames(header), LONGEST_CLIP) - 1) // step * step + 1
-        return [MediaSize(own, size.height, size.width) for size in self.sizes]
+        frames = 1
+        if header.frames != 1:
+            if not self._settings.keeps_lengths or not self._geometry.is_video:
+                return self.sizes
+            step = self._geometry.frame_step
+            frames = (min(self._frames(header), LONGEST_CLIP) - 1) // step * step + 1
+        return [MediaSize(frames, size.height, size.width) for size in self.sizes]
 
     def _frames(self, header: MediaHeader) -> int:
-        return self._sampling.frames_of(header.frames, header.fps) if header.frames > 1 and header.fps > 0 else 1
+        if header.frames <= 1 or header.fps <= 0:
+            return 1
+        return self._sampling.frames_of(header.frames, header.fps)
 
     @staticmethod
     def _distance(size: MediaSize, header: MediaHeader) -> tuple[float, float, int]:
@@ -251,15 +269,24 @@ def differences(then: SizeSettings, now: SizeSettings, geometry: MediaGeometry) 
         geometry: What the model takes; the keys about clips count for models of videos only.
     """
     before, today = _effect(then, geometry), _effect(now, geometry)
-    size_key = next(key for key in ("buckets", "max_pixels", "height") if vars(now)[key] is not None)
     problems = []
     for name, value in today.items():
-        if before[name] != value:
-            key = size_key if name == "sizes" else name
-            is_new_rule = name == "fps" and then.model_fps is None and now.model_fps is not None
-            way_out = "Set frame_interval: 1, or extract them again into another folder." if is_new_rule else ""
-            problems.append(Problem(f"was {before[name]}, is {value}", key=f"{_KEY}.{key}", way_out=way_out))
+        if before[name] == value:
+            continue
+        key, way_out = name, ""
+        if name == "sizes":
+            key = _key_of_sizes(now)
+        if name == "fps" and then.model_fps is None and now.model_fps is not None:  # a rule of newer versions
+            way_out = "Set frame_interval: 1, or extract them again into another folder."
+        problems.append(Problem(f"was {before[name]}, is {value}", key=f"{_KEY}.{key}", way_out=way_out))
     return problems
+
+
+def _key_of_sizes(settings: SizeSettings) -> str:
+    """The key that names the sizes."""
+    if settings.buckets is not None:
+        return "buckets"
+    return "height" if settings.max_pixels is None else "max_pixels"
 
 
 def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
@@ -268,8 +295,7 @@ def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
     effect: dict[str, Any] = {"sizes": ", ".join(map(str, sizes))}
     names = ["max_enlargement", "max_cut", "enlarge", "crop", "flip"]
     if geometry.is_video:
-        has_own_length = settings.num_frames is None and settings.buckets is None
-        effect["num_frames"] = "each clip's own" if has_own_length else "set"
+        effect["num_frames"] = "each clip's own" if settings.keeps_lengths else "set"
         effect["fps"] = _rate_taken(settings)
         names += ["frame_interval", "clip_position", "short_clips"]
     for name in names:
@@ -300,13 +326,16 @@ def _sizes(settings: SizeSettings, geometry: MediaGeometry) -> list[MediaSize]:
             key=f"{_KEY}.height",
             way_out="Give height and width, or buckets (480x832x81), or max_pixels.",
         )
-    return [MediaSize(frames, height, width) for height, width in planes for frames in _frame_counts(settings)]
+    sizes = []
+    for height, width in planes:
+        for frames in _frame_counts(settings):
+            sizes.append(MediaSize(frames, height, width))
+    return sizes
 
 
 def _frame_counts(settings: SizeSettings) -> Sequence[int]:
-    if settings.num_frames is None:
-        return (1,)
-    return (settings.num_frames,) if isinstance(settings.num_frames, int) else settings.num_frames
+    counts = 1 if settings.num_frames is None else settings.num_frames
+    return (counts,) if isinstance(counts, int) else counts
 
 
 def _planes_of_area(area: int, step: int) -> list[tuple[int, int]]:
@@ -316,12 +345,15 @@ def _planes_of_area(area: int, step: int) -> list[tuple[int, int]]:
 
 def _plane_of_area(area: int, aspect: float, step: int) -> tuple[int, int]:
     rows, columns = math.sqrt(area * aspect) / step, math.sqrt(area / aspect) / step
-    near = [
-        (max(1, height) * step, max(1, width) * step)
-        for height in (math.floor(rows), math.ceil(rows))
-        for width in (math.floor(columns), math.ceil(columns))
-    ]
-    within = [(height, width) for height, width in near if height * width <= area] or [(step, step)]
+    # Sides are whole steps: each exact side is rounded down and up, and the best of the four pairs is taken.
+    within = []
+    for rounded_rows in (math.floor(rows), math.ceil(rows)):
+        for rounded_columns in (math.floor(columns), math.ceil(columns)):
+            height, width = max(1, rounded_rows) * step, max(1, rounded_columns) * step
+            if height * width <= area:
+                within.append((height, width))
+    if not within:
+        return step, step
     return min(within, key=lambda plane: (abs(math.log(plane[0] / plane[1] / aspect)), -plane[0] * plane[1]))
 
 
@@ -342,36 +374,53 @@ def _key_of(settings: SizeSettings, size: MediaSize, geometry: MediaGeometry) ->
 # --- what may stand there --------------------------------------------------------------------------------------------
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_bucket_list(value: Any) -> bool:
-    parts = value.split(",") if isinstance(value, str) else value
-    return (
-        isinstance(parts, list | tuple)
-        and len(parts) > 0
-        and all(isinstance(part, str) and _BUCKET.fullmatch(part.replace(" ", "")) for part in parts)
-    )
+def _is_bucket_list(value: object) -> bool:
+    if isinstance(value, str):
+        value = value.split(",")
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_bucket, value))
+
+
+def _is_bucket(value: object) -> bool:
+    return isinstance(value, str) and _BUCKET.fullmatch(value.replace(" ", "")) is not None
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Lists as tuples: what was read of JSON equals what was read of YAML."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    comparable = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, list):
+            comparable[name] = tuple(value)
+    return comparable
 
 
-def _is_rate(value: Any) -> bool:
+def _is_rate(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _is_whole_or_list(value: Any) -> bool:
+def _is_rate_from_1(value: object) -> bool:
+    return _is_rate(value) and value >= 1
+
+
+def _is_share(value: object) -> bool:
+    return value == 0 or (_is_rate(value) and value <= 1)
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_whole_or_list(value: object) -> bool:
     return _is_count(value) or (isinstance(value, list | tuple) and all(map(_is_count, value)))
 
 
 class _Allowed(NamedTuple):
     """What a key may hold."""
 
-    is_right: Callable[[Any], bool]
+    is_right: Callable[[object], bool]
     words: str = "a whole number above 0"
 
 
@@ -385,12 +434,12 @@ _ALLOWED = {
     "frame_interval": _Allowed(_is_count),
     "clip_position": _Allowed(lambda value: value in ("start", "middle"), "start or middle"),
     "short_clips": _Allowed(lambda value: value in ("error", "repeat"), "error or repeat"),
-    "max_enlargement": _Allowed(lambda value: _is_rate(value) and value >= 1, "a number from 1 on"),
-    "enlarge": _Allowed(lambda value: isinstance(value, bool), "true or false"),
+    "max_enlargement": _Allowed(_is_rate_from_1, "a number from 1 on"),
+    "enlarge": _Allowed(_is_switch, "true or false"),
     "crop": _Allowed(lambda value: value in ("middle", "random"), "middle or random"),
-    "flip": _Allowed(lambda value: isinstance(value, bool), "true or false"),
+    "flip": _Allowed(_is_switch, "true or false"),
     "variants": _Allowed(_is_count),
-    "max_cut": _Allowed(lambda value: value == 0 or (_is_rate(value) and value <= 1), "a share from 0 to 1"),
+    "max_cut": _Allowed(_is_share, "a share from 0 to 1"),
 }
 """Every key of `SizeSettings`."""
 _EXCLUDED_BY = {"buckets": ("num_frames", "height"), "max_pixels": ("height", "buckets")}
@@ -404,13 +453,13 @@ def _wrong_values(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _conflicts(given: Mapping[str, Any]) -> Iterator[Problem]:
-    if ("height" in given) != ("width" in given):
-        absent = "width" if "height" in given else "height"
-        yield Problem("only one side is given", key=f"{_KEY}.{absent}", way_out="Give height and width.")
+    absent = {"height", "width"} - given.keys()
+    if len(absent) == 1:
+        yield Problem("only one side is given", key=f"{_KEY}.{absent.pop()}", way_out="Give height and width.")
     for key, others in _EXCLUDED_BY.items():
-        beside = next((other for other in others if other in given), None)
-        if key in given and beside is not None:
-            yield Problem(f"is given beside {beside}", key=f"{_KEY}.{key}", way_out="Keep one of them.")
+        beside = [other for other in others if other in given]
+        if key in given and beside:
+            yield Problem(f"is given beside {beside[0]}", key=f"{_KEY}.{key}", way_out="Keep one of them.")
     if "variants" in given and not given.get("flip") and given.get("crop") != "random":
         yield Problem(
             "nothing tells variants from one another", key=f"{_KEY}.variants", way_out="Set flip or crop: random."

@@ -50,7 +50,7 @@ class PromptRow:
         Raises:
             DataError: A file is missing, leads elsewhere, or holds something else than a tensor.
         """
-        if not all(name in self.row for name in _EMBEDS):
+        if not self.row.keys() >= _EMBEDS.keys():
             return None
         return {_FEATURES[name]: self._stored(name) for name in _EMBEDS}
 
@@ -129,21 +129,19 @@ class PromptDataset(MMDataset):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> DrawnPrompt | dict[str, Any]:
         """Prompt `index` as it is in the first epoch."""
         return self.item(index, 0)
 
-    def item(self, index: int, epoch: int) -> Any:
+    def item(self, index: int, epoch: int) -> DrawnPrompt | dict[str, Any]:
         """Prompt `index` in an epoch: it is drawn anew, from other noise."""
-        if self._for_rollouts:
-            return DrawnPrompt(
-                sample_id=f"{self.prompts[index].place} epoch {epoch}", row=index, prompt=self.prompts[index]
-            )
-        pixels = torch.zeros(3, self.size.frames, self.size.height, self.size.width, dtype=torch.uint8)
         prompt = self.prompts[index]
+        if self._for_rollouts:
+            return DrawnPrompt(sample_id=f"{prompt.place} epoch {epoch}", row=index, prompt=prompt)
+        pixels = torch.zeros(3, self.size.frames, self.size.height, self.size.width, dtype=torch.uint8)
         return {"sample_id": prompt.place, "epoch": 0, "caption": prompt.text, "pixels": pixels, "fps": None}
 
-    def place(self, index: int) -> Any:
+    def place(self, index: int) -> str:
         """Where prompt `index` comes from."""
         return self.prompts[index].place
 
@@ -174,13 +172,14 @@ def _size(preprocess: PreprocessParameters) -> MediaSize:
 
 def _read_all(basic: BasicParameters) -> list[PromptRow]:
     given = basic.dataset
-    names = [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given or ())
+    names = list(map(str.strip, given.split(","))) if isinstance(given, str) else list(given or ())
     if not names:
         raise ConfigError("there are no prompts", key=_DATASET, way_out="Name a .txt or .json file of prompts.")
     prompts = []
     for name in names:
         path = Path(name if isinstance(name, str) else name.path)
-        path = path if path.exists() else Path(basic.dataset_dir) / path
+        if not path.exists():
+            path = Path(basic.dataset_dir) / path
         if not path.is_file():
             raise DataError("there is no such file", where=str(path), key=_DATASET)
         prompts += _read(path, basic.get("caption_column"))
@@ -192,27 +191,33 @@ def _read_all(basic: BasicParameters) -> list[PromptRow]:
 
 def _read(path: Path, column: str | None) -> list[PromptRow]:
     folder = path.absolute().parent
+    prompts = []
     if path.suffix in (".txt", ""):
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise DataError("is not UTF-8", where=str(path), way_out="Save the file as UTF-8.") from error
-        rows = [(f"{path.name}:{number}", {"prompt": line.strip()}) for number, line in enumerate(lines, start=1)]
-        return [PromptRow(row["prompt"], row, place, folder) for place, row in rows if row["prompt"]]
+        for number, line in enumerate(map(str.strip, lines), start=1):
+            if line:
+                prompts.append(PromptRow(line, {"prompt": line}, f"{path.name}:{number}", folder))
+        return prompts
     reader = open_reader(path)
-    return [_of_row(reader.read(number), str(reader.place(number)), column, folder) for number in range(len(reader))]
+    for number in range(len(reader)):
+        prompts.append(_of_row(reader.read(number), str(reader.place(number)), column, folder))
+    return prompts
 
 
 def _of_row(row: Mapping[str, Any], place: str, column: str | None, folder: Path) -> PromptRow:
-    name = column or next((name for name in _COLUMNS if name in row), None)
-    text = row.get(name) if name else None
+    columns = [column] if column else [name for name in _COLUMNS if name in row]
+    name = columns[0] if columns else "prompt"
+    text = row.get(name)
     if isinstance(text, list) and text:
         text = text[0]
     if not isinstance(text, str) or not text.strip():
         raise DataError(
             f"has no prompt: its columns are {', '.join(sorted(row)) or 'none'}",
             where=place,
-            key=name or "prompt",
+            key=name,
             way_out="Give the row a 'prompt', or name its column in basic_parameters.caption_column.",
         )
     return PromptRow(text.strip(), row, place, folder)
