@@ -123,10 +123,14 @@ def _bins_in_lists(content: Any) -> _Bins:
 def _bins_by_name(content: Any) -> _Bins:
     """Bin number n begins at n · width, and its entry is named after its two ends."""
     width, first = float(content["bin_width"]), int(content["min_bin"])
-    bins = {name: count for name, count in content.items() if name not in _ABOUT_BINS}
-    by_start = sorted((float(_FIRST_NUMBER.match(name)[0]), float(count)) for name, count in bins.items())  # type: ignore[index]
-    edges = tuple(width * (first + number) for number in range(len(bins) + 1))
-    return edges, tuple(count for _, count in by_start)
+    count_from: dict[float, float] = {}
+    """Where a bin begins → its count."""
+    for name, count in content.items():
+        if name not in _ABOUT_BINS:
+            start = float(_FIRST_NUMBER.match(name)[0])  # type: ignore[index]
+            count_from[start] = float(count)
+    edges = tuple(width * (first + number) for number in range(len(count_from) + 1))
+    return edges, tuple(count_from[start] for start in sorted(count_from))
 
 
 def pair_weight(histogram: ScoreHistogram, score_w: float, score_l: float, alpha: float, beta: float | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -15,6 +15,11 @@ from mindspeed_mm.fsdp.posttrain_rewards.open_clip import clip_from_open_clip, r
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, reward_register
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel, PreTrainedTokenizerBase
+
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training pictures."""
@@ -67,19 +72,20 @@ class ClipReward:
         inputs = self._tokens(list(prompts)) | {"pixel_values": pixels}
         found = self._model(**{name: tensor.to(self._device) for name, tensor in inputs.items()})
         cosines = (found.image_embeds * found.text_embeds).sum(dim=1)  # transformers normalises both
-        return [float(score) for score in self._of_cosines(cosines).tolist()]
+        scores: list[float] = self._of_cosines(cosines).tolist()
+        return scores
 
     def _of_cosines(self, cosines: torch.Tensor) -> torch.Tensor:
         return cosines
 
     @cached_property
-    def _model(self) -> Any:
+    def _model(self) -> CLIPModel:
         from transformers import CLIPModel  # seconds
 
         return CLIPModel.from_pretrained(self._path, local_files_only=True, dtype=torch.float32).eval()
 
     @cached_property
-    def _processor(self) -> Any:
+    def _processor(self) -> Processor:
         return load_processor(self._path, use_fast=False)
 
     def _pixels(self, pictures: list[Image.Image]) -> torch.Tensor:
@@ -92,7 +98,7 @@ class ClipReward:
         return dict(self._tokenizer(prompts, **options))
 
     @property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         return self._processor.tokenizer
 
     @property
@@ -135,8 +141,11 @@ class HpsV2(ClipReward):
         self, path: str, tokenizer: str | None = None, batch_size: int = 16, frames: int = 4, device: str = "cpu"
     ) -> None:
         super().__init__(path, batch_size, frames, device)
-        inside = [self._path / name for name in _HPS_FILES]
-        self._file = self._path if self._path.is_file() else next((each for each in inside if each.is_file()), None)
+        self._file: Path | None = None
+        for path_of_file in (self._path, *map(self._path.joinpath, _HPS_FILES)):
+            if path_of_file.is_file():
+                self._file = path_of_file
+                break
         self._tokenizer_folder = tokenizer
         if self._file is not None and tokenizer is None:
             raise ModelFolderError(
@@ -149,13 +158,13 @@ class HpsV2(ClipReward):
             raise ModelFolderError(f"holds neither {_HPS_FILES[0]} nor a model of transformers", where=path, key=_KEY)
 
     @cached_property
-    def _model(self) -> Any:
+    def _model(self) -> CLIPModel:
         if self._file is None:
             return super()._model
         return clip_from_open_clip(read_open_clip(self._file), self._tokenizer.eos_token_id)
 
     @cached_property
-    def _tokenizer(self) -> Any:  # type: ignore[override]
+    def _tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]
         if self._tokenizer_folder is None:
             return self._processor.tokenizer
         return tokenizer_of(load_processor(self._tokenizer_folder))

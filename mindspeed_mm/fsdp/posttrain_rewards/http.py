@@ -17,11 +17,15 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
 from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, Row, reward_register
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 T = TypeVar("T")
 
@@ -213,11 +217,11 @@ class HttpReward:
         Raises:
             MachineError: The server cannot be reached, is too slow or answers with something else.
         """
-        names = list(ids) or [str(number) for number in range(len(prompts))]
-        samples = [_sample(*each) for each in zip(names, prompts, completions, rows, strict=True)]
+        names = list(ids) or list(map(str, range(len(prompts))))
+        samples = list(map(_sample, names, prompts, completions, rows))
         parts = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         with ThreadPoolExecutor(self._concurrency) as pool:
-            return [score for part in pool.map(self._score, parts) for score in part]
+            return list(chain.from_iterable(pool.map(self._score, parts)))
 
     def _score(self, samples: list[dict[str, Any]]) -> list[float | None]:
         def read(answer: Any) -> list[float | None]:
@@ -235,24 +239,23 @@ class HttpReward:
 
 
 def _sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]:
-    is_text = isinstance(completion, str)
-    return {
-        "id": name,
-        "prompt": prompt,
-        "completion": completion if is_text else None,
-        "media": [] if is_text else [picture_as_base64(picture) for picture in frames_of(completion)],
-        "row": {key: value for key, value in row.items() if _is_plain(value)},
-    }
+    text, media = None, []
+    if isinstance(completion, str):
+        text = completion
+    else:
+        media = list(map(picture_as_base64, frames_of(completion)))
+    plain = {key: value for key, value in row.items() if _is_plain(value)}
+    return {"id": name, "prompt": prompt, "completion": text, "media": media, "row": plain}
 
 
-def picture_as_base64(picture: Any) -> str:
-    """A PIL picture as PNG."""
+def picture_as_base64(picture: Image.Image) -> str:
+    """A picture as PNG."""
     stream = io.BytesIO()
     picture.save(stream, format="PNG")
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether JSON can hold it: pictures within rows stay here."""
     try:
         json.dumps(value)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import ModelFolderError
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
 
 _HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
 """Width of a vision tower → width of its heads, of ViT-H-14, ViT-g-14 and ViT-bigG-14; 64 of the others."""
@@ -48,16 +51,14 @@ def read_open_clip(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: The file is missing or broken.
         ModelFolderError: It holds something else.
     """
-    content: Any = load_weights(path)
+    content: object = load_weights(path)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     if isinstance(content, Mapping):
-        found = {
-            str(name).removeprefix("module."): tensor
-            for name, tensor in content.items()
-            if isinstance(tensor, torch.Tensor) and not str(name).endswith(_NO_WEIGHTS)
-        }
+        for name, tensor in content.items():
+            if isinstance(tensor, torch.Tensor) and not str(name).endswith(_NO_WEIGHTS):
+                found[str(name).removeprefix("module.")] = tensor
     if "visual.proj" not in found or "text_projection" not in found:
         raise ModelFolderError(
             "holds no CLIP model in open_clip's layout: visual.proj or text_projection is missing",
@@ -67,7 +68,7 @@ def read_open_clip(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def clip_from_open_clip(weights: Weights, end_id: int) -> Any:
+def clip_from_open_clip(weights: Weights, end_id: int) -> CLIPModel:
     """A `CLIPModel` with these weights, in eval mode; its sizes follow from their shapes.
 
     Args:
@@ -110,7 +111,8 @@ def transformers_names(weights: Weights) -> dict[str, torch.Tensor]:
         if block is None:
             found[_OUTSIDE[name]] = tensor.t().contiguous() if name in _TRANSPOSED else tensor
             continue
-        start = f"{'vision_model' if block[1] else 'text_model'}.encoder.layers.{block[2]}"
+        tower = "vision_model" if block[1] else "text_model"
+        start = f"{tower}.encoder.layers.{block[2]}"
         if block[3].startswith("attn.in_proj_"):
             kind = block[3].removeprefix("attn.in_proj_")
             for which, part in zip("qkv", tensor.chunk(3), strict=True):
@@ -122,11 +124,16 @@ def transformers_names(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def _tower(weights: Weights, prefix: str, width: int) -> dict[str, int]:
-    blocks = [each for name in weights if (each := _BLOCK.fullmatch(name)) and (each[1] or "") == prefix]
-    head = _HEAD_WIDTHS.get(width, _HEAD_WIDTH) if prefix else _HEAD_WIDTH
+    layers, head = 0, _HEAD_WIDTH
+    for name in weights:
+        block = _BLOCK.fullmatch(name)
+        if block is not None and (block[1] or "") == prefix:
+            layers = max(layers, int(block[2]) + 1)
+    if prefix:
+        head = _HEAD_WIDTHS.get(width, _HEAD_WIDTH)
     return {
         "hidden_size": width,
         "intermediate_size": weights[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape[0],
-        "num_hidden_layers": 1 + max(int(block[2]) for block in blocks),
+        "num_hidden_layers": layers,
         "num_attention_heads": max(1, width // head),
     }

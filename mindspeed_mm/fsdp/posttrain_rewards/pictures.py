@@ -26,6 +26,7 @@ def jpeg_size(
 
 def frames_of(completion: Any, most: int | None = None) -> list[Any]:
     """A picture alone, or frames of a clip: at most so many, the middles of equal parts."""
-    frames = list(completion) if isinstance(completion, list | tuple) else [completion]
-    taken = len(frames) if most is None else min(len(frames), most)
-    return [frames[int((place + 0.5) * len(frames) / taken)] for place in range(taken)]
+    if not isinstance(completion, list | tuple):
+        return [completion]
+    taken = len(completion) if most is None else min(len(completion), most)
+    return [completion[int((place + 0.5) * len(completion) / taken)] for place in range(taken)]

@@ -52,9 +52,7 @@ _BUILT_IN = {
 COMPARING = frozenset({"exact_match", "contains", "number"})
 """Rewards that need a solution in each row."""
 
-reward_register = Registry(
-    KEY, builtin=lambda: {name: room for names in _BUILT_IN.values() for name, room in names.items()}
-)
+reward_register = Registry(KEY, builtin=lambda: _BUILT_IN["texts"] | _BUILT_IN["pictures"] | _BUILT_IN["both"])
 
 SOLUTION_COLUMNS = ("solution", "answer", "ground_truth")
 """Where rows keep the right answer; verl's rows keep it in `reward_model.ground_truth`."""
@@ -74,6 +72,10 @@ class Judged:
     """Names of the samples, for messages."""
 
 
+Judge = Callable[..., Sequence[float | None]]
+"""(prompts, completions, rows, …) → a number for each, None where it cannot judge."""
+
+
 @runtime_checkable
 class AsksServer(Protocol):
     """A judge that needs a server."""
@@ -89,7 +91,7 @@ class Reward:
 
     name: str
     weight: float
-    judge: Callable[..., Sequence[float | None]]
+    judge: Judge
     extra: frozenset[str] = field(default_factory=frozenset)
     """Further arguments that it takes."""
     key: str = KEY
@@ -110,7 +112,7 @@ class Reward:
         with told_under(self.key):
             return self._checked(self._judged(judged), judged)
 
-    def _judged(self, judged: Judged) -> Any:
+    def _judged(self, judged: Judged) -> object:
         more = {name: getattr(judged, name) for name in self.extra}
         try:
             return self.judge(judged.prompts, judged.completions, judged.rows, **more)
@@ -128,18 +130,23 @@ class Reward:
         kinds = sorted({type(completion).__name__ for completion in judged.completions})
         return f"{len(judged.completions)} completions ({', '.join(kinds)})"
 
-    def _checked(self, scores: Any, judged: Judged) -> list[float]:
+    def _checked(self, scores: object, judged: Judged) -> list[float]:
         if isinstance(scores, torch.Tensor | np.ndarray):
             scores = scores.tolist()
         expected = len(judged.completions)
         if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != expected:
             got = f"{len(scores)} values" if isinstance(scores, Sequence) else type(scores).__name__
             raise self._wrong(f"returned {got} for {expected} completions", "Return one number or None for each.")
+        found: list[float] = []
         for number, score in enumerate(scores):
-            if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+            if score is None:
+                found.append(math.nan)
+            elif isinstance(score, Real) and math.isfinite(score):
+                found.append(float(score))
+            else:
                 where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
                 raise self._wrong(f"returned {score!r} for {where}", "Return a finite number, or None.")
-        return [math.nan if score is None else float(score) for score in scores]
+        return found
 
     def _wrong(self, what: str, way_out: str) -> DataError:
         return DataError(f"the reward '{self.name}' {what}", key=KEY, way_out=way_out)
@@ -170,7 +177,7 @@ def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | No
     """
     made, options = reward_register.get(name), dict(options or {})
     _check_options(name, made, options)
-    judge: Callable[..., Any] = made(**options) if isinstance(made, type) else partial(made, **options)
+    judge: Judge = made(**options) if isinstance(made, type) else partial(made, **options)
     return Reward(name, weight, judge, _extra_of(judge), key)
 
 
@@ -201,11 +208,12 @@ def takes_setting(name: str, setting: str) -> bool:
     return setting in _keywords(reward_register.get(name))
 
 
-def _check_options(name: str, made: Any, options: Mapping[str, Any]) -> None:
-    signature = inspect.signature(made)
-    own = () if inspect.isclass(made) else ("prompts", "completions", "rows", *_extra_of(made))
+def _check_options(name: str, made: Callable[..., object], options: Mapping[str, Any]) -> None:
+    given = dict(options)
+    if not inspect.isclass(made):  # a function gets what is judged in the same call
+        given |= dict.fromkeys(("prompts", "completions", "rows", *_extra_of(made)))
     try:
-        signature.bind(**options, **dict.fromkeys(own))
+        inspect.signature(made).bind(**given)
     except TypeError as error:
         taken = [each for each in _keywords(made) if each not in ("prompts", "completions", "rows", "completion_ids")]
         raise ConfigError(
@@ -215,12 +223,21 @@ def _check_options(name: str, made: Any, options: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _keywords(made: Any) -> list[str]:
+def _keywords(made: Callable[..., object]) -> list[str]:
     return [name for name in inspect.signature(made).parameters if name != "self"]
 
 
-def _extra_of(judge: Any) -> frozenset[str]:
+def _extra_of(judge: Callable[..., object]) -> frozenset[str]:
     return frozenset({"completion_ids", "ids"} & set(_keywords(judge)))
+
+
+def names_and_weights(rewards: Iterable[Reward]) -> tuple[list[str], torch.Tensor]:
+    """Of each reward; the weights are fp64."""
+    names, weights = [], []
+    for reward in rewards:
+        names.append(reward.name)
+        weights.append(reward.weight)
+    return names, torch.tensor(weights, dtype=torch.float64)
 
 
 def scores_of(rewards: Sequence[Reward], judged: Judged) -> torch.Tensor:
@@ -244,8 +261,8 @@ def solution_of(row: Row) -> Any:
     for name in SOLUTION_COLUMNS:
         if row.get(name) is not None:
             return row[name]
-    judged = row.get("reward_model")
-    return judged.get("ground_truth") if isinstance(judged, Mapping) else None
+    of_verl = row.get("reward_model")
+    return of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
 
 
 def needed_solution(name: str, row: Row) -> Any:

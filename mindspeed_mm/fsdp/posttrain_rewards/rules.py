@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, needed_solution, reward_register
@@ -98,13 +97,16 @@ def length(
 ) -> list[float]:
     """0 up to `max_tokens − soft_tokens` tokens, falling to −1 at `max_tokens` (DAPO, arXiv:2503.14476, eq. 13)."""
     free = max_tokens - soft_tokens
-
-    def of(tokens: int) -> float:
+    scores = []
+    for ids in completion_ids:
+        tokens = len(ids)
         if tokens <= free:
-            return 0.0
-        return -1.0 if tokens > max_tokens or not soft_tokens else (free - tokens) / soft_tokens
-
-    return [of(len(ids)) for ids in completion_ids]
+            scores.append(0.0)
+        elif tokens > max_tokens:
+            scores.append(-1.0)
+        else:
+            scores.append((free - tokens) / soft_tokens)
+    return scores
 
 
 @reward_register.register("repetition")
@@ -113,12 +115,15 @@ def repetition(
 ) -> list[float]:
     """−`most` × the share of runs of so many words that stand in the completion before."""
 
-    def of(text: str) -> float:
+    scores = []
+    for text in completions:
         said = text.split()
         runs = [tuple(said[i : i + words]) for i in range(len(said) - words + 1)]
-        return -most * (1 - len(set(runs)) / len(runs)) if runs else 0.0
-
-    return [of(text) for text in completions]
+        if runs:
+            scores.append(-most * (1 - len(set(runs)) / len(runs)))
+        else:
+            scores.append(0.0)
+    return scores
 
 
 def _against_solutions(
@@ -126,14 +131,11 @@ def _against_solutions(
 ) -> list[float]:
     scores = []
     for text, row in zip(completions, rows, strict=True):
-        truth = _text_of(needed_solution(name, row))
+        truth = needed_solution(name, row)
+        if isinstance(truth, list | tuple) and truth:  # several right answers: datasets give lists of one
+            truth = truth[0]
         scores.append(float(agrees(text.strip(), str(truth).strip())))
     return scores
-
-
-def _text_of(truth: Any) -> Any:
-    """Of several right answers the first: datasets give lists of one."""
-    return truth[0] if isinstance(truth, list | tuple) and truth else truth
 
 
 def _last_number(text: str) -> float | None:

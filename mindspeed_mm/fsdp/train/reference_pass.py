@@ -76,7 +76,10 @@ class ReferenceRun:
             everywhere = [present] if self._job.world_size == 1 else [None] * self._job.world_size
             if self._job.world_size > 1:
                 dist.all_gather_object(everywhere, present)
-            towers.set_active({name for each in everywhere for name, is_here in (each or {}).items() if is_here})
+            active: set[str] = set()
+            for each in everywhere:
+                active |= {name for name, is_here in (each or {}).items() if is_here}
+            towers.set_active(active)
 
     def _gathered(self, found: StoredLogProbs) -> list[StoredLogProbs]:
         group = self._job.data_group

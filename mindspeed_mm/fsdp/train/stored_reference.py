@@ -90,8 +90,10 @@ class StoredLogProbs:
                 notes = file.metadata() or {}
                 numbers, digests = file.get_tensor("log_probs").tolist(), file.get_tensor("digests").tolist()
             names, facts = json.loads(notes["ids"]), json.loads(notes["facts"])
-            pairs = {name: (chosen, rejected) for name, (chosen, rejected) in zip(names, numbers, strict=True)}
-            return cls(facts, pairs, {name: bytes(each) for name, each in zip(names, digests, strict=True)})
+            stored = cls(facts)
+            for name, (chosen, rejected), digest in zip(names, numbers, digests, strict=True):
+                stored.log_probs[name], stored.digests[name] = (chosen, rejected), bytes(digest)
+            return stored
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"is not a file of stored log-probabilities: {error}", where=str(path), key=KEY, way_out=AGAIN
@@ -114,7 +116,8 @@ class StoredReference:
         Raises:
             DataError: A pair is not known, or other tokens were scored.
         """
-        alive = [all(pair) for pair in zip(*(half.tolist() for half in counts.chunk(2)), strict=True)]
+        chosen, rejected = counts.bool().chunk(2)
+        alive = (chosen & rejected).tolist()
         found = []
         for name, digest, counted in zip(map(str, batch["sample_ids"]), digests_of(batch), alive, strict=True):
             if counted and self._stored.digests.get(name) != digest:
@@ -132,13 +135,14 @@ class StoredReference:
 
 def digests_of(batch: Batch) -> list[bytes]:
     """Of each pair's tokens and labels, without padding; B of them."""
-    mask, ids, labels = batch["attention_mask"].bool(), batch["input_ids"], batch["labels"]
-    rows = [
-        torch.cat([own[kept].long(), trained[kept].long()]).numpy().tobytes()
-        for own, trained, kept in zip(ids, labels, mask, strict=True)
-    ]
-    pairs = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
-    return [hashlib.sha256(chosen + b"|" + rejected).digest()[:_DIGEST_BYTES] for chosen, rejected in pairs]
+    rows = []
+    for kept, ids, labels in zip(batch["attention_mask"].bool(), batch["input_ids"], batch["labels"], strict=True):
+        rows.append(torch.cat([ids[kept].long(), labels[kept].long()]).numpy().tobytes())
+    half = len(rows) // 2  # the chosen answers stand in front of the rejected ones
+    digests = []
+    for chosen, rejected in zip(rows[:half], rows[half:], strict=True):
+        digests.append(hashlib.sha256(chosen + b"|" + rejected).digest()[:_DIGEST_BYTES])
+    return digests
 
 
 def path_of_reference(arguments: Arguments) -> Path:
@@ -157,7 +161,8 @@ def path_of_reference(arguments: Arguments) -> Path:
 def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[str, str]:
     """What stored log-probabilities are of, in words that are compared."""
     folder = told_weights(arguments.training.load) or arguments.model.model_name_or_path
-    facts = {"rows or their template": "+".join(str(each.fingerprint().get("hash")) for each in sets)}
+    hashes = [str(each.fingerprint().get("hash")) for each in sets]
+    facts = {"rows or their template": "+".join(hashes)}
     if folder:
         facts["weights"] = base_weights_mark(Path(folder))
     return facts | {"posttrain.dpo.ld_alpha": str(arguments.posttrain.dpo.ld_alpha)}

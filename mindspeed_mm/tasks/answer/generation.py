@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.checkpoint.dequantized import sections_of
 from mindspeed_mm.checkpoint.hf_folder import config_dtype
@@ -23,6 +23,9 @@ from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_generator(
@@ -106,7 +109,7 @@ def load_model(folder: Path) -> Any:
     return model
 
 
-def _choose_attention_everywhere(config: Any) -> None:
+def _choose_attention_everywhere(config: PreTrainedConfig) -> None:
     """Give sections of a configuration that have no attention implementation that of the whole.
 
     transformers 5.23 chooses none for a section whose modules are no model of their own, as Fun-ASR-Nano's adaptor. Its

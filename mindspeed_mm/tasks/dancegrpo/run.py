@@ -32,8 +32,9 @@ def run(words: Sequence[str]) -> Path:
     flags = read_flags(words)
     options = flags.options
     is_first = os.environ.get("RANK", "0") == "0"
-    for note in flags.notes if is_first else ():
-        print(f"note: {note}", file=sys.stderr)
+    if is_first:
+        for note in flags.notes:
+            print(f"note: {note}", file=sys.stderr)
     text = io.StringIO()
     YAML().dump(configuration(options), text)
     options.save.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -60,16 +60,19 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
     if not folder.is_dir():
         raise UsageError("there is no such folder", where=str(folder), way_out="Name the folder of a run.")
     there = numbers(folder)
-    chosen = there[-1] if number is None and there else number
-    stored = read_rollout(folder, chosen) if chosen is not None else None
-    if chosen is None or stored is None:
-        told = f"it has {there[0]} to {there[-1]}" if there else "it has none"
-        raise UsageError(
-            f"there is no rollout {'' if number is None else number}".rstrip() + f": {told}",
-            where=str(folder),
-            way_out="Name the folder of a run with posttrain.method: grpo and posttrain.rollout.keep: true.",
-        )
-    return RolloutView(chosen, _groups(stored.samples)[:prompts])
+    if number is None and there:
+        number = there[-1]
+    if number is not None:
+        stored = read_rollout(folder, number)
+        if stored is not None:
+            return RolloutView(number, _groups(stored.samples)[:prompts])
+    what = "there is no rollout" if number is None else f"there is no rollout {number}"
+    told = f"it has {there[0]} to {there[-1]}" if there else "it has none"
+    raise UsageError(
+        f"{what}: {told}",
+        where=str(folder),
+        way_out="Name the folder of a run with posttrain.method: grpo and posttrain.rollout.keep: true.",
+    )
 
 
 def numbers(folder: Path) -> list[int]:

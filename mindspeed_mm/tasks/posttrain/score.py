@@ -15,6 +15,8 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
     from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward
 
@@ -68,24 +70,24 @@ def run(
     # Imported here: a wrong YAML is answered before torch is loaded.
     from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
 
-    judged: list[dict[str, Any]] = []
+    written = 0
+    totals: list[float] = []
+    """Of all samples, those of rejected sides too."""
+    found: dict[str, list[float]] = {"reward": [], **{each.name: [] for each in arguments.posttrain.rewards}}
     with atomic_file(out) as draft, draft.open("w", encoding="utf-8") as file:
         for row in _scored(arguments, rows):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            judged.append({key: row[key] for key in row if key.startswith("score")})
-            say(len(judged))
-    totals = [row[key] for row in judged for key in ("score", "score_rejected") if row.get(key) is not None]
+            totals += [row[key] for key in ("score", "score_rejected") if row.get(key) is not None]
+            for name, value in ({"reward": row["score"]} | row["scores"]).items():
+                if value is not None:
+                    found[name].append(value)
+            written += 1
+            say(written)
     if histogram is not None and totals:
-        found = ScoreHistogram.of_scores(totals)
-        atomic_write_text(histogram, json.dumps({"bin_edges": found.edges, "counts": found.counts}) + "\n")
-    return ScoreOutcome(str(out), len(judged), _means(judged, [each.name for each in arguments.posttrain.rewards]))
-
-
-def _means(judged: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float | None]:
-    means = {"reward": _mean([row["score"] for row in judged])}
-    for name in names:
-        means[name] = _mean([row["scores"][name] for row in judged])
-    return means
+        scores = ScoreHistogram.of_scores(totals)
+        atomic_write_text(histogram, json.dumps({"bin_edges": scores.edges, "counts": scores.counts}) + "\n")
+    means = {name: sum(values) / len(values) if values else None for name, values in found.items()}
+    return ScoreOutcome(str(out), written, means)
 
 
 def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
@@ -140,7 +142,8 @@ def _score(rewards: Sequence[Reward], asked: Sequence[_RowToScore], suffix: str,
 
 
 def _prompt(row: Mapping[str, Any], place: str) -> str:
-    text = next((row[name] for name in _PROMPTS if row.get(name)), None)
+    given = [row[name] for name in _PROMPTS if row.get(name)]
+    text = given[0] if given else None
     if isinstance(text, list) and text:
         text = text[0]
     if not isinstance(text, str):
@@ -148,21 +151,16 @@ def _prompt(row: Mapping[str, Any], place: str) -> str:
     return text
 
 
-def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Any:
+def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
     """The picture, or the text."""
     if isinstance(name := row.get(f"{_PICTURE}{suffix}"), str):
         return media.load_image(name)
-    text = next((row[name] for name in _TEXTS if isinstance(row.get(name), str)), None)
-    if text is None:
-        raise DataError(
-            "has no sample to score",
-            where=place,
-            key=_PICTURE,
-            way_out=f"Name a picture in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
-        )
-    return text
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    for name in _TEXTS:
+        if isinstance(row.get(name), str):
+            return row[name]
+    raise DataError(
+        "has no sample to score",
+        where=place,
+        key=_PICTURE,
+        way_out=f"Name a picture in '{_PICTURE}', or give a text in {' or '.join(_TEXTS)}.",
+    )

@@ -137,4 +137,7 @@ _LONGEST_PATH = 1000
 
 def _roots(hosts: Collection[str]) -> tuple[str, ...]:
     """Who names a host means it, also where it is a private one."""
-    return tuple(f"{scheme}://{host}" for host in hosts for scheme in ("http", "https"))
+    roots: list[str] = []
+    for host in hosts:
+        roots += [f"http://{host}", f"https://{host}"]
+    return tuple(roots)

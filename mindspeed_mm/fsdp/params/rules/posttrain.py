@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from mindspeed_mm.core.errors import Problem
@@ -61,12 +62,13 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
                 way_out="Set posttrain.method: dpo, or stage: sft.",
             )
         if stage != "rm" and compares:
+            way_out = "Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer."
+            if dataset.dataset_type == _OF_GENERATORS:
+                way_out = "Set stage: rm, for rows with file and file_rejected."
             yield Problem(
                 f"'{stage}' reads rows with one answer, and posttrain.method: dpo compares two",
                 key=key,
-                way_out="Set stage: rm, for rows with file and file_rejected."
-                if dataset.dataset_type == _OF_GENERATORS
-                else "Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
+                way_out=way_out,
             )
 
 
@@ -89,7 +91,9 @@ def needs_reference(posttrain: PosttrainArguments) -> bool:
     """Whether the method compares the policy with a reference."""
     if posttrain.method == "dpo":
         return not WITHOUT_REFERENCE.issuperset(posttrain.dpo.loss_type)
-    return bool(posttrain.grpo.beta if posttrain.method == "grpo" else posttrain.method and posttrain.nft.kl)
+    if posttrain.method == "grpo":
+        return bool(posttrain.grpo.beta)
+    return posttrain.method == "nft" and bool(posttrain.nft.kl)
 
 
 def has_moving_reference(posttrain: PosttrainArguments) -> bool:
@@ -100,8 +104,12 @@ def has_moving_reference(posttrain: PosttrainArguments) -> bool:
 def keeps_a_copy(arguments: Arguments) -> bool:
     """Whether a second copy of what is trained follows it: an average, the policy that draws, or the reference."""
     posttrain = arguments.posttrain
-    draws_by_older = posttrain.method == "nft" and posttrain.nft.old_decay != 0
-    return arguments.training.ema.enable or draws_by_older or has_moving_reference(posttrain)
+    return arguments.training.ema.enable or draws_by_older(posttrain) or has_moving_reference(posttrain)
+
+
+def draws_by_older(posttrain: PosttrainArguments) -> bool:
+    """Whether an older policy than the one that is trained draws the samples."""
+    return posttrain.method == "nft" and posttrain.nft.old_decay != 0
 
 
 def reference_kind(arguments: Arguments) -> ReferenceKind | None:
@@ -114,8 +122,9 @@ def reference_kind(arguments: Arguments) -> ReferenceKind | None:
     if arguments.parallel.pipeline_parallel_size > 1:
         return "stored"
     reference = arguments.posttrain.reference
-    is_own = reference.model_name_or_path is None and not reference.sync_steps
-    return "adapters_off" if is_own and _base_is_no_reference(arguments) is None else "frozen"
+    if reference.model_name_or_path is not None or reference.sync_steps:
+        return "frozen"
+    return "adapters_off" if _base_is_no_reference(arguments) is None else "frozen"
 
 
 def _base_is_no_reference(arguments: Arguments) -> str | None:
@@ -153,9 +162,10 @@ def _rows_hold_one_answer(arguments: Arguments) -> Iterator[Problem]:
     for name, dataset in _row_sections(arguments):
         basic = dataset.basic_parameters
         if basic.packs:
+            key = "packing" if basic.packing else "neat_packing"
             yield Problem(
                 f"true, but posttrain.method: {arguments.posttrain.method} compares answers, each in a row of its own",
-                key=f"data.{name}.basic_parameters.{'packing' if basic.packing else 'neat_packing'}",
+                key=f"data.{name}.basic_parameters.{key}",
                 way_out="Leave it out.",
             )
 
@@ -213,9 +223,12 @@ def _of_a_moving_reference(arguments: Arguments) -> Iterator[Problem]:
             key=key,
             way_out="Leave one of them out.",
         )
-    draws_by_older = posttrain.method == "nft" and posttrain.nft.old_decay != 0
-    if arguments.training.ema.enable or draws_by_older:
-        other = "posttrain.nft.old_decay keeps an older policy" if draws_by_older else "training.ema.enable is true"
+    other = ""
+    if draws_by_older(posttrain):
+        other = "posttrain.nft.old_decay keeps an older policy"
+    elif arguments.training.ema.enable:
+        other = "training.ema.enable is true"
+    if other:
         yield Problem(
             f"{reference.sync_steps}, but {other}, and a run has room for one copy of its weights",
             key=key,
@@ -252,17 +265,11 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
 
 def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:
     """Generators have one loss, and settings of their own."""
-    dpo, defaults = arguments.posttrain.dpo, DpoArguments()
-    draws = arguments.data.dataset_param.dataset_type == _OF_GENERATORS
-    for name in _ANSWERS_ALONE if draws else _MEDIA_ALONE:
-        if (value := getattr(dpo, name)) != getattr(defaults, name):
-            yield Problem(
-                f"{value} has no effect on {'generators' if draws else 'answers'}",
-                key=f"{_KEY}.dpo.{name}",
-                way_out="Leave it out.",
-            )
-    if not draws:
+    dpo = arguments.posttrain.dpo
+    if arguments.data.dataset_param.dataset_type != _OF_GENERATORS:
+        yield from _without_effect(dpo, _MEDIA_ALONE, "answers")
         return
+    yield from _without_effect(dpo, _ANSWERS_ALONE, "generators")
     if dpo.loss_type != ("sigmoid",):
         yield Problem(
             f"'{', '.join(dpo.loss_type)}' compares probabilities, which generators do not give",
@@ -276,15 +283,21 @@ def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:
             way_out="Set it to auto.",
         )
     if bool(dpo.weight_alpha) != (dpo.histogram_path is not None):
-        yield Problem(
-            "is not given, but posttrain.dpo.weight_alpha weighs pairs by it"
-            if dpo.weight_alpha
-            else "is given, but posttrain.dpo.weight_alpha is 0",
-            key=f"{_KEY}.dpo.histogram_path",
-            way_out="Give both, or neither.",
-        )
+        what = "is given, but posttrain.dpo.weight_alpha is 0"
+        if dpo.weight_alpha:
+            what = "is not given, but posttrain.dpo.weight_alpha weighs pairs by it"
+        yield Problem(what, key=f"{_KEY}.dpo.histogram_path", way_out="Give both, or neither.")
     if (weight := arguments.training.diffusion.prior_loss_weight) is not None:
         yield _not_with_method("training.diffusion.prior_loss_weight", f"{weight:g}", "dpo")
+
+
+def _without_effect(dpo: DpoArguments, names: Sequence[str], judged: str) -> Iterator[Problem]:
+    """Of keys that act on the other kind of pairs alone, those that are set."""
+    defaults = DpoArguments()
+    for name in names:
+        value = getattr(dpo, name)
+        if value != getattr(defaults, name):
+            yield Problem(f"{value} has no effect on {judged}", key=f"{_KEY}.dpo.{name}", way_out="Leave it out.")
 
 
 def _of_samples(arguments: Arguments) -> Iterator[Problem]:
@@ -305,7 +318,7 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.rollout.backend",
             way_out="Spread the model by fully_shard_parallel_size or tensor_parallel_size.",
         )
-    if posttrain.method == "nft" and posttrain.nft.old_decay != 0 and training.ema.enable:
+    if draws_by_older(posttrain) and training.ema.enable:
         yield Problem(
             "true, but posttrain.method: nft keeps an older policy, and a run has room for one copy of its weights",
             key="training.ema.enable",
@@ -330,17 +343,17 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.rewards",
             way_out="Give one another weight; a weight of 0 is for a judge that is only logged.",
         )
-    names = [reward.name for reward in posttrain.rewards]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(f"has '{name}' more than once", key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
+    for name, count in sorted(Counter(reward.name for reward in posttrain.rewards).items()):
+        if count > 1:
+            what = f"has '{name}' more than once"
+            yield Problem(what, key=f"{_KEY}.rewards", way_out="Keep one and set its weight.")
     yield from _of_trajectories(posttrain)
     yield from _of_the_rollout(arguments, posttrain.rollout)
 
 
 def _has_held_out(arguments: Arguments) -> bool:
     basic = arguments.data.dataset_param.basic_parameters
-    asked = (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None)
-    return any(value is not None for value in asked)
+    return (arguments.data.val_dataset_param, basic.val_dataset, basic.val_rate or None) != (None, None, None)
 
 
 def group_problem(arguments: Arguments) -> Problem:

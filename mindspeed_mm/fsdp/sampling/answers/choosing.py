@@ -75,7 +75,9 @@ class TokenChoice:
 
         def said(name: str, default: float) -> float:
             asked, known = getattr(sampling, name), getattr(configured, name, None)
-            return float(next((value for value in (asked, known) if value is not None), default))
+            if asked is not None:
+                return float(asked)
+            return float(default if known is None else known)
 
         asks = any(
             value is not None for value in (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)

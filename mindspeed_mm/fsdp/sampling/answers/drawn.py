@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mindspeed_mm.core.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def truncated(shares_BV: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor
 
 
 def draw_answers(
-    model: Any,
+    model: PreTrainedModel,
     inputs: Mapping[str, Any],
     keys: Sequence[str],
     rule: DrawRule,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
 from mindspeed_mm.fsdp.sampling.answers.transcription import transcripts
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class QuestionTooLongError(DataError):
@@ -56,7 +60,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         encoder: QuestionEncoder,
         adapters: Sequence[str] = (),
         *,
@@ -65,7 +69,6 @@ class Generator:
     ) -> None:
         self.model = model.eval()
         self._group, self.is_spread = group, group is not None
-        self._processors = [FirstRankDecides(group)] if group is not None else []
         # Weights that are gathered for a moment have versions, which inference mode does not know.
         self._without_gradients = torch.no_grad if self.is_spread or trains else torch.inference_mode
         self.adapters = tuple(adapters)
@@ -114,24 +117,21 @@ class Generator:
         """
         for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
             for batch in _batches(encoded, batch_size):
-                rows = [
-                    LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter)
-                    for question, each in batch
-                ]
-                answers = self.answer_live(rows)
-                if hides_thoughts:
-                    answers = [
-                        self.without_thoughts(*pair) for pair in zip((e for _, e in batch), answers, strict=True)
-                    ]
-                yield list(zip((question for question, _ in batch), answers, strict=True))
+                rows = []
+                for question, each in batch:
+                    rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
+                answered = []
+                for (question, each), answer in zip(batch, self.answer_live(rows), strict=True):
+                    if hides_thoughts:
+                        answer = self.without_thoughts(each, answer)
+                    answered.append((question, answer))
+                yield answered
 
-    def _encoded_ahead(
-        self, questions: Sequence[Question], media: MediaLoader, window: int
-    ) -> Iterator[list[tuple[Question, EncodedQuestion]]]:
+    def _encoded_ahead(self, questions: Sequence[Question], media: MediaLoader, window: int) -> Iterator[list[Asked]]:
         """Questions as the model takes them, window by window; a thread prepares the next one meanwhile. One thread:
         tokenizers are not made for several."""
 
-        def encode(start: int) -> list[tuple[Question, EncodedQuestion]]:
+        def encode(start: int) -> list[Asked]:
             asked = questions[start : start + window]
             return [(question, self.encode(question.sample, media)) for question in asked]
 
@@ -161,32 +161,30 @@ class Generator:
         with self._using(adapter):
             return self._answer_alike(rows)
 
-    def _using(self, adapter: str | None) -> AbstractContextManager[Any]:
+    def _using(self, adapter: str | None) -> AbstractContextManager[object]:
         """The model with these adapters alone."""
-        if not self.adapters:
-            return nullcontext()
-        if adapter is None:
-            context: AbstractContextManager[Any] = self.model.disable_adapter()
-            return context
-        self.model.set_adapter(adapter)
+        if self.adapters and adapter is None:
+            without: AbstractContextManager[object] = self.model.disable_adapter()
+            return without
+        if self.adapters:
+            self.model.set_adapter(adapter)
         return nullcontext()
 
     def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         for row in rows:
             row.begin(self._text_of, self._longest)
-        if self._beams(rows) > 1 and len({row.most_tokens for row in rows}) > 1:
+        beams = self._beams(rows)
+        if beams > 1 and len({row.most_tokens for row in rows}) > 1:
             # The most tokens steer which beam wins: those of a long question are not to be its neighbours'.
-            return [answer for row in rows for answer in self._answer_alike([row])]
-        inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
+            answers: list[Answer] = []
+            for row in rows:
+                answers += self._answer_alike([row])
+            return answers
+        batch = self.encoder.collate([row.question for row in rows])
+        inputs = in_dtype_of(self.model, move_to(batch, self.model.device))
         if is_whisper(self.encoder.processor):
-            (most,) = {row.sampling.max_new_tokens for row in rows}
-            found = transcripts(self.model, inputs, max_new_tokens=most)
-            for row, (token_ids, finished) in zip(rows, found, strict=True):
-                row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
-        elif (beams := self._beams(rows)) > 1:
-            if self.is_spread:  # without its own way to towers, transformers takes pictures of other rows to beams
-                what = "beams are not searched by a model that is spread over ranks"
-                raise UsageError(what, key="--beams", way_out="Add --beams 1.")
+            self._transcribe(inputs, rows)
+        elif beams > 1:
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
@@ -203,23 +201,41 @@ class Generator:
     def _beams(self, rows: Sequence[LiveAnswer]) -> int:
         """How many beams all rows ask for; where they do not say, those of the generation configuration."""
         (asked,) = {row.sampling.beams for row in rows}
-        configured = getattr(self.model.generation_config, "num_beams", None)
-        return (configured or 1) if asked is None else asked
+        if asked is not None:
+            return asked
+        configured: int | None = attribute_at(self.model, "generation_config.num_beams")
+        return configured or 1
+
+    def _transcribe(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
+        (most,) = {row.sampling.max_new_tokens for row in rows}
+        found = transcripts(self.model, inputs, max_new_tokens=most)
+        for row, (token_ids, finished) in zip(rows, found, strict=True):
+            row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
+        if self.is_spread:  # without its own way to towers, transformers takes pictures of other rows to beams
+            what = "beams are not searched by a model that is spread over ranks"
+            raise UsageError(what, key="--beams", way_out="Add --beams 1.")
         (most,) = {row.most_tokens for row in rows}
         ends = {"eos_token_id": self.end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         with self._without_gradients():
             found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
         for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            any(row.take(token, self.end_ids) for token in tokens)
+            for token in tokens:
+                if row.take(token, self.end_ids):
+                    break
 
     def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         device, config = self.model.device, self.model.generation_config
-        padding = [inputs["input_ids"].shape[1] - len(row.question.input_ids) for row in rows]
-        choices = [TokenChoice.of(row.sampling, config) for row in rows]
+        choices, padding = [], []
+        for row in rows:
+            choices.append(TokenChoice.of(row.sampling, config))
+            padding.append(inputs["input_ids"].shape[1] - len(row.question.input_ids))
+        processors: list[RowChoices | FirstRankDecides] = [RowChoices(choices, padding, device)]
+        if self._group is not None:
+            processors.append(FirstRankDecides(self._group))
 
-        def is_over(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        def is_over(input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
             tokens = input_ids[:, -1].tolist()
             over = [row.take(token, self.end_ids) for row, token in zip(rows, tokens, strict=True)]
             return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
@@ -231,7 +247,7 @@ class Generator:
                 eos_token_id=self.end_ids or None,
                 pad_token_id=self.tokenizer.pad_token_id,
                 max_new_tokens=max(row.most_tokens for row in rows),
-                logits_processor=[RowChoices(choices, padding, device), *self._processors],
+                logits_processor=processors,
                 stopping_criteria=[is_over],
             )
 
@@ -262,11 +278,13 @@ class FirstRankDecides:
         return scores
 
 
-def _batches(
-    encoded: Sequence[tuple[Question, EncodedQuestion]], batch_size: int
-) -> Iterator[list[tuple[Question, EncodedQuestion]]]:
+Asked = tuple[Question, EncodedQuestion]
+"""A question, and as the model takes it."""
+
+
+def _batches(encoded: Sequence[Asked], batch_size: int) -> Iterator[list[Asked]]:
     """Questions of like length and of the same adapters."""
-    groups: dict[str | None, list[tuple[Question, EncodedQuestion]]] = {}
+    groups: dict[str | None, list[Asked]] = {}
     for pair in sorted(encoded, key=lambda pair: len(pair[1].input_ids)):
         groups.setdefault(pair[0].adapter, []).append(pair)
     for group in groups.values():
@@ -276,16 +294,20 @@ def _batches(
 
 def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What a model takes, on its device."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    moved = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            moved[name] = value.to(device)
+    return moved
 
 
-def in_dtype_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def in_dtype_of(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
     sounds = inputs.get(SOUNDS)
     return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}
 
 
-def _end_ids(model: Any, encoder: QuestionEncoder) -> list[int]:
+def _end_ids(model: PreTrainedModel, encoder: QuestionEncoder) -> list[int]:
     """The tokens that end an answer: those of the generation configuration, else those by which training ends one."""
     configured = model.generation_config.eos_token_id
     if configured is None:

@@ -41,7 +41,7 @@ class Question:
         return self.sample.messages
 
     @property
-    def images(self) -> list[Any]:
+    def images(self) -> list[object]:
         """Sources of the pictures, in order."""
         return [item.source for item in self.sample.media if item.kind == "image"]
 
@@ -76,7 +76,9 @@ def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[s
     pieces = split_text(text)
     if isinstance(pieces, str):
         return {"role": "user", "content": _media_first(text, media)}, list(media)
-    waiting = {kind: [item for item in media if item.kind == kind] for kind in MEDIA_KINDS}
+    waiting: dict[str, list[MediaItem]] = {kind: [] for kind in MEDIA_KINDS}
+    for item in media:
+        waiting[item.kind].append(item)
     marked = [piece["type"] for piece in pieces if piece["type"] != "text"]
     for kind, items in waiting.items():
         if marked.count(kind) != len(items):
@@ -158,13 +160,15 @@ def as_asked(problem: Problem) -> Problem:
 def _read_question(reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool) -> Question:
     row, place = reader.read(index), reader.place(index)
     sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
-    expected = words_of(answer["content"])
+    expected: str | None = words_of(answer["content"])
+    if not expected and not needs_answers:
+        expected = None
     return Question(
         row=place.row,
         id=text_field(row, "id", str(place)),
         task=text_field(row, "task", DEFAULT_TASK),
         sample=sample,
-        expected=expected if expected or needs_answers else None,
+        expected=expected,
         adapter=text_field(row, "adapter", "") or None,
     )
 

@@ -72,16 +72,19 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """For people: how many answers were not whole, if any, and the score of each task and of all."""
+        told: list[str] = []
+        if cut_off := self.facts.get("cut_off"):
+            limit = self.facts["max_new_tokens"]
+            told.append(f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)")
         shown = self.scores if len(self.tasks) > 1 else self.tasks
-        told = [f"{self.comparison.title}, {name}: {score}" for name, score in shown.items()]
-        if failed := [sample for sample in self.samples if _judges_failure(sample)]:
+        for name, score in shown.items():
+            told.append(f"{self.comparison.title}, {name}: {score}")
+        failed = list(filter(_judges_failure, self.samples))
+        if failed:
             told.append(
                 f"{len(failed)} answers count as wrong because the judge failed; the first is that of "
                 f"{failed[0]['id']}: {_judges_failure(failed[0])}"
             )
-        if cut_off := self.facts.get("cut_off"):
-            limit = self.facts["max_new_tokens"]
-            told.insert(0, f"{cut_off} answers were cut off at {limit} tokens (--max-new-tokens)")
         return [*told, *self.remarks]
 
 
@@ -106,6 +109,7 @@ def evaluate_answers(
         verdicts: By row, where a judge was asked: its word counts for them.
     """
     by_task: dict[str, list[Outcome]] = defaultdict(list)
+    outcomes: list[Outcome] = []
     samples = []
     for question, answer in answered:
         outcome = comparison.outcome(words_of(answer.text), words_of(question.expected or ""))
@@ -116,10 +120,10 @@ def evaluate_answers(
                 outcome = Outcome(verdict.correct)
                 sample |= {"correct": outcome.correct, "judge": asdict(verdict)}
         by_task[question.task].append(outcome)
+        outcomes.append(outcome)
         samples.append(sample)
-    tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
-    overall = comparison.score([outcome for outcomes in by_task.values() for outcome in outcomes])
-    return Evaluation(tasks, overall, facts, samples, comparison)
+    tasks = {name: comparison.score(of_task) for name, of_task in by_task.items()}
+    return Evaluation(tasks, comparison.score(outcomes), facts, samples, comparison)
 
 
 def check_evaluation_folder(out: Path) -> None:

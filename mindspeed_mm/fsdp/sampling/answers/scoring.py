@@ -148,15 +148,16 @@ class Comparison:
         """
         if self.metric == "exact":
             return score(outcome.correct for outcome in outcomes)
-        errors, units = (np.array([getattr(outcome, name) for outcome in outcomes]) for name in ("errors", "units"))
+        errors = np.array([outcome.errors for outcome in outcomes])
+        units = np.array([outcome.units for outcome in outcomes])
         low, high = bootstrap_interval(errors, units)
-        return ErrorRate(
-            int(errors.sum()), int(units.sum()), len(outcomes), error_rate(errors.sum(), units.sum()), low, high
-        )
+        rate = error_rate(errors.sum(), units.sum())
+        return ErrorRate(int(errors.sum()), int(units.sum()), len(outcomes), rate, low, high)
 
     def _normalised(self, text: str) -> str:
         text = unicodedata.normalize("NFC", text)
-        text = text.casefold() if self.ignore_case else text
+        if self.ignore_case:
+            text = text.casefold()
         if self.ignore_punctuation:
             text = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
         return " ".join(text.split())
@@ -204,5 +205,9 @@ def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     denominator = 1 + z * z / n
-    low = (centre - spread) / denominator if correct else 0.0  # rounding would leave a trace of 0 and of 1
-    return max(0.0, low), min(1.0, (centre + spread) / denominator) if correct < n else 1.0
+    low, high = max(0.0, (centre - spread) / denominator), min(1.0, (centre + spread) / denominator)
+    if correct == 0:  # rounding would leave a trace of 0, and of 1
+        low = 0.0
+    if correct == n:
+        high = 1.0
+    return low, high

@@ -35,15 +35,18 @@ def take_apart(text: str, *, thinks: bool = False, calls: bool = False) -> Spoke
         calls: Whether the model was offered tools. A call that cannot be read is left among the words.
     """
     parts = SpokenPieces(thinks=thinks, calls=calls)
-    said = [*parts.take(text), *parts.close()]
-    by_kind = {kind: "".join(piece for each, piece in said if each == kind) for kind in ("thoughts", "words")}
-    return Spoken(by_kind["words"].strip(), by_kind["thoughts"].strip(), parts.calls)
+    said: dict[PieceKind, str] = {"thoughts": "", "words": ""}
+    for kind, piece in (*parts.take(text), *parts.close()):
+        said[kind] += piece
+    return Spoken(said["words"].strip(), said["thoughts"].strip(), parts.calls)
 
 
 def words_of(text: str) -> str:
     """An answer without its thoughts, which may have begun in the prompt."""
     begins = text.lstrip().startswith(BEGIN_THOUGHT)
-    return take_apart(text, thinks=not begins).words if begins or END_THOUGHT in text else text
+    if not begins and END_THOUGHT not in text:
+        return text
+    return take_apart(text, thinks=not begins).words
 
 
 class SpokenPieces:
@@ -108,6 +111,11 @@ class SpokenPieces:
         if found:
             self._calling, self._held = True, found + after
             return kind, before
-        kept = next((n for n in range(min(len(mark) - 1, len(before)), 0, -1) if mark.startswith(before[-n:])), 0)
-        text, self._held = before[: len(before) - kept], before[len(before) - kept :]
+        # What may be the beginning of the mark is held back until more is said.
+        certain = len(before)
+        for start in range(max(0, len(before) - len(mark) + 1), len(before)):
+            if mark.startswith(before[start:]):
+                certain = start
+                break
+        text, self._held = before[:certain], before[certain:]
         return (kind, text) if text else None

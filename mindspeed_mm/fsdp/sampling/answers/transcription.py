@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LONGEST_START = 4
 """Tokens that a transcript begins with: start, language, task, no times."""
 
 
-def transcripts(model: Any, inputs: Mapping[str, Any], *, max_new_tokens: int) -> list[tuple[tuple[int, ...], bool]]:
+def transcripts(
+    model: PreTrainedModel, inputs: Mapping[str, Any], *, max_new_tokens: int
+) -> list[tuple[tuple[int, ...], bool]]:
     """The tokens of each transcript up to and including its end token, and whether it has one.
 
     Language and task stand in the decoder's tokens; without these transformers takes those of the generation

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,12 @@ from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _OF_MEDIA = re.compile(
     r"(image|video|audio|vision|boi|eoi|boa|eoa)\w*_(token_id|token_index)|(image|video|audio)_token"
@@ -70,10 +75,10 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
         aggregation=grpo.multi_objective_aggregation,
         ahead=posttrain.rollout.ahead,
     )
-    keeps = posttrain.rollout.keep
+    keeps, folder, settings = posttrain.rollout.keep, None, ""
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
-    folder = Path(training.save) if training.save and (keeps or plan.uses > 1) else None
-    settings = _mark_of_settings(arguments, prompts) if folder is not None else ""
+    if training.save and (keeps or plan.uses > 1):
+        folder, settings = Path(training.save), _mark_of_settings(arguments, prompts)
     return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps, settings=settings)
 
 
@@ -170,16 +175,21 @@ def build_policy_objective(
             way_out="grpo is for causal language models.",
         )
     rollout = arguments.posttrain.rollout
-    corrects = rollout.backend != "transformers" and rollout.correction != "none"
+    seeing = [assembled.model]
+    if isinstance(reference, FrozenModel):
+        seeing.append(reference.model)
+    correction = None
+    if rollout.backend != "transformers" and rollout.correction != "none":
+        correction = (rollout.correction, rollout.correction_max)
     return PolicyObjective(
         assembled.model,
         head,
         policy_rule(arguments.posttrain.grpo, rollout),
-        RepeatedMedia(assembled.model, *([reference.model] if isinstance(reference, FrozenModel) else [])),
+        RepeatedMedia(*seeing),
         suppressed=never_drawn(assembled.model, data.train.processor),
         temperature=rollout.temperature,
         reference=reference,
-        correction=(rollout.correction, rollout.correction_max) if corrects else None,
+        correction=correction,
     )
 
 
@@ -291,23 +301,29 @@ def rewards_with_servers(
     return rewards
 
 
-def never_drawn(model: nn.Module, processor: Any) -> tuple[int, ...]:
+def never_drawn(model: nn.Module, processor: Processor) -> tuple[int, ...]:
     """Ids that a model must not give: tokens of media, behind which it would look for media, and ids that its tokenizer
     does not know."""
-    config, found = model.config, set[int]()
-    for section in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
-        values = section.to_dict() if section is not None else {}
-        found |= {value for key, value in values.items() if isinstance(value, int) and _OF_MEDIA.fullmatch(key)}
-    words = int(config.get_text_config().vocab_size)
-    known = len(tokenizer_of(processor))
-    return tuple(sorted({*found, *range(known, words)}))
+    config = model.config
+    words, known = int(config.get_text_config().vocab_size), len(tokenizer_of(processor))
+    never = set(range(known, words))
+    sections = [attribute_at(config, name) for name in attribute_at(config, "sub_configs", {})]
+    for section in (config, *sections):
+        if section is None:
+            continue
+        for key, value in section.to_dict().items():
+            if isinstance(value, int) and _OF_MEDIA.fullmatch(key):
+                never.add(value)
+    return tuple(sorted(never))
 
 
 def end_ids(model: nn.Module, dataset: MMDataset) -> list[int]:
     """Tokens that end an answer: those of the generation configuration, and those by which training ends one."""
     tokenizer, template = tokenizer_of(dataset.processor), dataset.template
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = list(configured) if isinstance(configured, list | tuple) else [configured]
-    words = (tokenizer.eos_token, template.turn_end if template is not None else None)
-    ends += [tokenizer.convert_tokens_to_ids(word) for word in words if word is not None]
-    return sorted({end for end in ends if end is not None})
+    configured: int | Sequence[int] = attribute_at(model, "generation_config.eos_token_id", ())
+    ends = {configured} if isinstance(configured, int) else set(configured)
+    if tokenizer.eos_token is not None:
+        ends.add(tokenizer.eos_token_id)
+    if template is not None and template.turn_end is not None:
+        ends.add(tokenizer.convert_tokens_to_ids(template.turn_end))
+    return sorted(ends - {None})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,9 @@ from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.train_engine import move
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 def build_flow_rollouts(
     arguments: Arguments,
@@ -34,7 +37,7 @@ def build_flow_rollouts(
     objective: RewardObjective,
     *,
     denoise: Denoiser,
-    encoders: Any,
+    encoders: DiffusionPipeline,
 ) -> FlowRollouts:
     """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one.
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import DrawnPrompt
+from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import DrawnPrompt, PromptRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, SdeSteps
 from mindspeed_mm.fsdp.loss.trained_window import TrainedWindow
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, scores_of
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.trajectories import Trajectories, noise_grid, roll_out
 from mindspeed_mm.fsdp.train.rollouts.flow_model import FlowModel, PromptFeatures
 from mindspeed_mm.fsdp.train.rollouts.flow_sample import (
@@ -30,6 +31,8 @@ from mindspeed_mm.fsdp.train.rollouts.flow_sample import (
     thumbnail,
     unpacked_path,
 )
+
+Items = TypeVar("Items", Sequence[FlowSample], Sequence[PromptRow], torch.Tensor)
 
 
 class FlowRollouts:
@@ -63,8 +66,7 @@ class FlowRollouts:
     ) -> None:
         self._generator, self._objective, self._posttrain = generator, objective, posttrain
         self._rewards, self._seed, self._micro_batch_size = rewards, seed, micro_batch_size
-        self.reward_names = [reward.name for reward in rewards]
-        self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+        self.reward_names, self.reward_weights = names_and_weights(rewards)
         self._adapter, flow = generator.denoise.adapter, posttrain.flow
         self._shape = self._adapter.geometry.latent_shape(size)
         grid = noise_grid(self._adapter, self._shape, flow.num_inference_steps, shift)
@@ -108,7 +110,7 @@ class FlowRollouts:
             for row, sample in enumerate(batch):
                 sample.path = path.of_row(row)
 
-    def _cut(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+    def _cut(self, items: Items) -> list[Items]:
         """Into micro-batches."""
         size = self._micro_batch_size
         return [items[first : first + size] for first in range(0, len(items), size)]
@@ -124,17 +126,19 @@ class FlowRollouts:
     def judge(self, prompts: Sequence[DrawnPrompt], samples: Sequence[FlowSample]) -> torch.Tensor:
         """See `RolloutSource`. Rewards are given PIL pictures, lists of them for clips."""
         pictures = self.decoded(samples)
-        for sample, picture in zip(samples, pictures, strict=True):
+        texts: list[str] = []
+        rows: list[Row] = []
+        ids: list[str] = []
+        for prompt, sample, picture in zip(prompts, samples, pictures, strict=True):
             sample.thumbnail = thumbnail(picture)
-        rows = [prompt["prompt"] for prompt in prompts]
-        judged = Judged(
-            [row.text for row in rows], pictures, [row.row for row in rows], ids=[sample.key for sample in samples]
-        )
-        return scores_of(self._rewards, judged)
+            texts.append(prompt["prompt"].text)
+            rows.append(prompt["prompt"].row)
+            ids.append(sample.key)
+        return scores_of(self._rewards, Judged(texts, pictures, rows, ids=ids))
 
-    def decoded(self, samples: Sequence[FlowSample]) -> list[Any]:
-        """A PIL picture of each sample, or a list of them for a clip; decoded one by one."""
-        found: list[Any] = []
+    def decoded(self, samples: Sequence[FlowSample]) -> list[Image.Image | list[Image.Image]]:
+        """A picture of each sample, or a list of them for a clip; decoded one by one."""
+        found: list[Image.Image | list[Image.Image]] = []
         with self._generator.encoders_there():
             for sample in samples:
                 assert sample.path is not None
@@ -169,8 +173,10 @@ class FlowRollouts:
 
     def restore(self, record: Mapping[str, Any]) -> FlowSample:
         """See `RolloutSource`."""
-        path = unpacked_path(record["path"]) if "path" in record else None
-        return FlowSample(record["sample"], path)
+        sample = FlowSample(record["sample"])
+        if "path" in record:
+            sample.path = unpacked_path(record["path"])
+        return sample
 
     def take_metrics(self) -> dict[str, float]:
         """See `RolloutSource`."""
@@ -199,7 +205,10 @@ class FlowRollouts:
                 "epochs": [0] * len(batch),
                 "_advantages": own,
             }
-            found += self._policy_steps(batch, common) if self._draws_noise else self._nft_levels(batch, common)
+            if self._draws_noise:
+                found += self._policy_steps(batch, common)
+            else:
+                found += self._nft_levels(batch, common)
         return found
 
     def _policy_steps(self, samples: Sequence[FlowSample], common: Batch) -> Iterator[Batch]:

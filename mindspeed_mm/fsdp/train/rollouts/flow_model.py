@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import PromptRow
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser, blank_text
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _PROMPTS_KEPT = 1024
 """Features of the prompts drawn last are kept on the host."""
@@ -32,7 +35,7 @@ class FlowModel:
     """The transformer, with its values."""
     denoise: Denoiser
     """The path through it."""
-    encoders: Any
+    encoders: DiffusionPipeline
     """From `load_encoders`; they stay on the host but while they work."""
     own: Callable[[Batch], Batch]
     """What this rank computes of a batch, on its device."""

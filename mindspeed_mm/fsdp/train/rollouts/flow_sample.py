@@ -74,7 +74,7 @@ def _unpacked(item: Sequence[Any]) -> torch.Tensor:
 # --- in the log -------------------------------------------------------------------------------------------------------
 
 
-def thumbnail(picture: Any, side: int = _THUMBNAIL_SIDE) -> np.ndarray:
+def thumbnail(picture: Image.Image | list[Image.Image], side: int = _THUMBNAIL_SIDE) -> np.ndarray:
     """(side²,) grey levels of a picture, or of a clip's middle frame."""
     frame: Image.Image = picture[len(picture) // 2] if isinstance(picture, list) else picture
     small = frame.convert("L").resize((side, side), Image.Resampling.BOX)

@@ -27,11 +27,13 @@ from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.loss.advantages import Advantages, group_advantages
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
 from mindspeed_mm.fsdp.train.rollouts import files
-from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics
+from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics, scores_of_lines
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan, RolloutSource
 from mindspeed_mm.fsdp.train.rollouts.weights import weights_mark
 from mindspeed_mm.fsdp.train.run.job import Job
 
+Prompt = Mapping[str, Any]
+"""As the data set gives it, with its `sample_id`; samples are of the source's own kind."""
 FLAT_ROLLOUTS = 10
 """So many rollouts in a row from which nothing is learnt are worth a warning."""
 
@@ -41,9 +43,9 @@ class Rollout:
     """This rank's samples of one rollout, step by step, group by group."""
 
     number: int
-    prompts: list[list[Any]]
+    prompts: list[list[Prompt]]
     """Of each step, each prompt as often as it has samples."""
-    samples: list[list[Any]]
+    samples: list[list[object]]
     advantages: list[torch.Tensor]
     digest: str = ""
     """Of its file."""
@@ -54,14 +56,14 @@ class _Begun:
     """A rollout whose samples are drawn, or are being drawn."""
 
     header: dict[str, Any]
-    prompts: list[list[Any]]
+    prompts: list[list[Prompt]]
     """Of each step, each prompt as often as it has samples."""
     keys: list[list[str]]
     after: DataPosition
     """Of the prompts that come next."""
     stored: files.StoredRollout | None
     """The file of the very same rollout."""
-    drawing: Future[list[list[Any]]] | None
+    drawing: Future[list[list[object]]] | None
     """Gives the samples of each step; None where they are stored."""
     drawing_s: float
     """That drawing has taken so far."""
@@ -139,9 +141,10 @@ class RolloutLoader:
 
     def describe(self) -> str:
         """For the log."""
-        plan = self._plan
-        uses = f", each used for {plan.uses} steps" if plan.uses > 1 else ""
-        return f"{len(self.dataset):,} prompts, {plan.group_size} samples of each{uses}"
+        told = f"{len(self.dataset):,} prompts, {self._plan.group_size} samples of each"
+        if self._plan.uses > 1:
+            told += f", each used for {self._plan.uses} steps"
+        return told
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs of prompts are done."""
@@ -155,8 +158,10 @@ class RolloutLoader:
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers for the log, since the last call."""
-        own = self.source.take_metrics() if self.source is not None else {}
-        return {**self.metrics.take(), **own}
+        metrics = self.metrics.take()
+        if self.source is not None:
+            metrics |= self.source.take_metrics()
+        return metrics
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps from the current position on.
@@ -165,10 +170,11 @@ class RolloutLoader:
             DataError: A prompt or a reward is off.
             CheckpointError: The run stopped within a rollout whose file is gone.
         """
-        place = self.position.rollout
-        number = place.number + 1 if place is not None else 0
-        if place is not None and place.used < self._plan.uses:
-            yield from self._steps(self._resumed(place), self._prompts.position, place.used)
+        place, number = self.position.rollout, 0
+        if place is not None:
+            number = place.number + 1
+            if place.used < self._plan.uses:
+                yield from self._steps(self._resumed(place), self._prompts.position, place.used)
         for rollout, after in self._rollouts(number):
             yield from self._steps(rollout, after, 0)
 
@@ -178,8 +184,9 @@ class RolloutLoader:
         begun = self._begin(number, prompts, steps_behind=0)
         while begun is not None:
             rollout, after, number = self._ended(begun), begun.after, number + 1
-            # Begun before `rollout` is trained on, so that a server works meanwhile.
-            following = self._begin(number, prompts, steps_behind=self._plan.uses) if self._plan.ahead else None
+            following: _Begun | None = None
+            if self._plan.ahead:  # begun before `rollout` is trained on, so that a server works meanwhile
+                following = self._begin(number, prompts, steps_behind=self._plan.uses)
             yield rollout, after
             begun = following or self._begin(number, prompts, steps_behind=0)
 
@@ -207,8 +214,9 @@ class RolloutLoader:
             keys_of_steps.append(self._keys(number, repeated))
         header = self._header(number, sum(map(len, prompts_of_steps)))
         stored = self._stored(number, header)
-        begun = time.perf_counter()
-        drawing = self._drawing(prompts_of_steps, keys_of_steps) if stored is None else None
+        begun, drawing = time.perf_counter(), None
+        if stored is None:
+            drawing = self._drawing(prompts_of_steps, keys_of_steps)
         return _Begun(
             header,
             prompts_of_steps,
@@ -230,15 +238,15 @@ class RolloutLoader:
             "samples": samples * self._job.state.data_size,
         }
 
-    def _drawing(self, prompts: list[list[Any]], keys: list[list[str]]) -> Future[list[list[Any]]]:
+    def _drawing(self, prompts: list[list[Prompt]], keys: list[list[str]]) -> Future[list[list[object]]]:
         """Samples of each step: drawn, or, where another program draws them ahead, asked for in a thread. New weights
         are handed over here in any case: all ranks take part in that."""
         assert self.source is not None
-        source, found = self.source, Future[list[list[Any]]]()
+        source, found = self.source, Future[list[list[object]]]()
 
         def draw() -> None:
             try:
-                found.set_result([source.draw(*each) for each in zip(prompts, keys, strict=True)])
+                found.set_result(list(map(source.draw, prompts, keys)))
             except Exception as error:  # noqa: BLE001 it is raised where the samples are asked for
                 found.set_exception(error)
 
@@ -258,7 +266,7 @@ class RolloutLoader:
         waits = time.perf_counter()
         samples = begun.drawing.result()
         drawn = time.perf_counter()
-        own = self._judged(begun, samples) if self._is_first else []
+        own = self._judged(begun, samples) if self._is_first else None
         judged = time.perf_counter()
         lines, ranks = self._of_all_ranks(own)
         advantages = self._with_advantages(lines, ranks)
@@ -275,7 +283,7 @@ class RolloutLoader:
             self.metrics.steps_behind = begun.steps_behind
         return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
 
-    def _judged(self, begun: _Begun, samples: list[list[Any]]) -> list[list[dict[str, Any]]]:
+    def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
         """What is kept of this rank's samples, step by step, with their scores."""
         assert self.source is not None
         kept = []
@@ -300,7 +308,7 @@ class RolloutLoader:
     def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
         """Those of this rank, step by step; every line gets its own."""
         assert self.source is not None
-        scores = _scores_of(lines)
+        scores = scores_of_lines(lines)
         check_judged(scores, self.source.reward_names)
         plan = self._plan
         found = group_advantages(
@@ -315,7 +323,10 @@ class RolloutLoader:
         return list(by_step[:, self._job.state.data_rank])
 
     def _warn_of_flat_rewards(self, found: Advantages) -> None:
-        self._flat_rollouts = self._flat_rollouts + 1 if found.without_spread == 1 else 0
+        if found.without_spread < 1:
+            self._flat_rollouts = 0
+            return
+        self._flat_rollouts += 1
         if self._flat_rollouts == FLAT_ROLLOUTS and self._job.rank == 0:
             assert self._note is not None
             worth = found.rewards.nanmean().item()
@@ -326,7 +337,7 @@ class RolloutLoader:
                 "rewards"
             )
 
-    def _read(self, number: int, prompts: list[list[Any]], stored: files.StoredRollout) -> Rollout:
+    def _read(self, number: int, prompts: list[list[Prompt]], stored: files.StoredRollout) -> Rollout:
         """This rank's part of a file."""
         assert self.source is not None
         samples, advantages = [], []
@@ -357,7 +368,8 @@ class RolloutLoader:
         prompts = []
         for step in range(self._plan.steps):
             one_of_each_group = self._own_lines(stored, step)[:: self._plan.group_size]
-            prompts.append(self._repeated([self.dataset[line["row"]] for line in one_of_each_group]))
+            rows = [line["row"] for line in one_of_each_group]
+            prompts.append(self._repeated([self.dataset[row] for row in rows]))
         return self._read(place.number, prompts, stored)
 
     def _stored(self, number: int, header: Mapping[str, Any]) -> files.StoredRollout | None:
@@ -365,8 +377,8 @@ class RolloutLoader:
         if self._folder is None:
             return None
         found = files.read_rollout(self._folder, number)
-        same = found is not None and dict(found.header) == dict(header)
-        return found if all(self._of_all(same)) else None
+        is_same = found is not None and dict(found.header) == dict(header)
+        return found if all(self._of_all(is_same)) else None
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
@@ -382,28 +394,31 @@ class RolloutLoader:
         dist.all_gather_object(found, value)
         return found
 
-    def _of_all_ranks(self, own: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], int]:
-        """All ranks' records: step by step, within a step rank by rank; and the number of these ranks."""
-        told = self._of_all((self._job.state.data_rank, own) if self._is_first else None)
-        by_rank = sorted((each for each in told if each is not None), key=lambda each: each[0])
+    def _of_all_ranks(self, own: list[list[dict[str, Any]]] | None) -> tuple[list[dict[str, Any]], int]:
+        """All ranks' records: step by step, within a step rank by rank; and the number of these ranks.
+
+        Args:
+            own: Of each step; None on ranks that others speak for.
+        """
+        by_rank: dict[int, list[list[dict[str, Any]]]] = {}
+        for rank, records in self._of_all((self._job.state.data_rank, own)):
+            if records is not None:
+                by_rank[rank] = records
         lines: list[dict[str, Any]] = []
         for step in range(self._plan.steps):
-            for _, records in by_rank:
-                lines += records[step]
+            for rank in sorted(by_rank):
+                lines += by_rank[rank][step]
         return lines, len(by_rank)
 
-    def _repeated(self, prompts: Sequence[Any]) -> list[Any]:
-        return [prompt for prompt in prompts for _ in range(self._plan.group_size)]
+    def _repeated(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        repeated: list[Prompt] = []
+        for prompt in prompts:
+            repeated += [prompt] * self._plan.group_size
+        return repeated
 
-    def _keys(self, number: int, prompts: Sequence[Any]) -> list[str]:
+    def _keys(self, number: int, prompts: Sequence[Prompt]) -> list[str]:
         size = self._plan.group_size
         return [f"{number}/{prompt['sample_id']}/{place % size}" for place, prompt in enumerate(prompts)]
-
-
-def _scores_of(lines: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-    """(samples, rewards) fp64; not a number where a reward does not judge a sample."""
-    rows = [[math.nan if value is None else value for value in line["scores"]] for line in lines]
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _or_null(value: float) -> float | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_mm.fsdp.loss.advantages import Advantages
@@ -43,8 +43,7 @@ class RolloutMetrics:
             for name, value in each.items():
                 self._add(name, value)
         self._names = names
-        scores = [[math.nan if value is None else value for value in line["scores"]] for line in lines]
-        self._scores.append(torch.tensor(scores, dtype=torch.float64))
+        self._scores.append(scores_of_lines(lines))
 
     def judge(self, found: Advantages) -> None:
         """What rewards came to."""
@@ -68,10 +67,12 @@ class RolloutMetrics:
         tokens = sums.get("completion_tokens")
         if tokens is not None and metrics["rollout_s"]:
             metrics["rollout_tokens_per_s"] = tokens / metrics["rollout_s"]
-        metrics |= {name: value / max(1, self._samples) for name, value in sums.items()}
+        for name, value in sums.items():
+            metrics[name] = value / max(1, self._samples)
         if len(self._names) > 1:
             means = torch.cat(self._scores).nanmean(dim=0).tolist()
-            metrics |= {f"reward/{name}": mean for name, mean in zip(self._names, means, strict=True)}
+            for name, mean in zip(self._names, means, strict=True):
+                metrics[f"reward/{name}"] = mean
         if self.steps_behind is not None:
             metrics["rollout_steps_behind"] = float(self.steps_behind)
         self.__init__()  # type: ignore[misc]
@@ -79,3 +80,13 @@ class RolloutMetrics:
 
     def _add(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
+
+
+def scores_of_lines(lines: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """(samples, rewards) fp64 of what is written of samples; not a number where a reward does not judge one.
+
+    Args:
+        lines: Each with its `scores`: numbers, or null.
+    """
+    # numpy takes None for what is not a number.
+    return torch.from_numpy(np.array([line["scores"] for line in lines], dtype=np.float64))

@@ -166,8 +166,11 @@ class SglangServer(RolloutServer):
         facts = (self.post("/generate", asked) or {}).get("meta_info") or {}
         if prompt.pictures and facts.get("prompt_tokens") != len(prompt.token_ids):
             raise self.reads_otherwise(f"{facts.get('prompt_tokens')} instead of {len(prompt.token_ids)}")
-        found = facts.get("output_token_logprobs") or []
-        return self._answer([each[1] for each in found], [each[0] for each in found], end_ids)
+        tokens, log_probs = [], []
+        for log_prob, token, *_ in facts.get("output_token_logprobs") or ():
+            tokens.append(token)
+            log_probs.append(log_prob)
+        return self._answer(tokens, log_probs, end_ids)
 
 
 class VllmServer(RolloutServer):
@@ -325,8 +328,9 @@ def _chat_of(question: Sample, pictures: Sequence[str]) -> list[dict[str, Any]]:
         if not isinstance(content, str):
             parts = []
             for part in content:
-                is_text = part["type"] == "text"
-                parts.append(part if is_text else {"type": "image_url", "image_url": {"url": next(coming)}})
+                if part["type"] != "text":
+                    part = {"type": "image_url", "image_url": {"url": next(coming)}}
+                parts.append(part)
             content = parts
         messages.append({**message, "content": content})
     return messages

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
 from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
-from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, scores_of
+from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
 from mindspeed_mm.fsdp.train.train_engine import move
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -64,8 +64,7 @@ class TextRollouts:
         self._micro_batch_size, self._batch_size = micro_batch_size, batch_size
         self._end_ids, self._longest, self._masks_truncated = list(end_ids), longest, masks_truncated
         self._tokenizer = tokenizer_of(dataset.processor)
-        self.reward_names = [reward.name for reward in rewards]
-        self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+        self.reward_names, self.reward_weights = names_and_weights(rewards)
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
@@ -91,9 +90,12 @@ class TextRollouts:
         for start in range(0, len(order), self._batch_size):
             together = order[start : start + self._batch_size]
             turns, copies = in_turns([prompts[place] for place in together])
-            places = [together[turn] for turn in turns]
-            drawn = self._drawn([prompts[place] for place in places], [keys[place] for place in places], copies)
-            found.update(zip(places, drawn, strict=True))
+            own_prompts, own_keys = [], []
+            for turn in turns:
+                own_prompts.append(prompts[together[turn]])
+                own_keys.append(keys[together[turn]])
+            for turn, answer in zip(turns, self._drawn(own_prompts, own_keys, copies), strict=True):
+                found[together[turn]] = answer
         return [found[place] for place in range(len(prompts))]
 
     def _drawn(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str], copies: int) -> list[DrawnAnswer]:
@@ -110,7 +112,7 @@ class TextRollouts:
             pad_id=self._tokenizer.pad_token_id,
         )
 
-    def _collate_prompts(self, prompts: Sequence[Any]) -> Batch:
+    def _collate_prompts(self, prompts: Sequence[EncodedPrompt]) -> Batch:
         """Padded on the left, so that answers begin together."""
         plugin = self._dataset.plugin
         rows: list[dict[str, Any]] = []
@@ -130,14 +132,18 @@ class TextRollouts:
 
     def judge(self, prompts: Sequence[EncodedPrompt], samples: Sequence[DrawnAnswer]) -> torch.Tensor:
         """See `RolloutSource`."""
-        judged = Judged(
-            [prompt["text"] for prompt in prompts],
-            [self.text_of(answer) for answer in samples],
-            list(map(row_of, prompts)),
-            [answer.token_ids for answer in samples],
-            [prompt["sample_id"] for prompt in prompts],
-        )
-        return scores_of(self._rewards, judged)
+        texts: list[str] = []
+        answers: list[str] = []
+        rows: list[Row] = []
+        token_ids: list[list[int]] = []
+        ids: list[str] = []
+        for prompt, answer in zip(prompts, samples, strict=True):
+            texts.append(prompt["text"])
+            answers.append(self.text_of(answer))
+            rows.append(row_of(prompt))
+            token_ids.append(answer.token_ids)
+            ids.append(prompt["sample_id"])
+        return scores_of(self._rewards, Judged(texts, answers, rows, token_ids, ids))
 
     # --- records ------------------------------------------------------------------------------------------------------
 
