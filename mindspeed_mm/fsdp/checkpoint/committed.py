@@ -76,8 +76,9 @@ def find_latest(
             raise
         note(f"warning: {error}")
         return None
-    for line in () if found is None else found.notes:
-        note(line)
+    if found is not None:
+        for line in found.notes:
+            note(line)
     return found
 
 

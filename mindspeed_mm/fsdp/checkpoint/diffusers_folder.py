@@ -135,7 +135,10 @@ def component_folders(source: Path) -> Iterator[Path]:
 
 def components_bytes(source: Path) -> int:
     """What `copy_components` writes."""
-    return sum(path.stat().st_size for folder in component_folders(source) for path in folder.rglob("*"))
+    size = 0
+    for folder in component_folders(source):
+        size += sum(path.stat().st_size for path in folder.rglob("*"))
+    return size
 
 
 def _write_config(config: Mapping[str, Any], folder: Path) -> None:

@@ -133,7 +133,8 @@ def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, ema:
         if copy in averages:
             averages[copy].copy_(averages[first])
         if optimizer is not None and own[first] in optimizer.state:
-            optimizer.state[own[copy]] = {key: value.clone() for key, value in optimizer.state[own[first]].items()}
+            state = optimizer.state[own[first]]
+            optimizer.state[own[copy]] = {key: value.clone() for key, value in state.items()}
 
 
 def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
@@ -181,18 +182,23 @@ class TensorIndex:
 
     def model_entries(self) -> dict[str, TensorStorageMetadata]:
         """The model's tensors by name."""
-        return {
-            key.removeprefix(self.prefix): entry
-            for key, entry in self.tensors.items()
-            if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
-        }
+        entries = self._entries_under(self.prefix)
+        if not self.prefix:  # a checkpoint from elsewhere, in which the model's have no prefix
+            for key in self._entries_under(f"{OPTIMIZER}."):
+                del entries[f"{OPTIMIZER}.{key}"]
+        return entries
 
     def average_entries(self, key: str = EMA) -> dict[str, TensorStorageMetadata]:
         """The average of the trained parameters by name; empty when none was kept under this key."""
-        if not self.prefix:
-            return {}
-        start = f"{key}."
-        return {name.removeprefix(start): entry for name, entry in self.tensors.items() if name.startswith(start)}
+        return self._entries_under(f"{key}.") if self.prefix else {}
+
+    def _entries_under(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """Name without the prefix → entry, of the tensors whose name begins with it."""
+        entries = {}
+        for name, entry in self.tensors.items():
+            if name.startswith(prefix):
+                entries[name.removeprefix(prefix)] = entry
+        return entries
 
     def check_average(self, tensors: Mapping[str, torch.Tensor], key: str = EMA) -> None:
         """Raise `CheckpointError`, with a diff, when the checkpoint's average is of other parameters than `tensors`."""

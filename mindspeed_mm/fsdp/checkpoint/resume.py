@@ -148,7 +148,8 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
     if accept_data_change:
         noted += data
     else:
-        refused += [replace(change, way_out="Restore it, or add --accept-data-change.") for change in data]
+        for change in data:
+            refused.append(replace(change, way_out="Restore it, or add --accept-data-change."))
     batch_noted, batch_refused = _batch_change(manifest_context, current_context)
     noted, refused = noted + batch_noted, refused + batch_refused
     refused += _base_change(manifest_context, current_context)
@@ -158,8 +159,10 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
             "training.save=<new folder> training.load=<this run> --weights-only.",
             problems=refused,
         )
-    meaning = [POSITION_NOTE] if data else []
-    return [str(problem) for problem in noted] + meaning + _environment_notes(manifest_context, current_context)
+    told = list(map(str, noted))
+    if data:
+        told.append(POSITION_NOTE)
+    return told + _environment_notes(manifest_context, current_context)
 
 
 def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -57,11 +58,11 @@ class _WithGradient(torch.autograd.Function):
     """A collective and the one that its gradient takes."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: AxisRanks, forward: Any, backward: Any) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, tensor: torch.Tensor, ranks: AxisRanks, forward: Any, backward: Any) -> torch.Tensor:
         ctx.ranks, ctx.backward_collective = ranks, backward
         return forward(tensor, ranks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         return ctx.backward_collective(gradient, ctx.ranks), None, None, None

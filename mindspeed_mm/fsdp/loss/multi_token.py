@@ -47,7 +47,9 @@ class WithMultiToken:
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As the objective does, and in training once more for each depth, with its labels."""
         prepared = self._objective.prepare(batch, training=training)
-        for depth in self._depths if training else ():
+        if not training:
+            return prepared
+        for depth in self._depths:
             own = self._objective.prepare(further(batch, depth), training=training)
             prepared |= {_key(depth, name): own[name] for name in KEPT if name in own}
         return prepared

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 
 def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -46,12 +46,14 @@ def exchange_parts(
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.sizes, ctx.group = (send, receive), group
         return _all_to_all(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         send, receive = ctx.sizes
         return _all_to_all(gradients[0], receive, send, ctx.group), None, None, None
 

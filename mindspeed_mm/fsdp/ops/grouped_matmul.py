@@ -8,10 +8,10 @@ rows there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.host_values import host_values
@@ -72,7 +72,9 @@ class _Loop(torch.autograd.Function):
     """One product a group."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SI: torch.Tensor, weight_GIO: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, rows_SI: torch.Tensor, weight_GIO: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows_SI, weight_GIO)
         ctx.counts = counts
         outputs = rows_SI.new_empty(len(rows_SI), weight_GIO.shape[2])
@@ -81,7 +83,7 @@ class _Loop(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_SO,) = gradients
         rows_SI, weight_GIO = ctx.saved_tensors
         of_rows = of_weight = None
@@ -105,9 +107,9 @@ def _contiguous_gradient(outputs: torch.Tensor) -> torch.Tensor:
 
 class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, outputs: torch.Tensor) -> torch.Tensor:
         return outputs.view_as(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0].contiguous()

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 _WIDE_NUMBERS = {"cpu": 2**20}
@@ -143,7 +144,7 @@ def recomputed_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -161,7 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return tuple(sums)
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that the forward pass formed, times that of the loss.
 
         They are scaled in place and given away: a second pass through the same graph forms them again. A pass that is

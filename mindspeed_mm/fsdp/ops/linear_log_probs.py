@@ -9,11 +9,11 @@ Shapes: N rows, H hidden, V words of the vocabulary (under tensor parallelism: t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossPlan, VocabularyShare, wide_dtype
@@ -102,7 +102,7 @@ class _RowEntropy(torch.autograd.Function):
     logit is −∞."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, vocabulary: VocabularyShare | None) -> Tensor:
+    def forward(ctx: FunctionCtx, logits_NV: Tensor, vocabulary: VocabularyShare | None) -> Tensor:
         largest_N = logits_NV.amax(dim=1)
         if vocabulary is not None:
             largest_N = vocabulary.largest(largest_N)
@@ -120,6 +120,6 @@ class _RowEntropy(torch.autograd.Function):
         return entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probabilities_NV, weighted_NV, entropy_N = ctx.saved_tensors
         return -gradients[0].unsqueeze(1) * (weighted_NV + probabilities_NV * entropy_N.unsqueeze(1)), None

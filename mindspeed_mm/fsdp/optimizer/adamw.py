@@ -88,8 +88,9 @@ class StreamedAdamW(torch.optim.AdamW):
 
     def state_device(self, key: str, parameter: torch.Tensor) -> torch.device:
         """Where an entry of a parameter's state is kept. The step is counted on the host: it is needed there."""
-        on_host = key == "step" or (self.swaps and key.startswith(MOMENTS))
-        return HOST if on_host else local(parameter).device
+        if key == "step" or (self.swaps and key.startswith(MOMENTS)):
+            return HOST
+        return local(parameter).device
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, wherever they are."""

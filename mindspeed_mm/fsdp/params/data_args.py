@@ -49,7 +49,7 @@ class DatasetAttr(Section):
     """Layout of a row. `sharegpt`: a list of messages in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
     also with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input and output."""
     ranking: Flag = False
-    """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. they are
+    """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. They are
     trained on with `posttrain.method: dpo`."""
     system: str | None = None
     """Column that holds the system prompt; null: none."""

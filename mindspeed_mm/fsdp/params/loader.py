@@ -114,7 +114,7 @@ class ResolvedConfig:
 
     def _has(self, key: str) -> bool:
         """Whether it is a key of the configuration, or several, or a section's."""
-        return any(self._at(each) for each in key.split(" · "))
+        return any(map(self._at, key.split(" · ")))
 
     def _where(self, key: str) -> str:
         """Where a key's value comes from; of a section, or of several keys, the first that was given."""
@@ -130,7 +130,9 @@ class ResolvedConfig:
         key = key.partition("[")[0]
         if key in self.origins:
             return [self.origins[key]]
-        return [origin for own, origin in self.origins.items() if key and own.startswith(f"{key}.")]
+        if not key:
+            return []
+        return [origin for own, origin in self.origins.items() if own.startswith(f"{key}.")]
 
 
 def load_config(
@@ -174,7 +176,7 @@ def load_config(
         path=path,
         text=text,
         origins=_origins(arguments, root, card_defaults),
-        warnings=tuple(str(problem) for problem in notes.warnings),
+        warnings=tuple(map(str, notes.warnings)),
         unchecked=tuple(findings.unchecked),
     )
 
@@ -218,7 +220,9 @@ def _path_of(given: Given) -> Path:
     """What a configuration is called in messages: its file, or a name that stands for one."""
     if isinstance(given, Path):
         return given
-    return Path(given.place.source) if isinstance(given, Node) else Path(CONFIGURATION)
+    if isinstance(given, Node):
+        return Path(given.place.source)
+    return Path(CONFIGURATION)
 
 
 def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
@@ -276,9 +280,11 @@ def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Pro
 
 def _where(root: Node, key: str) -> str:
     """Where a key, which may name an entry of a list, is given; nowhere when it has its default."""
-    names: list[str | int] = [int(name) if name.isdigit() else name for name in key.split(".")]
-    holder = takewhile(lambda name: not name.isdigit(), key.split("."))
-    if find(root, ".".join(holder)) is None:
+    names: list[str | int] = []
+    for name in key.split("."):
+        names.append(int(name) if name.isdigit() else name)
+    holder = takewhile(lambda name: isinstance(name, str), names)
+    if find(root, ".".join(map(str, holder))) is None:
         return ""
     return str(place_of(root, names))
 
@@ -291,13 +297,10 @@ def _warn_meaningless(root: Node) -> list[Problem]:
             key = f"data.dataset_param.preprocess_parameters.{media}_resolution"
             way_out = f"{media}_max_pixels limits the size."
             warnings.append(Problem("has no effect here and is ignored", str(entry.key), key, way_out))
-    ends = [find(root, f"training.{name}") for name in ("train_iters", "train_epochs")]
-    if all(entry is not None and entry.node.value is not None for entry in ends):
-        key = "training.train_iters"
-        problem = Problem(
-            "training.train_epochs is also given and takes precedence", _where(root, key), key, "Keep one of them."
-        )
-        warnings.append(problem)
+    key = "training.train_iters"
+    if value_at_key(root, key) is not None and value_at_key(root, "training.train_epochs") is not None:
+        what = "training.train_epochs is also given and takes precedence"
+        warnings.append(Problem(what, _where(root, key), key, "Keep one of them."))
     return warnings
 
 
@@ -309,7 +312,8 @@ def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
 
 def _identity(problem: Problem) -> tuple[str, str, str]:
     """A line of the file may be found wrong under several keys; outside of files keys have no other place."""
-    return (problem.where, problem.what, problem.key if problem.where in ("", *NOT_FILES) else "")
+    key = problem.key if problem.where in ("", *NOT_FILES) else ""
+    return problem.where, problem.what, key
 
 
 def _by_line(problem: Problem) -> tuple[int, int]:

@@ -48,11 +48,10 @@ class MemoryReport:
         for name, size in sorted(peak.by_category.items(), key=lambda item: -item[1]):
             lines.append(f"  {name:<12}{_cell(size, peak.total_bytes)}  {CATEGORIES[name]}")
         lines.append("  held at the peak, by the module that made it:")
-        groups = grouped(peak.by_module)
-        for name, (count, kinds) in sorted(groups.items(), key=lambda item: -sum(item[1][1].values()))[:ROWS]:
+        groups = sorted(grouped(peak.by_module).items(), key=lambda item: -sum(item[1][1].values()))
+        for name, (count, kinds) in groups[:ROWS]:
             most = ", ".join(f"{kind} {size / MIB:,.1f}" for kind, size in kinds.most_common(3))
-            times = f" ×{count}" if count > 1 else ""
-            lines.append(f"  {_cell(sum(kinds.values()), peak.total_bytes)}  {name}{times}: {most}")
+            lines.append(f"  {_cell(sum(kinds.values()), peak.total_bytes)}  {_title(name, count)}: {most}")
         return [*lines, *self._peak_lines()]
 
     def _peak_lines(self) -> list[str]:
@@ -101,6 +100,11 @@ def write_report(report: MemoryReport, folder: Path) -> Path:
     return path
 
 
+def _title(name: str, count: int) -> str:
+    """What to call a group of so many modules."""
+    return f"{name} ×{count}" if count > 1 else name
+
+
 def draw(report: MemoryReport, path: Path) -> None:
     """A bar for each group of modules, in the colours of the categories."""
     from matplotlib.figure import Figure  # half a second that a run without this report need not spend
@@ -108,7 +112,7 @@ def draw(report: MemoryReport, path: Path) -> None:
     groups = sorted(grouped(report.peak.by_module).items(), key=lambda item: sum(item[1][1].values()))[-ROWS:]
     figure = Figure(figsize=(10, 0.6 + 0.4 * (len(groups) + 2)), layout="constrained")
     axes = figure.subplots()
-    names = [f"{name} ×{count}" if count > 1 else name for name, (count, _) in groups]
+    names = [_title(name, count) for name, (count, _) in groups]
     left = [0.0] * len(groups)
     for index, category in enumerate(CATEGORIES):
         widths = [kinds.get(category, 0) / MIB for _, (_, kinds) in groups]

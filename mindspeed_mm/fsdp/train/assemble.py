@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def assemble(
     packs: bool = False,
     given: nn.Module | None = None,
     build: Callable[[], nn.Module] | None = None,
-    processor: Any = None,
+    processor: Processor | None = None,
     trains: bool = True,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.

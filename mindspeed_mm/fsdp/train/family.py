@@ -41,6 +41,8 @@ from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
     from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 
 # What only post-training needs is imported inside the methods that build it: a plain run starts without it.
@@ -203,7 +205,7 @@ class GeneratorFamily(Family):
         self._encodes = False
 
     @cached_property
-    def encoders(self) -> Any:
+    def encoders(self) -> DiffusionPipeline:
         """The frozen encoders, loaded when something is encoded or decoded for the first time."""
         return load_encoders(self.adapter, self._device)
 

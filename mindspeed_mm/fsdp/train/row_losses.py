@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ from mindspeed_mm.fsdp.train.run.job import leave, numerics
 from mindspeed_mm.fsdp.train.train_engine import move
 from mindspeed_mm.fsdp.utils.device import set_local_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def loss_of_model(model: nn.Module, device: torch.device) -> LossModel:
 
 
 @contextmanager
-def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Any) -> Iterator[tuple[LossModel, str]]:
+def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Processor) -> Iterator[tuple[LossModel, str]]:
     """The model of a run with the weights of a checkpoint, computing as the run does, and which weights these are:
     `ema` or `model`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 from jinja2 import nodes
@@ -22,6 +22,9 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+    Processor: TypeAlias = ProcessorMixin | PreTrainedTokenizerBase
+    """Of a multimodal model; of a text model its tokenizer."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 _MAX_TEMPLATE_CHARACTERS = 200_000
@@ -33,7 +36,7 @@ _MAX_TEMPLATE_FACTOR = 10_000
 
 def load_processor(
     folder: str | Path, *, use_fast: bool = True, trust_remote_code: bool = False, **options: Any
-) -> ProcessorMixin | PreTrainedTokenizerBase:
+) -> Processor:
     """The processor of a multimodal model's folder, or the tokenizer of a text model's.
 
     Args:
@@ -246,9 +249,9 @@ def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
 
 def _broken_file(folder: Path) -> ModelFolderError | None:
     """The error about the file of the folder that is not JSON, where one is: libraries do not say which they read."""
-    names = [*PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
-    for path in (folder / name for name in ("config.json", *names) if name.endswith(".json")):
-        if not path.exists():
+    names = ["config.json", *PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
+    for path in map(folder.joinpath, names):
+        if path.suffix != ".json" or not path.exists():
             continue
         try:
             content = read_json_object(path, ModelFolderError)

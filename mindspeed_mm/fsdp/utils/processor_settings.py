@@ -26,7 +26,7 @@ def check_processor_settings(folder: Path) -> None:
     Raises:
         ModelFolderError: A size is not a number from 1, or what pixels are divided by is 0 or no number.
     """
-    for path in (folder / name for name in PROCESSOR_FILES):
+    for path in map(folder.joinpath, PROCESSOR_FILES):
         if not path.exists():
             continue
         for key, value, wanted in _faults(read_json_object(path, ModelFolderError)):

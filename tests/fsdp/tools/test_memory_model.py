@@ -50,10 +50,10 @@ CPU = torch.device("cpu")
 WORDS_AROUND = 80
 """Tokens of the template around a caption and of the names of pictures, at most: the tiny tokenizer has letters."""
 PROMISED = 0.10
+"""Of the measured peak."""
 UNEVEN = 0.15
 """Virtual stages keep several micro-batches more in flight, and each brings the uneven loads of spread experts, which a
 forecast cannot know and says so: 0.11 and 0.12 were measured."""
-"""Of the measured peak."""
 WITHIN = 0.03
 """What holds where nothing is estimated."""
 

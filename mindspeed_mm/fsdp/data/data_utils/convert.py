@@ -67,16 +67,16 @@ def from_alpaca(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
 def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """Everything before the answer."""
     columns = (_name(row_format.prompt, "instruction"), _name(row_format.query, "input"))
-    texts = [text for column in columns if (text := text_of(row, column, place))]
+    texts = list(filter(None, (text_of(row, column, place) for column in columns)))
     if not texts:
         raise wrong_field(columns[0], row.get(columns[0]), row, place, "an instruction")
     sample = Sample(place)
     history = first_column(row, row_format.history, ("history",))
-    for pair in (row[history] or []) if history else []:
+    exchanges = row[history] if history else None
+    for pair in exchanges or ():
         if not _is_exchange(pair):
-            raise DataError(
-                f"holds {pair!r}, not [question, answer]", where=str(place), key=history or "", way_out=REPAIR
-            )
+            what = f"holds {pair!r}, not [question, answer]"
+            raise DataError(what, where=str(place), key=history or "", way_out=REPAIR)
         _add(sample, "user", pair[0])
         _add(sample, "assistant", pair[1])
     _add(sample, "user", "\n".join(texts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
 from mindspeed_mm.fsdp.utils.processor import check_media_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
+
 MM_PLUGINS = Registry("data.dataset_param.preprocess_parameters.mm_plugin")
 
 
@@ -36,7 +39,7 @@ def register_mm_plugin(name: str) -> Callable[[type], type]:
     return MM_PLUGINS.register(name)
 
 
-def build_mm_plugin(processor: Any, preprocess: Any) -> MediaPlugin:
+def build_mm_plugin(processor: Processor, preprocess: Any) -> MediaPlugin:
     """The plugin of a processor: by its class name, else by what it can do.
 
     Args:

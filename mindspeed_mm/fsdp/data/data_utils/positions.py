@@ -111,7 +111,9 @@ class RopeIndexPositions:
             mask = first_of(inputs, _MASKS_OF_SOUND)
             return None if mask is None else torch.as_tensor(mask).sum(-1)
         found = first_of(inputs, _OTHER_NAMES.get(name, (name,)))
-        return torch.as_tensor(found) if isinstance(found, (np.ndarray, list)) else found
+        if isinstance(found, (np.ndarray, list)):
+            return torch.as_tensor(found)
+        return found
 
 
 def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch) -> list[Batch]:
@@ -127,11 +129,10 @@ def inputs_of_samples(samples: Sequence[Mapping[str, Any]], media: Batch) -> lis
     of_all = {key: media[key] for key in _WHOLE_BATCH if key in media}
     found: list[Batch] = [dict(of_all) for _ in samples]
     for key in MEDIA_OF.keys() & media.keys():
-        owned = [sample.get(key) for sample in samples]
-        if any(own is not None for own in owned):
-            parts = owned
-        else:
-            parts = list(torch.as_tensor(media[key]).split(_media_of_samples(samples, key, len(media[key]))))
+        parts = [sample.get(key) for sample in samples]
+        if all(part is None for part in parts):
+            counts = _media_of_samples(samples, key, len(media[key]))
+            parts = list(torch.as_tensor(media[key]).split(counts))
         for inputs, part in zip(found, parts, strict=True):
             if part is not None and len(part):
                 inputs[key] = part
@@ -163,11 +164,11 @@ def as_whole_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 def in_one_form(positions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All whole numbers, or all the bits of fp32 numbers, as they are joined."""
-    if all(each.dtype != torch.int32 for each in positions):
-        return list(positions)
-    joined = []
-    for each in positions:
-        joined.append(each if each.dtype == torch.int32 else each.float().view(torch.int32))
+    joined = list(positions)
+    if torch.int32 in {each.dtype for each in positions}:
+        for i, each in enumerate(positions):
+            if each.dtype != torch.int32:
+                joined[i] = each.float().view(torch.int32)
     return joined
 
 
@@ -219,9 +220,9 @@ def find_rope_index(config: PreTrainedConfig) -> type | None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    named = [setting_of(transformers, type, name) for name in config.architectures or ()]
-    body = MODEL_MAPPING.get(type(config), None)
-    for found in (*named, body):
+    classes = [setting_of(transformers, type, name) for name in config.architectures or ()]
+    classes.append(MODEL_MAPPING.get(type(config), None))
+    for found in classes:
         if isinstance(found, type) and hasattr(found, "get_rope_index"):
             return found
     return None

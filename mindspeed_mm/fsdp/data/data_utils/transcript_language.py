@@ -4,10 +4,15 @@ while training and when the model is asked, so that neither begins otherwise tha
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _FILE = "generation_config.json"
 _TASKS = ("transcribe", "translate")
@@ -18,7 +23,7 @@ def is_whisper(processor: object) -> bool:
     return type(processor).__name__ == "WhisperProcessor"
 
 
-def tell_language(processor: Any, folder: Path) -> None:
+def tell_language(processor: Processor, folder: Path) -> None:
     """Let Whisper's tokenizer begin transcripts as `generate` does with the folder's generation configuration. Where
     that names neither language nor task, the tokenizer's own stay. Other processors are left alone.
 
@@ -50,7 +55,7 @@ def tell_language(processor: Any, folder: Path) -> None:
         ) from error
 
 
-def detects_language(processor: Any, folder: Path) -> bool:
+def detects_language(processor: Processor, folder: Path) -> bool:
     """Whether `generate` finds out the language of each sound by itself, because none is named."""
     if not is_whisper(processor) or processor.tokenizer.language is not None:
         return False
@@ -75,7 +80,7 @@ def _generation_settings(folder: Path) -> dict[str, Any]:
     return read_json_object(path, ModelFolderError) if path.is_file() else {}
 
 
-def _forced(settings: dict[str, Any], tokenizer: Any) -> tuple[str | None, str | None]:
+def _forced(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:
     """Language and task of older folders: `forced_decoder_ids`, pairs of place and token, such as [[1, 50259], …]. A
     token that is null stands for a language that is to be found out; models of English alone have none at all."""
     forced = dict(settings.get("forced_decoder_ids") or ())

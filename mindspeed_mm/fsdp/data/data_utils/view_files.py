@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.fsdp.data.data_utils.template import build_template, own_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import (
@@ -21,6 +21,9 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import (
 )
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.processor import load_processor
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 TEMPLATE_FILE = "chat_template.jinja"
 _PROCESSOR_FILE = "processor_config.json"
@@ -75,7 +78,7 @@ def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: 
         _write_template(draft, processor, param)
 
 
-def _write_template(draft: Path, processor: Any, param: DatasetParam) -> None:
+def _write_template(draft: Path, processor: Processor, param: DatasetParam) -> None:
     template = build_template(processor, param.basic_parameters)
     source = chat_template_of_view(template.source, template.enable_thinking)
     if source == own_template(processor):
@@ -88,7 +91,7 @@ def _write_template(draft: Path, processor: Any, param: DatasetParam) -> None:
             _store(draft / name, content)
 
 
-def _write_settings(draft: Path, processor: Any, settings: list[Override]) -> None:
+def _write_settings(draft: Path, processor: Processor, settings: list[Override]) -> None:
     """Into the processor's own file, where transformers looks first, as whole parts: a part that is not there would be
     read from the file of another. The older files say the same."""
     if not settings:

@@ -79,8 +79,9 @@ class BucketOrder(Order):
             "max_tokens_per_batch": max_tokens,
             "shuffle": shuffle,
         }
-        numbers = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
-        self._bucket_of = np.array([numbers[size] for size in sizes], dtype=np.int64)
+        numbers: dict[MediaSize, int] = {}
+        """Size → number of its bucket, in the order of first appearance."""
+        self._bucket_of = np.array([numbers.setdefault(size, len(numbers)) for size in sizes], dtype=np.int64)
         self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
         self._layout = lru_cache(maxsize=2)(self._lay_out)
         full = 0
@@ -228,8 +229,10 @@ class BucketOrder(Order):
     def _mix(self, leftovers: list[_Leftover]) -> list[list[np.ndarray]]:
         """Steps of leftovers, the costliest together; the last is divided until it has its number of micro-batches."""
         count = self._deal.micro_batches
-        parts = [left.rows for left in sorted(leftovers, key=lambda left: -left.cost)]
-        steps = [parts[start : start + count] for start in range(0, len(parts), count)]
+        leftovers = sorted(leftovers, key=lambda left: -left.cost)
+        steps = []
+        for start in range(0, len(leftovers), count):
+            steps.append([left.rows for left in leftovers[start : start + count]])
         if steps:
             steps[-1] = divided(steps[-1], count)
         return steps

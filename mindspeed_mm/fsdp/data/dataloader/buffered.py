@@ -80,8 +80,7 @@ class BufferedOrder(Order):
         size = self._sampler.size
         if size is None:
             return False
-        most = EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS
-        return size <= most
+        return size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done.
@@ -151,7 +150,9 @@ class BufferedOrder(Order):
     def _filled(self, sampler: EpochSampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
         """What is pending, and as many more samples as a good choice takes; towards the end of an epoch fewer."""
         buffer, enough = _Buffer(self.shape, position), self.shape.lookahead(self._count)
-        known = [pick for pick in position.pending if sampler.size is None or pick.row < sampler.size]
+        known = list(position.pending)
+        if sampler.size is not None:  # there may be fewer rows than when the position was saved
+            known = [pick for pick in known if pick.row < sampler.size]
         buffer.add(known, self._usable(known))
         buffer.carried, buffer.overdue = list(position.carried), min(position.overdue, len(buffer.picks))
         began = buffer.index
@@ -173,13 +174,10 @@ class BufferedOrder(Order):
     def _usable(self, picks: Sequence[Pick]) -> list[SampleSize | DataError]:
         """Sizes, or why a sample cannot be used: it alone may exceed a micro-batch."""
         found = self.sizes.of([pick.row for pick in picks])
-        usable: list[SampleSize | DataError] = []
-        for size in found:
+        for i, size in enumerate(found):
             if isinstance(size, SampleSize) and not self.shape.fits(size):
-                usable.append(self._too_large(size))
-            else:
-                usable.append(size)
-        return usable
+                found[i] = self._too_large(size)
+        return found
 
     def _cost(self, buffer: _Buffer, batch: Sequence[int]) -> float:
         return self.shape.cost([buffer.sizes[i] for i in batch])
@@ -214,8 +212,12 @@ class BufferedOrder(Order):
         left_out = tuple(buffer.left_out)
         for start in range(0, len(made), self._count):
             parts = divided(made[start : start + self._count], self._count)
-            # A rank for which nothing is left gets the oldest sample as a blank row.
-            step = [MicroBatch(buffer.picks_at(part or [0]), int(not part)) for part in parts]
+            step: list[MicroBatch] = []
+            for part in parts:
+                if part:
+                    step.append(MicroBatch(buffer.picks_at(part)))
+                else:  # a rank for which nothing is left gets the oldest sample as a blank row
+                    step.append(MicroBatch(buffer.picks_at([0]), blank_rows=1))
             yield Planned(step, DataPosition(1, 0), left_out)
             left_out = ()
 

@@ -130,8 +130,10 @@ class MeasuringProcess:
     def _failed(self, rows: list[int], how: str) -> DataError:
         dataset = self._measure.dataset
         names = ", ".join(str(dataset.place(row)) for row in rows[:8])
+        if len(rows) > 8:
+            names += " …"
         return DataError(
-            f"the process that measures samples {how} at {names}{' …' if len(rows) > 8 else ''}",
+            f"the process that measures samples {how} at {names}",
             where=type(dataset.origin).__name__,
             way_out="Look at these samples and at the storage they are on.",
         )

@@ -51,7 +51,9 @@ class BatchShape:
 
     def padded(self, tokens: int) -> int:
         """Tokens of a row of its own."""
-        return tokens if self.kind == "packed" else -(-tokens // self.multiple) * self.multiple
+        if self.kind == "packed":
+            return tokens
+        return -(-tokens // self.multiple) * self.multiple  # rounded up
 
     def fits(self, size: SampleSize) -> bool:
         """Whether a sample fits a micro-batch of its own."""
@@ -62,15 +64,17 @@ class BatchShape:
     def load(self, samples: int, tokens: int, patches: int) -> float:
         """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
         full = samples / self.rows if self.kind == "rows" else tokens / self.tokens
-        return full if self.patches is None else max(full, patches / self.patches)
+        if self.patches is not None:
+            full = max(full, patches / self.patches)
+        return full
 
     def cost(self, sizes: Sequence[SampleSize]) -> float:
         """What a micro-batch takes, in tokens of an endless number of short samples."""
         encoder = PATCH_TOKENS * sum(size.patches for size in sizes)
+        tokens = [size.tokens for size in sizes]
         if self.kind == "packed":
-            return encoder + sum(_cost_of_rows(1, size.tokens) for size in sizes)
-        longest = self.padded(max(size.tokens for size in sizes))
-        return encoder + _cost_of_rows(len(sizes), longest)
+            return encoder + sum(_cost_of_rows(1, each) for each in tokens)
+        return encoder + _cost_of_rows(len(sizes), self.padded(max(tokens)))
 
     def micro_batches(self, sizes: Sequence[SampleSize], overdue: int = 0) -> list[list[int]]:
         """Divide samples, the oldest first, into micro-batches: indices of each, in order of age.
@@ -79,8 +83,8 @@ class BatchShape:
             sizes: Of each sample.
             overdue: So many, the oldest, share as few micro-batches as they can; the others fill these up.
         """
-        made = self._packed(sizes, overdue) if self.kind == "packed" else self._grouped(sizes, overdue)
-        return [sorted(each) for each in made]
+        divide = self._packed if self.kind == "packed" else self._grouped
+        return list(map(sorted, divide(sizes, overdue)))
 
     def _packed(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
         """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""
@@ -115,9 +119,11 @@ class BatchShape:
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
         if overdue:
             # The longest of them come first and the shortest of the others follow their shortest: neighbours in length.
-            oldest = [i for i in order if i < overdue]
-            others = [i for i in reversed(order) if i >= overdue]
-            return self._cut(sizes, oldest + others)
+            oldest: list[int] = []
+            others: list[int] = []
+            for i in order:
+                (oldest if i < overdue else others).append(i)
+            return self._cut(sizes, oldest + others[::-1])
         groups = self._cut(sizes, order)
         # Cut from the longest on, the last group is the one that is not full; from the shortest on, the other end is.
         if len(groups) > 1 and 0 in groups[-1]:

@@ -46,4 +46,7 @@ def own_bytes(process: int) -> int:
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+    for line in lines:
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return 0

@@ -83,13 +83,19 @@ def check_experts(model: nn.Module, parallel: ParallelArguments, ep: int, efsdp:
     """Names of the modules to spread, when all of them can be. Arguments and errors as of `resolve_expert_plan`."""
     check_expert_plan(parallel)
     names = expert_modules(model, parallel.ep_plan)
-    modules = {name: model.get_submodule(name) for name in names}
+    modules: dict[str, nn.Module] = {}
+    counts: dict[str, int] = {}
+    own_forwards: list[str] = []
+    for name in names:
+        module = modules[name] = model.get_submodule(name)
+        counts[name] = expert_count(module)
+        if has_own_forward(module):
+            own_forwards.append(name)
     problems = [
-        *size_problems({name: expert_count(module) for name, module in modules.items()}, ep),
+        *size_problems(counts, ep),
         *_part_problems(modules),
         *_own_plan_problems(model, parallel.ep_plan, names),
     ]
-    own_forwards = [name for name, module in modules.items() if has_own_forward(module)]
     if copies and own_forwards:
         what = f"{own_forwards[0]} has a forward of its own (ep_forward), which knows no copies of experts"
         problems.append(Problem(what, key="features.enable_ep_balance", way_out="Set it to false."))
@@ -152,21 +158,24 @@ def expert_modules(model: nn.Module, plan: EpPlan) -> list[str]:
             key=KEY,
             way_out=f"Set it to 1, or give the expert module an ep_forward and name it in {_MODULES}.",
         )
-    names = resolve_patterns(plan.apply_modules, module_names(model), key=_MODULES)
-    names = list(dict.fromkeys(_below_adapters(model, name) for name in names))
-    for name in names:
+    names: list[str] = []
+    for named in resolve_patterns(plan.apply_modules, module_names(model), key=_MODULES):
+        name = _below_adapters(model, named)
         if name not in known:
             raise _not_experts(name, known)
+        if name not in names:
+            names.append(name)
     return names
 
 
 def _not_experts(wrong: str, known: Sequence[str]) -> ConfigError:
-    inside = [name for name in known if is_inside(name, (wrong,))]
-    examples = [*inside, *known]
+    way_out = "Set expert_parallel_size to 1."
+    if known:
+        inside = [name for name in known if is_inside(name, (wrong,))]
+        example = (inside or known)[0]
+        way_out = f"Name the expert modules, such as '{example}'."
     return ConfigError(
-        f"'{wrong}' holds no fused experts of its own and has no ep_forward",
-        key=_MODULES,
-        way_out=f"Name the expert modules, such as '{examples[0]}'." if examples else "Set expert_parallel_size to 1.",
+        f"'{wrong}' holds no fused experts of its own and has no ep_forward", key=_MODULES, way_out=way_out
     )
 
 
@@ -196,15 +205,13 @@ def size_problems(counts: Mapping[str, int], ep: int) -> list[Problem]:
         ep: `parallel.expert_parallel_size`.
     """
     first = {count: name for name, count in reversed(list(counts.items()))}
-    return [
-        Problem(
-            f"{ep} does not divide the {count} experts of {name}",
-            key=KEY,
-            way_out=f"Nearest sizes that do: {', '.join(map(str, nearest_divisors(count, ep)))}.",
-        )
-        for count, name in first.items()
-        if count % ep
-    ]
+    problems = []
+    for count, name in first.items():
+        if count % ep:
+            nearest = ", ".join(map(str, nearest_divisors(count, ep)))
+            what = f"{ep} does not divide the {count} experts of {name}"
+            problems.append(Problem(what, key=KEY, way_out=f"Nearest sizes that do: {nearest}."))
+    return problems
 
 
 def check_inside(experts: Iterable[str], is_wrapped: Callable[[str], bool]) -> None:
@@ -215,13 +222,13 @@ def check_inside(experts: Iterable[str], is_wrapped: Callable[[str], bool]) -> N
         is_wrapped: Whether a module is one of the wrapped ones or lies inside one.
     """
     outside = [name for name in experts if not is_wrapped(name)]
-    if outside:
-        others = f", nor do {len(outside) - 1} more" if len(outside) > 1 else ""
-        raise ConfigError(
-            f"the expert module '{outside[0]}' lies in no module that fsdp_plan.apply_modules wraps{others}",
-            key="parallel.fsdp_plan.apply_modules",
-            way_out=f"Wrap the block around it: '{outside[0].rpartition('.')[0].rpartition('.')[0]}'.",
-        )
+    if not outside:
+        return
+    what = f"the expert module '{outside[0]}' lies in no module that fsdp_plan.apply_modules wraps"
+    if len(outside) > 1:
+        what += f", nor do {len(outside) - 1} more"
+    block = outside[0].rpartition(".")[0].rpartition(".")[0]
+    raise ConfigError(what, key="parallel.fsdp_plan.apply_modules", way_out=f"Wrap the block around it: '{block}'.")
 
 
 def cut_dim(shape: Sequence[int], ep: int, shards: int) -> int | None:
@@ -257,9 +264,10 @@ def padding_warnings(model: nn.Module, shards: int) -> list[str]:
     name, parameter = max(padded, key=lambda item: item[1].numel())
     experts = parameter.shape[0]
     factor = -(-experts // shards) * shards / experts
+    shape = " × ".join(map(str, parameter.shape[1:]))
     return [
         f"{name}: {experts} experts on {shards} ranks are padded, {factor:.1f} times the memory and traffic, and "
-        f"{' × '.join(map(str, parameter.shape[1:]))} cannot be cut evenly instead: set {KEY}"
+        f"{shape} cannot be cut evenly instead: set {KEY}"
     ]
 
 

@@ -73,7 +73,9 @@ def _bearer(address: str) -> str | None:
 def _bearer_of_ipv6(address: str) -> str | None:
     wanted = ipaddress.IPv6Address(address).exploded.replace(":", "")
     table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines():
         words = line.split()
         if words[0] == wanted:
             return words[-1]

@@ -144,7 +144,9 @@ def _without_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor's shape without memory; `dtype` for floating-point numbers."""
-    return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+    if not tensor.is_floating_point():
+        dtype = tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def tensors_among(values: object) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,7 +62,7 @@ class StagePlan:
             return last
         for number, layer in enumerate(self.layers):
             if is_inside(name, (layer,)):
-                return next(stage for stage in range(self.stages) if number in self.layers_of(stage))
+                return bisect.bisect_right(self.borders, number)
         return 0
 
     def streams_into(self, stage: int) -> tuple[str, ...]:
@@ -171,7 +172,8 @@ def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
     """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
     lists = tuple(plan.points.layers)
     for name in names:
-        if not name or any(is_inside(list_name, (name,)) for list_name in lists):
+        holds_layers = any(is_inside(list_name, (name,)) for list_name in lists)
+        if not name or holds_layers:
             raise ConfigError(
                 f"'{name}' holds the layers that stages are cut of",
                 key=key,

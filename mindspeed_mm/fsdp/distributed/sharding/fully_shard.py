@@ -74,14 +74,13 @@ def plan_units(
         tie_groups: Modules that share a parameter; each group becomes one unit, whether listed above or not.
         ignored: Modules that are not sharded, with everything below them.
     """
-    units = [Unit(tuple(group)) for group in tie_groups]
-    tied = set(names_of_units(units))
-    units += [Unit((name,)) for name in shard_modules if name not in tied]
-    kept = []
-    for unit in units:
-        if not any(is_inside(name, ignored) for name in unit.names):
-            kept.append(unit)
-    return kept
+    tied = set(chain.from_iterable(tie_groups))
+    alone = [(name,) for name in shard_modules if name not in tied]
+    units = []
+    for names in (*map(tuple, tie_groups), *alone):
+        if not any(is_inside(name, ignored) for name in names):
+            units.append(Unit(names))
+    return units
 
 
 def names_of_units(units: Sequence[Unit]) -> list[str]:
@@ -184,18 +183,15 @@ def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> list
     """What is not cut between the forward and the backward pass, by the choices made above."""
     if plan.reshard_after_forward is False:
         return fsdp_modules(model)
-    kept = []
-    if plan.reshard_after_forward is True:
-        kept.append(model)
+    names = [""] if plan.reshard_after_forward is True else []
     for unit in units:
         if len(unit.names) > 1:
-            kept += [model.get_submodule(name) for name in unit.names]
-    return [module for module in kept if isinstance(module, FSDPModule)]
+            names += unit.names
+    return [module for module in map(model.get_submodule, names) if isinstance(module, FSDPModule)]
 
 
 def _placement_of(cut_dims: Mapping[nn.Parameter, int], parameter: nn.Parameter) -> Shard | None:
-    dim = cut_dims.get(parameter)
-    return None if dim is None else Shard(dim)
+    return Shard(cut_dims[parameter]) if parameter in cut_dims else None
 
 
 def _expect_logits_to_be_a_view(model: nn.Module) -> None:
@@ -335,7 +331,8 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if has_all(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:
@@ -382,10 +379,11 @@ def check_reshard(reshard_after_forward: bool | int, shards: int) -> None:
 
 def check_dtypes(names: Sequence[str], parameters: Iterable[nn.Parameter]) -> None:
     """Raise `ConfigError` when trainable parameters of one unit, which are reduced together, differ in dtype."""
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if len(dtypes) > 1:
+        told = " and ".join(sorted(map(str, dtypes))).replace("torch.", "")
         raise ConfigError(
-            f"{' and '.join(names)} holds trainable parameters of {' and '.join(dtypes)}",
+            f"{' and '.join(names)} holds trainable parameters of {told}",
             key="parallel.fsdp_plan.apply_modules",
             way_out="Keep trainable parameters in one dtype (fp32 masters), or wrap the odd module on its own.",
         )

@@ -107,7 +107,8 @@ class TensorPlan:
                 parts.append(f"{style.value} {count}")
         if self.sequence:
             parts.append(f"sequence_parallel {len(self.sequence)}")
-        parts += [f"whole on every rank: {pattern}" for pattern in self.whole]
+        for pattern in self.whole:
+            parts.append(f"whole on every rank: {pattern}")
         return ", ".join(parts)
 
 
@@ -177,12 +178,9 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
         draft = _Draft(_given(model, tp_plan, linear))
     else:
         draft = _own(model, linear)
-        whole = _stated_whole(model)
-        draft.whole += whole
-        stays_whole = [compile_pattern(pattern, key=KEY) for pattern in whole]
+        draft.whole += _stated_whole(model)
         for name, rule in _recognised(model, linear).items():
-            if not any(pattern.fullmatch(name) for pattern in stays_whole):
-                draft.rules.setdefault(name, rule)  # what the class says of a layer wins over its name
+            draft.rules.setdefault(name, rule)  # what the class says of a layer wins over its name
     _check_pairs(draft.rules)
     _add_embeddings(model, draft.rules)
     _add_head_norms(model, draft.rules)
@@ -274,7 +272,8 @@ def _stated_whole(model: nn.Module) -> list[str]:
 
 
 def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
-    """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts."""
+    """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts, nor what the family keeps
+    whole."""
     rules: dict[str, SplitRule] = {}
     for name, module in model.named_modules():
         if "experts" in name.split("."):
@@ -295,6 +294,9 @@ def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, 
         if is_fused_attention(module):
             rules[f"{name}.qkv"] = SplitRule(Style.COLUMN, (1, 1, 1))
             rules[f"{name}.proj"] = SplitRule(Style.ROW)
+    for pattern in _stated_whole(model):
+        for name in filter(compile_pattern(pattern, key=KEY).fullmatch, list(rules)):
+            del rules[name]
     return rules
 
 
@@ -332,8 +334,8 @@ def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
             key=KEY,
             way_out="Name the layers: colwise_parallel (q, k, v, gate, up) and rowwise_parallel (o, down).",
         )
-    rows = [name for name, rule in rules.items() if rule.style is Style.ROW]
-    columns = [name for name, rule in rules.items() if rule.style is Style.COLUMN]
+    plan = TensorPlan(dict(rules))
+    rows, columns = plan.names(Style.ROW), plan.names(Style.COLUMN)
     problems = []
     for name in _without_partner(columns, rows):
         problems.append(Problem("is split by output features, and no layer near it by input features", key=name))
@@ -355,9 +357,12 @@ def _without_partner(names: Iterable[str], partners: Collection[str]) -> list[st
 
 def _around(name: str) -> list[str]:
     """The modules around one, up to the block: the nearest parent that is not numbered, and the block of it."""
-    parts = name.split(".")
-    parents = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-    return parents[: _levels_to_block(parts)]
+    parents = []
+    for _ in range(_levels_to_block(name.split("."))):
+        name = name.rpartition(".")[0]
+        if name:
+            parents.append(name)
+    return parents
 
 
 def _levels_to_block(parts: Sequence[str]) -> int:
@@ -438,12 +443,15 @@ def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
         widths[attention_name] = max(widths.get(attention_name, 0), width)
     for name, width in widths.items():
         attention = model.get_submodule(name)
-        own = {key: tuple(p.shape) for key, p in attention.named_parameters(recurse=False, remove_duplicate=False)}
+        own = dict(attention.named_parameters(recurse=False, remove_duplicate=False))
         if not own:
             continue
         head_dim = attribute_at(attention, "head_dim")
         heads = width // head_dim if isinstance(head_dim, int) else 0
-        strange = [f"{key} {shape}" for key, shape in own.items() if shape != (heads,)]
+        strange = []
+        for key, parameter in own.items():
+            if parameter.shape != (heads,):
+                strange.append(f"{key} {tuple(parameter.shape)}")
         if strange:
             raise ConfigError(
                 f"{name} has parameters of its own, {', '.join(strange)}, that are not one number a head",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks, all_reduce, gather_features
 from mindspeed_mm.fsdp.distributed.tensor.plan import output_head
@@ -76,7 +76,7 @@ def whole_logits(model: nn.Module) -> Iterator[None]:
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, targets: torch.Tensor, vocabulary: SplitVocabulary
+        ctx: FunctionCtx, logits_NV: torch.Tensor, targets: torch.Tensor, vocabulary: SplitVocabulary
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = targets - vocabulary.rank * logits_NV.shape[1]
         elsewhere = (own < 0) | (own >= logits_NV.shape[1])
@@ -91,7 +91,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return total.log() - at_target, total.log() + largest
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """softmax − one-hot of the target, times the row's gradient; softmax alone for log Σ exp."""
         probabilities_NV, own, elsewhere = ctx.saved_tensors
         of_losses, of_logsums = gradients

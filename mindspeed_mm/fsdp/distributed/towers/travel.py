@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes
 from mindspeed_mm.fsdp.utils.device import copied_to
@@ -148,10 +149,10 @@ def carry_features(rows_RF: Tensor, there: Trip, back: Trip, group: dist.Process
 
 class _Carried(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RF: Tensor, there: Trip, back: Trip, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, rows_RF: Tensor, there: Trip, back: Trip, group: dist.ProcessGroup) -> Tensor:
         ctx.back, ctx.group = back, group
         return carry(rows_RF, there, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return carry(gradients[0], ctx.back, ctx.group), None, None, None

@@ -48,12 +48,15 @@ def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> 
     """Raise `ConfigError` for arguments that a module does not take."""
     for name in names:
         parameters = inspect.signature(type(model.get_submodule(name)).forward).parameters
-        kinds = {parameter.kind for parameter in parameters.values()}
-        by_place = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        del by_place[0]  # the module itself
+        kinds = set()
+        by_place = []
+        for parameter in list(parameters.values())[1:]:  # the first is the module itself
+            kinds.add(parameter.kind)
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                by_place.append(parameter.name)
         missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(by_place)]
         if missing and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            numbered = [f"{place} {parameter}" for place, parameter in enumerate(by_place)]
+            numbered = [f"{place} {argument}" for place, argument in enumerate(by_place)]
             raise ConfigError(
                 f"{missing[0]} is not an argument of '{name}', which takes {len(by_place)}",
                 key=PLACES,

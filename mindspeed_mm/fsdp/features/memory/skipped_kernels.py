@@ -99,7 +99,7 @@ def find_delta_nets(model: nn.Module, key: str) -> list[nn.Module]:
     parts, _ = DELTA_NETS[key]
     found = []
     for module in model.modules():
-        used: tuple[str, ...] = attribute_at(inspect.unwrap(type(module).forward), "__code__.co_names", ())
-        if any(part in name for name in used for part in parts):
+        names = " ".join(attribute_at(inspect.unwrap(type(module).forward), "__code__.co_names", ()))
+        if any(part in names for part in parts):
             found.append(module)
     return found

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside
@@ -105,14 +106,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, packing: QuantizedLayout
+        ctx: FunctionCtx,
+        inputs: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        packing: QuantizedLayout,
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.packing = packing
         return F.linear(inputs, packing.unpack(packed, inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> Any:
         (packed,) = ctx.saved_tensors
         return gradient @ ctx.packing.unpack(packed, gradient.dtype), None, None, None
 

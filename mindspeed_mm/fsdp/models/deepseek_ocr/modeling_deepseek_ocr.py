@@ -66,13 +66,14 @@ class DeepseekOCRConfig(UnlimitedOcrConfig):
 
 
 def _vision_config(given: Mapping[str, Any]) -> UnlimitedOcrVisionConfig:
-    sam, clip = (dict(given["width"][name]) for name in ("sam_vit_b", "clip-l-14-224"))
+    sam, clip = dict(given["width"]["sam_vit_b"]), dict(given["width"]["clip-l-14-224"])
     sam |= {"mlp_dim": 4 * sam["width"], "image_size": given.get("image_size", 1024)}
     clip |= {"intermediate_size": 4 * clip["width"]}
-    return UnlimitedOcrVisionConfig(
-        sam_config={_SIZES.get(name, name): value for name, value in sam.items()},
-        encoder_config={_SIZES.get(name, name): value for name, value in clip.items()},
-    )
+    return UnlimitedOcrVisionConfig(sam_config=_renamed(sam), encoder_config=_renamed(clip))
+
+
+def _renamed(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {_SIZES.get(name, name): value for name, value in sizes.items()}
 
 
 class DeepseekOCRModel(UnlimitedOcrModel):

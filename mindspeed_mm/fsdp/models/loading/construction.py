@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
@@ -69,7 +69,7 @@ def _has_config(model_args: ModelArguments) -> bool:
     return bool(model_args.model_name_or_path) and (Path(str(model_args.model_name_or_path)) / "config.json").exists()
 
 
-def _check_fits(model_class: type, config: Any, model_args: ModelArguments) -> None:
+def _check_fits(model_class: type, config: PreTrainedConfig, model_args: ModelArguments) -> None:
     expected = attribute_at(model_class, "config_class")
     if expected is not None and not isinstance(config, expected):
         raise ConfigError(

@@ -368,7 +368,8 @@ def file_key(name: str, prefix: str) -> str:
     if found is None:
         return prefix + base_name(name)
     layer, side = found
-    return f"{prefix}{layer}.lora_{side}" + ("" if side == MAGNITUDE else ".weight")
+    ending = "" if side == MAGNITUDE else ".weight"
+    return f"{prefix}{layer}.lora_{side}{ending}"
 
 
 def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[str, Json]:

@@ -118,14 +118,19 @@ def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] 
     return ends if ends is not None else "|".join(map(re.escape, targets))
 
 
+def _end_of(name: str, parts: int) -> str:
+    """The last parts of a name; the whole name where it has no more."""
+    return ".".join(name.split(".")[-parts:])
+
+
 def shortest_ends(targets: Sequence[str], names: Sequence[str], least: int = 1) -> tuple[str, ...] | None:
     """Ends of names, of at least so many parts, that stand for the targets and for nothing else; None where a target's
     whole name is the end of another one."""
     longest = max(name.count(".") for name in targets) + 1
     for parts in range(least, longest + 1):
-        ends = {".".join(name.split(".")[-parts:]) for name in targets}
-        suffixes = tuple(f".{end}" for end in ends)
-        named = {name for name in names if name in ends or name.endswith(suffixes)}
+        ends = {_end_of(name, parts) for name in targets}
+        depths = {end.count(".") + 1 for end in ends}  # a name of fewer parts is its own end
+        named = {name for name in names if any(_end_of(name, depth) in ends for depth in depths)}
         if named == set(targets):
             return tuple(sorted(ends))
     return None

@@ -195,18 +195,19 @@ def _check_fits(
     adapter: StoredAdapter, outline: nn.Module, deltas: Mapping[str, Delta], whole: Mapping[str, LazyTensor]
 ) -> None:
     state = outline.state_dict(keep_vars=True)
-    wanted: dict[str, tuple[int, ...]] = {name: delta.shape for name, delta in deltas.items()}
-    wanted |= {name: tensor.shape for name, tensor in whole.items()}
-    fused = {layer for _, layer, _ in levels(outline, list(wanted))}
+    wanted: dict[str, Delta | LazyTensor] = {**deltas, **whole}
     missing, misshapen = [], []
-    for name, shape in wanted.items():
+    for name, source in wanted.items():
         if name not in state:
             missing.append(Problem("is not in the model", key=name))
-        elif tuple(state[name].shape) != tuple(shape):
-            shapes = f"{list(shape)} by the adapter, {list(state[name].shape)} in the model"
+        elif tuple(state[name].shape) != tuple(source.shape):
+            shapes = f"{list(source.shape)} by the adapter, {list(state[name].shape)} in the model"
             misshapen.append(Problem(shapes, key=name))
     problems = missing + misshapen
-    problems += [Problem("is not in the model", key=layer) for layer in adapter.fused if layer not in fused]
+    fused = {layer for _, layer, _ in levels(outline, list(wanted))}
+    for layer in adapter.fused:
+        if layer not in fused:
+            problems.append(Problem("is not in the model", key=layer))
     if problems:
         raise _foreign(adapter, problems)
 

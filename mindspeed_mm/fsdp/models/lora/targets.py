@@ -83,9 +83,15 @@ class _Layers:
     """The linear layers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {name: module for name, module in model.named_modules() if name}
-        self.linear = [name for name, module in self.modules.items() if takes_adapter(module)]
-        self.frozen = {name for name in self.linear if not self.modules[name].weight.requires_grad}  # type: ignore[union-attr]
+        self.modules = dict(model.named_modules())
+        self.modules.pop("")
+        self.linear: list[str] = []
+        self.frozen: set[str] = set()
+        for name, module in self.modules.items():
+            if takes_adapter(module):
+                self.linear.append(name)
+                if not module.weight.requires_grad:  # type: ignore[union-attr]
+                    self.frozen.add(name)
 
     def named(self, pattern: str) -> set[str]:
         return set(self.linear).intersection(_matched(pattern, self.modules))
@@ -93,8 +99,9 @@ class _Layers:
     def none_there(self, pattern: str, parameters: _FusedParameters) -> Problem:
         """The pattern names modules, and none that can have an adapter."""
         matched = _matched(pattern, [*self.modules, *parameters.names])
-        inside = [name for name in self.linear if is_inside(name, matched, strict=True)]
-        near = inside or nearest(matched[0], self.linear, most=3)
+        near = [name for name in self.linear if is_inside(name, matched, strict=True)]
+        if not near:
+            near = nearest(matched[0], self.linear, most=3)
         way_out = f"Linear layers there: {', '.join(near[:3])}." if near else ""
         what = f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)"
         return Problem(what, key=TARGETS, way_out=way_out)

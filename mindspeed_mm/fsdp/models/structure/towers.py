@@ -79,20 +79,21 @@ def handed_on(output: object) -> list[torch.Tensor]:
     """Of what a tower returns, the tensors that the decoder reads. Others must get no gradients, not even zeros: LLaVA
     takes the features in front of the tower's last layer, and trains that layer on no rank."""
     if isinstance(output, dict) and output.get("pooler_output") is not None:
-        return flat_tensors([output[name] for name in ("pooler_output", "deepstack_features") if name in output])
+        return flat_tensors([output["pooler_output"], output.get("deepstack_features")])
     return flat_tensors(output)
 
 
 def flat_tensors(output: object) -> list[torch.Tensor]:
     """The floating-point tensors of a model output, nested however, each once."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
+    found: dict[int, torch.Tensor] = {}
     if isinstance(output, dict):
         output = list(output.values())
-    found: dict[int, torch.Tensor] = {}
     if isinstance(output, (list, tuple)):
         for item in output:
-            found |= {id(tensor): tensor for tensor in flat_tensors(item)}
+            for tensor in flat_tensors(item):
+                found[id(tensor)] = tensor
+    elif isinstance(output, torch.Tensor) and output.is_floating_point():
+        found[id(output)] = output
     return list(found.values())
 
 
@@ -293,8 +294,12 @@ LeastInput = Callable[[nn.Module, torch.dtype], tuple[torch.Tensor, dict[str, to
 
 def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettings) -> LeastInput | None:
     """How the smallest image is made for a tower whose method takes these; None where its kind is not known."""
-    taken = {each.name for each in parameters}
-    needed = {each.name for each in parameters if each.default is each.empty and each.kind is _POSITIONAL}
+    taken: set[str] = set()
+    needed: set[str] = set()
+    for each in parameters:
+        taken.add(each.name)
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD:
+            needed.add(each.name)
     if "image_grid_thw" in taken:
         return _patches_with_grid
     if "image_position_ids" in taken:
@@ -308,9 +313,6 @@ def _least_input(parameters: Collection[inspect.Parameter], vision: VisionSettin
     if "image_sizes" in needed:
         return _tiles
     return _image_of_one_size if _image_side(vision) is not None else None
-
-
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -352,7 +354,7 @@ def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Te
     """Gemma4: flat patches with the place of each; one pooled square."""
     vision = _vision(whole)
     pool = vision.pooling_kernel_size
-    places = [[x, y] for y in range(pool) for x in range(pool)]
+    places = [[number % pool, number // pool] for number in range(pool * pool)]
     pixels = _zeros(1, pool * pool, _channels(whole) * _area(vision.patch_size), dtype=dtype)
     return pixels, {"image_position_ids": _numbers([places])}
 

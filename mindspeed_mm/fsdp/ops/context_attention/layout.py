@@ -94,12 +94,12 @@ class SequenceLayout:
 
     def piece_lengths(self, ring_rank: int) -> list[int]:
         """Tokens on each ulysses rank of one ring rank."""
-        return [count_tokens(piece) for piece in self.pieces[ring_rank]]
+        return list(map(count_tokens, self.pieces[ring_rank]))
 
     @property
     def leaves_ranks_empty(self) -> bool:
         """Whether a rank has no token."""
-        return any(0 in self.piece_lengths(rank) for rank in range(self.ring_size))
+        return 0 in map(count_tokens, chain.from_iterable(self.pieces))
 
     def ring_lengths(self) -> list[int]:
         """Tokens on each ring rank, its ulysses ranks together."""
@@ -168,13 +168,14 @@ def concatenate_layouts(first: SequenceLayout, second: SequenceLayout) -> Sequen
     Raises:
         LayoutError: They lie over different numbers of ranks.
     """
-    if [len(part) for part in first.pieces] != [len(part) for part in second.pieces]:
+    if list(map(len, first.pieces)) != list(map(len, second.pieces)):
         raise LayoutError("two sequences that attend to each other lie over different numbers of ranks")
-    pieces = []
-    for ones, others in zip(first.pieces, second.pieces, strict=True):
-        both = zip(ones, others, strict=True)
-        pieces.append(tuple((*one, *shifted(other, first.length)) for one, other in both))
-    return SequenceLayout(tuple(pieces), (0, first.length + second.length))
+
+    def joined(one: Piece, other: Piece) -> Piece:
+        return (*one, *shifted(other, first.length))
+
+    pieces = tuple(tuple(map(joined, *on_ring)) for on_ring in zip(first.pieces, second.pieces, strict=True))
+    return SequenceLayout(pieces, (0, first.length + second.length))
 
 
 def scale_layout(layout: SequenceLayout, unit: int, borders: Sequence[int]) -> SequenceLayout:
@@ -206,8 +207,10 @@ def plan_rectangles(
     if queries.ring_size != keys.ring_size or len(queries.borders) != len(keys.borders):
         raise LayoutError("queries and keys lie over different rings, or hold different numbers of documents")
     own = queries.segments(ring_rank)
-    by_source = [meet(own, keys.segments(source), causal) for source in range(keys.ring_size)]
-    return tuple(map(tuple, by_source))
+    by_source = []
+    for source in range(keys.ring_size):
+        by_source.append(tuple(meet(own, keys.segments(source), causal)))
+    return tuple(by_source)
 
 
 def meet(queries: Sequence[Segment], keys: Sequence[Segment], causal: bool) -> list[Rectangle]:
@@ -281,9 +284,8 @@ def _zigzag_shares(borders: Sequence[int], ring: int) -> list[list[Interval]]:
 def _equal_cuts(intervals: Sequence[Interval], parts: int) -> list[Piece]:
     """Intervals cut into `parts` runs with equally many tokens, up to one."""
     cuts = []
-    for first, last in even_bounds(
-        count_tokens(intervals), parts
-    ):  # counted among the tokens of the intervals, one behind the other
+    # Bounds are counted among the tokens of the intervals, one behind the other, as is `local`.
+    for first, last in even_bounds(count_tokens(intervals), parts):
         run, local = [], 0
         for start, stop in intervals:
             low, high = max(first - local, 0), min(last - local, stop - start)

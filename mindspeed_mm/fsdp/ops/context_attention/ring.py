@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, BlockKernel
 from mindspeed_mm.fsdp.ops.context_attention.layout import Rectangle
@@ -62,7 +62,7 @@ def ring_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, call: RingCal
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
         width = k.shape[-1]
         total = torch.zeros(*q.shape[:3], v.shape[-1], dtype=exact, device=q.device)
@@ -81,7 +81,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         call: RingCall = ctx.call
         grad = gradients[0].contiguous()

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout
@@ -101,7 +101,7 @@ class ContextShare:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, share: ContextShare, dim: int, sum_gradients: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, own: Tensor, share: ContextShare, dim: int, sum_gradients: bool) -> Tensor:
         ctx.share, ctx.dim, ctx.sum_gradients = share, dim, sum_gradients
         lengths, longest = share.lengths, max(share.lengths)
         # Equal sizes: not every backend gathers uneven ones.
@@ -115,7 +115,7 @@ class _Gathered(torch.autograd.Function):
         return whole.movedim(0, dim).index_select(dim, order)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         if not ctx.sum_gradients:
             return ctx.share.take(gradient, ctx.dim), None, None, None

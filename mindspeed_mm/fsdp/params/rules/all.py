@@ -29,7 +29,10 @@ __all__ = ["check_cross_section", "unbuilt_features"]
 
 def check_cross_section(arguments: Arguments) -> list[Problem]:
     """Every rule between keys that the configuration breaks. Pure: no file, no model, no device is asked."""
-    return [problem for rule in _RULES for problem in rule(arguments)]
+    problems: list[Problem] = []
+    for rule in _RULES:
+        problems += rule(arguments)
+    return problems
 
 
 def _patterns_are_well_formed(arguments: Arguments) -> Iterator[Problem]:

@@ -17,7 +17,10 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
     asked = (features.enable_chunk_loss, features.enable_dynamic_chunk_loss)
     chunked = [key for key, is_set in zip(_CHUNKED, asked, strict=True) if is_set]
     if loss.loss_type == "raw":
-        for key in (*chunked, *([_Z_LOSS] if loss.z_loss_coef else [])):
+        without_effect = list(chunked)
+        if loss.z_loss_coef:
+            without_effect.append(_Z_LOSS)
+        for key in without_effect:
             yield Problem(
                 "applies to the engine's loss, but features.loss_cfg.loss_type is raw: the model's own loss",
                 key=key,

@@ -44,8 +44,8 @@ def _is_filled_up(arguments: Arguments) -> bool:
 def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
     """Torch's re-entrant checkpoint runs its first pass without autograd: nothing that it computes can be kept."""
     plan, model = arguments.features.recompute_plan, arguments.model
-    asked = ["features.recompute_plan.mode: selective"] if plan.mode == "selective" else []
-    asked += [f"model.{name}" for name in SKIPS if getattr(model, name)]
+    skipped = [f"model.{name}" for name in SKIPS if getattr(model, name)]
+    asked = ["features.recompute_plan.mode: selective", *skipped] if plan.mode == "selective" else skipped
     if plan.use_reentrant and asked:
         yield Problem(
             f"true, but {asked[0]} keeps results of the forward pass, which a re-entrant one does not have",

@@ -42,8 +42,9 @@ def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
     plan, steps = arguments.parallel.pp_plan, arguments.training.gradient_accumulation_steps
     ranks, count = arguments.parallel.pipeline_parallel_size, plan.micro_batches or steps
     if steps % count:
-        least = ranks if plan.schedule in _KEEPS_BUSY else 1
-        fitting = ", ".join(str(n) for n in range(1, steps + 1) if steps % n == 0 and (n >= least or n == steps))
+        least = min(ranks, steps) if plan.schedule in _KEEPS_BUSY else 1
+        divisors = [n for n in range(1, steps + 1) if steps % n == 0]
+        fitting = ", ".join(str(n) for n in divisors if n >= least)
         yield Problem(
             f"{count} at a time do not divide the {steps} micro-batches of a step ({ACCUMULATION})",
             key=f"{PLAN}.micro_batches",

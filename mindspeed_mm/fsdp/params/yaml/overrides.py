@@ -42,12 +42,13 @@ def parse_override(override: str, notes: Notes) -> Node | None:
 def _stamp(node: Node) -> None:
     """Places inside a one-line override say nothing: the whole came from the command line."""
     node.place = SourcePosition(COMMAND_LINE)
-    children = node.value.values() if isinstance(node.value, dict) else []
-    for entry in children:
-        entry.key = SourcePosition(COMMAND_LINE)
-        _stamp(entry.node)
-    for item in node.value if isinstance(node.value, list) else []:
-        _stamp(item)
+    if isinstance(node.value, dict):
+        for entry in node.value.values():
+            entry.key = SourcePosition(COMMAND_LINE)
+            _stamp(entry.node)
+    elif isinstance(node.value, list):
+        for item in node.value:
+            _stamp(item)
 
 
 def override_of(values: Mapping[str, Any]) -> Node:

@@ -36,12 +36,12 @@ DATASETS = ("data.dataset_param", "data.val_dataset_param")
 def own_model_keys(root: Node, plugin_keys: PluginKeys | None) -> Mapping[str, Any]:
     """Keys that the chosen model brings, with their defaults."""
     card = model_cards().get(text_at(root, "model.model_id") or "", {})
-    return {**card, **(plugin_keys.model if plugin_keys else {})}
+    return card if plugin_keys is None else {**card, **plugin_keys.model}
 
 
 def _own_dataset_keys(root: Node, dataset: str, plugin_keys: PluginKeys | None) -> Mapping[str, Any]:
     card = dataset_cards().get(text_at(root, f"{dataset}.dataset_type") or "huggingface", {})
-    return {**card, **(plugin_keys.dataset if plugin_keys else {})}
+    return card if plugin_keys is None else {**card, **plugin_keys.dataset}
 
 
 def _has_outside_plugin(root: Node) -> bool:

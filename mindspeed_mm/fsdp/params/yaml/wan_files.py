@@ -145,8 +145,9 @@ def _settle_parts(root: Node, models: MappingEntry) -> None:
             entry.node.value = here
     frozen = value_at_key(models.node, f"{_TRAINED}.freeze")
     patterns: list[str] = []
-    for name in frozen if isinstance(frozen, list) else ():
-        patterns += _names(f"{_TRAINED}.{name}", (trained,) if is_pair else ("",))
+    if isinstance(frozen, list):
+        for name in frozen:
+            patterns += _names(f"{_TRAINED}.{name}", (trained,) if is_pair else ("",))
     if is_pair:
         patterns += [part for part in EXPERT_PARTS if part != trained]
     if patterns:

@@ -140,9 +140,9 @@ class Reader:
 
     def _note_unknown(self, name: str, module: nn.Module) -> None:
         """Remember a part of the model that is not known here, once, by the beginning of its name."""
-        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            part = ".".join(name.split(".")[:2])
-            if part not in self.uncounted:
+        part = ".".join(name.split(".")[:2])
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1 and part not in self.uncounted:
                 self.uncounted.append(part)
 
     def _linear(self, name: str, weights: int, trained: bool) -> Product:
@@ -176,10 +176,11 @@ class Reader:
         if self._depths and self._sequence(name) == units.LABELS:
             return 1 + self._depths
         parts = name.split(".")
-        for place, part in enumerate(parts[:-1]):
-            experts = self._modules[".".join(parts[: place + 1])]
-            if part == "experts" and isinstance(experts, nn.ModuleList):
-                return self._experts_a_token(".".join(parts[: place + 1]), experts) / len(experts)
+        for end in range(1, len(parts)):
+            around = ".".join(parts[:end])
+            experts = self._modules[around]
+            if parts[end - 1] == "experts" and isinstance(experts, nn.ModuleList):
+                return self._experts_a_token(around, experts) / len(experts)
         return 1.0
 
     def _experts_a_token(self, name: str, experts: nn.Module) -> int:
@@ -225,9 +226,17 @@ class Reader:
     def _attention(
         self, name: str, module: nn.Module, children: Mapping[str, nn.Module], roles: Mapping[str, str]
     ) -> Iterator[Product]:
-        added = [n for n in roles if n.startswith("add_")]
-        main = [n for n in roles if n not in added]
-        makers = [n for n in main if "q" in roles[n]]
+        added: list[str] = []
+        main: list[str] = []
+        makers: list[str] = []
+        """Layers that make queries of the main sequence."""
+        for child, role in roles.items():
+            if child.startswith("add_"):
+                added.append(child)
+                continue
+            main.append(child)
+            if "q" in role:
+                makers.append(child)
         value_width = _value_width(children, makers)
         width = value_width
         value_head = setting_of(module, int, "v_head_dim")
@@ -235,7 +244,7 @@ class Reader:
             query_head = setting_of(module, int, "qk_head_dim", "head_dim")
             assert query_head is not None
             width = value_width // value_head * query_head
-        if not added or any("q" in roles[n] for n in added):
+        if not added or any("q" in roles[child] for child in added):
             yield self._pairs(name, module, roles, list(roles), width, value_width)
         else:  # keys of a second sequence: attention of its own, to which the same queries go
             yield self._pairs(name, module, roles, main, width, value_width)
@@ -260,15 +269,18 @@ class Reader:
             width: Of the queries of all heads.
             value_width: Of the values of all heads.
         """
-        queries, keys, values = (tuple(f"{name}.{n}" for n in makers if letter in roles[n]) for letter in "qkv")
-        unit = self._unit_of_pairs(name, module, self._joined(queries), self._joined(keys))
+        layers: dict[str, list[str]] = {"q": [], "k": [], "v": []}
+        for letter, of_letter in layers.items():
+            of_letter += [f"{name}.{maker}" for maker in makers if letter in roles[maker]]
+        unit = self._unit_of_pairs(name, module, self._joined(layers["q"]), self._joined(layers["k"]))
         flops = 2.0 * (width + value_width)
         share = 2 * value_width / flops
-        return Product(name, "attention", unit, flops, attends=(queries, keys, values), value_share=share)
+        attends = tuple(map(tuple, layers.values()))
+        return Product(name, "attention", unit, flops, attends=attends, value_share=share)
 
     def _joined(self, layers: Iterable[str]) -> str:
         """The sequences that layers go over, one behind the other."""
-        return "+".join(sorted({self._sequences.of(layer) for layer in layers}, reverse=True))
+        return "+".join(sorted(set(map(self._sequences.of, layers)), reverse=True))
 
     def _unit_of_pairs(self, name: str, module: nn.Module, rows: str, keys: str) -> WorkUnit:
         if rows == units.PATCHES and self._is_windowed(name):
@@ -334,7 +346,9 @@ class LinearSizes(NamedTuple):
 def linear_sizes(module: nn.Module) -> LinearSizes | None:
     """The sizes of a linear layer, of PEFT's or a quantised one too; None for other modules."""
     inputs, outputs = setting_of(module, int, "in_features"), setting_of(module, int, "out_features")
-    return LinearSizes(inputs, outputs) if inputs is not None and outputs is not None else None
+    if inputs is None or outputs is None:
+        return None
+    return LinearSizes(inputs, outputs)
 
 
 class DeltaSizes(NamedTuple):
@@ -396,8 +410,8 @@ def _value_width(children: Mapping[str, nn.Module], makers: Sequence[str]) -> in
         children: The attention's layers.
         makers: Those that make its queries.
     """
-    name = next((each for each in _OUT if each in children), "")
-    out = _last_linear(children[name]) if name else None
+    named = [each for each in _OUT if each in children]
+    out = _last_linear(children[named[0]]) if named else None
     if out is None:
         last = _last_linear(children[makers[-1]])
         sizes = linear_sizes(last) if last is not None else None

@@ -54,7 +54,10 @@ class Sequences:
 
     def side_of(self, name: str) -> str:
         """The tower that a module is in; empty on the main path."""
-        return next((side for side in self.sides if _is_in(name, side)), "")
+        for side in self.sides:
+            if _is_in(name, side):
+                return side
+        return ""
 
 
 def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequences | None:
@@ -90,22 +93,29 @@ def _of_generator(adapter: DiffusionAdapter) -> Sequences:
     rules = [(compile_pattern(p, key="streams"), sequence) for p, sequence in adapter.streams.items()]
 
     def of(name: str) -> str:
-        return next((sequence for rule, sequence in rules if rule.fullmatch(name)), units.LATENTS)
+        for rule, sequence in rules:
+            if rule.fullmatch(name):
+                return sequence
+        return units.LATENTS
 
     def lengths(batch: Batch) -> dict[str, list[int]]:
         samples, *shape = batch["latents"].shape
         rows = samples - batch.get("blank_rows", 0)
-        rows *= 2 if REJECTED_LATENTS in batch else 1  # both sides of a pair
-        sound_positions = batch["audio_latents"].shape[2] if "audio_latents" in batch else 1
-        found = {
-            units.PASSES: [1],
-            units.SAMPLES: [1] * rows,
-            units.LATENTS: [adapter.geometry.tokens(tuple(shape))] * rows,
-            units.CAPTION: [batch["prompt_embeds"].shape[1]] * rows,
-            units.SOUND: [sound_positions] * rows,
+        if REJECTED_LATENTS in batch:  # both sides of a pair
+            rows *= 2
+        of_each = {
+            units.SAMPLES: 1,
+            units.LATENTS: adapter.geometry.tokens(tuple(shape)),
+            units.CAPTION: batch["prompt_embeds"].shape[1],
+            units.SOUND: 1,
         }
+        if "audio_latents" in batch:
+            of_each[units.SOUND] = batch["audio_latents"].shape[2]
         if "image_embeds" in batch:
-            found[units.PICTURE] = [batch["image_embeds"].shape[1]] * rows
+            of_each[units.PICTURE] = batch["image_embeds"].shape[1]
+        found = {units.PASSES: [1]}
+        for sequence, length in of_each.items():
+            found[sequence] = [length] * rows
         return found
 
     return Sequences(of, lengths, memory=frozenset(adapter.memory_streams))
@@ -140,8 +150,9 @@ class _DecoderParts:
         has_towers = bool(self.hearing or self.seeing)
         if not has_towers or not _BRIDGE.search(name):
             return ""
-        is_sound = _AUDIO.search(name) or not self.seeing
-        return units.SOUND_TOKENS if is_sound else units.MEDIA
+        if not self.seeing or _AUDIO.search(name):
+            return units.SOUND_TOKENS
+        return units.MEDIA
 
     def _of_tower(self, tower: str, name: str) -> str:
         if tower in self.hearing:
@@ -167,8 +178,11 @@ def _of_decoder(model: nn.Module, head: str, head_sequence: str) -> Sequences:
     hearing: list[str] = []
     for name, kind in kinds.items():
         (hearing if kind == "audio" else seeing).append(name)
-    sound = SoundLengths.of(model.get_submodule(hearing[0])) if hearing else None
-    vision = vision_lengths(model) if seeing else None
+    sound = vision = None
+    if hearing:
+        sound = SoundLengths.of(model.get_submodule(hearing[0]))
+    if seeing:
+        vision = vision_lengths(model)
     parts = _DecoderParts(head, head_sequence, _decoder_name(model), tuple(seeing), tuple(hearing), vision, sound)
     return Sequences(parts.of, parts.lengths, sides=tuple(kinds), sound=sound)
 
@@ -221,7 +235,9 @@ def _decoder_name(model: nn.Module) -> str:
     towers = find_towers(model)
     if towers and towers[0].decoder:
         return towers[0].decoder
-    return _name_of(model.get_decoder(), model) if hasattr(model, "get_decoder") else ""
+    if not hasattr(model, "get_decoder"):
+        return ""
+    return _name_of(model.get_decoder(), model)
 
 
 def _name_of(module: nn.Module, model: nn.Module) -> str:
@@ -247,15 +263,18 @@ def _rows(batch: Batch, ids: str, mask: str) -> list[int]:
     """Lengths of documents without padding."""
     if "cu_seq_lens_q" in batch:
         borders = batch["cu_seq_lens_q"].tolist()
-        documents = [stop - start for start, stop in pairwise(borders)]
-        return documents[:-1] if batch.get("pad_tokens") else documents
+        if batch.get("pad_tokens"):
+            borders.pop()  # the padding is the last document
+        return [stop - start for start, stop in pairwise(borders)]
     if mask in batch:
         real: list[int] = batch[mask].sum(dim=-1).tolist()
         return real
     tokens = batch.get(ids, batch.get("shift_labels"))
-    return [tokens.shape[-1]] * tokens.shape[0] if isinstance(tokens, torch.Tensor) else []
+    if not isinstance(tokens, torch.Tensor):
+        return []
+    return [tokens.shape[-1]] * tokens.shape[0]
 
 
 def blocks_of(name: str) -> Iterator[int]:
     """Numbers in a module's name, outermost first."""
-    return (int(part) for part in name.split(".") if part.isdigit())
+    return map(int, filter(str.isdigit, name.split(".")))

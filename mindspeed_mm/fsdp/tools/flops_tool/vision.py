@@ -69,7 +69,9 @@ def _by_grids(batch: Batch, config: object, patch: int) -> dict[str, list[int]]:
     windows: list[int] = []
     tokens = 0
     for name in _GRIDS:
-        for time, height, width in batch[name].tolist() if name in batch else ():
+        if name not in batch:
+            continue
+        for time, height, width in batch[name].tolist():
             frames += [height * width] * time
             tokens += time * height * width // merge**2
             if side:

@@ -117,11 +117,12 @@ class SimulatedPipeline:
             torch.autograd.backward(outputs, self._gradients[stage, number])
         del outputs
         received = self._received.get((stage, number), ())
-        gradients = tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
+        gradients = []
         for each in received:
+            gradients.append(torch.zeros_like(each) if each.grad is None else each.grad)
             each.grad = None
         if stage - 1 in self._stages:
-            self._gradients[stage - 1, number] = gradients
+            self._gradients[stage - 1, number] = tuple(gradients)
 
 
 class _Sum:

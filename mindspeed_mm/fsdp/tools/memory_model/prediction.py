@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -169,10 +169,11 @@ def predict_memory(
     Returns:
         Of the rank of a pipeline that holds most.
     """
-    stages = plan.parallel.stages
+    stages, count = plan.parallel.stages, 1
     if stages is not None:
         untie(model, stages)
-    ranks = range(stages.ranks if stages is not None else 1)
+        count = stages.ranks
+    ranks = range(count)
     units = [held_units(model, plan.parallel, rank) for rank in ranks]
     simulated = _Step(arguments, model, plan, units, device_type)
     simulated.spread(plan.parallel)
@@ -225,21 +226,29 @@ class _Step:
         sharded: set[str] = set()
         for rank in self._ranks:
             for unit in rank.units:
-                held |= {parameter.name: parameter for parameter in unit.parameters}
+                of_unit = {parameter.name: parameter for parameter in unit.parameters}
+                held |= of_unit
                 if unit.shards:
-                    sharded |= {parameter.name for parameter in unit.parameters}
+                    sharded |= of_unit.keys()
 
         def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
-            dtype = self._computed(parameter.dtype) if name in sharded else parameter.dtype
-            has_dims = bool(parameter.shape)
-            return (held[name].computed if name in held and has_dims else parameter.shape), dtype
+            shape: Sequence[int] = parameter.shape
+            dtype = parameter.dtype
+            if name in held and len(shape) > 0:
+                shape = held[name].computed
+            if name in sharded:
+                dtype = self._computed(dtype)
+            return shape, dtype
 
         # What passes between stages has the type of the parameters as they are stored: asked before they are faked.
         self._hidden_dtype = hidden_dtype(model, plan.parallel.section)
         self._simulation.fake_parameters(model, as_computed)
         self._divide_heads()
-        self._parts = {name: _part(held[name], p) for name, p in model.named_parameters() if name in held}
+        self._parts: dict[str, float] = {}
         """Parameter → share of it that this rank computes with."""
+        for name, parameter in model.named_parameters():
+            if name in held:
+                self._parts[name] = _part(held[name], parameter)
         for rank in self._ranks:
             with self._simulation.writing(rank.ledger):
                 units_of_rank = [self._sharded(unit) for unit in rank.units if unit.shards]
@@ -308,7 +317,15 @@ class _Step:
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
         plan = self._plan.parallel.sharding.section
         parameters = dict(self._model.named_parameters())
-        trained = [p for p in unit.parameters if p.is_trained]
+        own: list[nn.Parameter] = []
+        trained: list[HeldParameter] = []
+        whole_bytes = trained_numel = 0
+        for held in unit.parameters:
+            own.append(parameters[held.name])
+            whole_bytes += held.padded_numel * self._computed(held.dtype).itemsize
+            if held.is_trained:
+                trained.append(held)
+                trained_numel += held.padded_numel
         master = trained[0].dtype if trained else torch.float32
         compute = self._compute or master
         # The root, and modules that are gathered together, stay gathered between forward and backward pass.
@@ -316,9 +333,9 @@ class _Step:
         offloads = plan.cpu_offload or self._arguments.features.enable_gradient_offload
         return ShardedUnit(
             names=unit.names,
-            parameters=tuple(parameters[p.name] for p in unit.parameters),
-            whole_bytes=sum(p.padded_numel * self._computed(p.dtype).itemsize for p in unit.parameters),
-            trained_numel=sum(p.padded_numel for p in trained),
+            parameters=tuple(own),
+            whole_bytes=whole_bytes,
+            trained_numel=trained_numel,
             shards=unit.shards,
             compute=compute,
             reduce=self._reduce or compute,
@@ -360,11 +377,10 @@ class _Step:
     def _travelling(self) -> int:
         """Bytes of the weights from the host that are on the device together: of a block and of the next one."""
         waiting, held = set(self._plan.parallel.sharding.on_host), dict(self._model.named_parameters())
-        sizes = []
+        sizes = [0]
         for block in self._plan.features.waiting:
-            own = [held[name] for name in waiting if name.startswith(f"{block}.")]
-            sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
-        return max(map(sum, pairwise([0, *sizes])), default=0)
+            sizes.append(_sum_bytes(held[name] for name in waiting if name.startswith(f"{block}.")))
+        return max(map(sum, pairwise(sizes)), default=0)
 
     def _run_plainly(self, rank: _SimulatedRank, batch: Batch, loss: Loss) -> None:
         """All micro-batches that differ in memory: the first of several, and the last."""
@@ -399,8 +415,9 @@ class _Step:
             gathering.finish()
 
     def _batch(self, batch: Batch) -> Batch:
-        is_cast = self._plan.parallel.sharding.is_sharded and self._plan.precision.casts_inputs
-        dtype = self._compute if is_cast else None
+        dtype = None
+        if self._plan.parallel.sharding.is_sharded and self._plan.precision.casts_inputs:
+            dtype = self._compute
         return self._simulation.fake_batch(batch, dtype)
 
     def approximate(self, batch: Batch) -> None:
@@ -426,9 +443,10 @@ class _Step:
         matrices = {name for name, settings in self._plan.groups.settings.items() if settings.matrices}
         state = partial(state_bytes, training=training, matrices=matrices)
         static = static_part(rank.units, state, averages=keeps_a_copy(arguments))
-        buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
-        waiting = set(self._plan.parallel.sharding.on_host)
-        weights = sum(p.bytes for unit in rank.units for p in unit.parameters if p.name in waiting)
+        buffers = _sum_bytes(self._model.buffers())
+        waiting, weights = set(self._plan.parallel.sharding.on_host), 0
+        for unit in rank.units:
+            weights += sum(parameter.bytes for parameter in unit.parameters if parameter.name in waiting)
         on_host = _host_bytes(static, arguments, device_type, weights)
         on_device = static.parameters + static.optimizer + static.average + buffers - on_host
         moment = ledger.peak()
@@ -468,7 +486,11 @@ def _part(held: HeldParameter, simulated: nn.Parameter) -> float:
 
 
 def _bytes_of(batch: Batch) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return _sum_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _sum_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weights: int) -> int:
@@ -477,4 +499,6 @@ def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weig
         return 0
     if arguments.parallel.fsdp_plan.cpu_offload:
         return static.parameters + static.optimizer + static.average
-    return weights + (static.optimizer if arguments.training.optimizer == "adamw_swap" else 0)
+    if arguments.training.optimizer == "adamw_swap":
+        return weights + static.optimizer
+    return weights

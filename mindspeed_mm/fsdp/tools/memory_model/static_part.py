@@ -94,10 +94,12 @@ def held_units(model: nn.Module, plan: ParallelPlan, stage_rank: int = 0) -> lis
             found.append(HeldUnit(tuple(names), tuple(own), shards))
 
     if sharding.on_host:
-        waiting = {name: model.get_parameter(name) for name in sharding.on_host}
-        owned |= {id(parameter) for parameter in waiting.values()}
-        whole = tuple(cuts.held(name, parameter, 0) for name, parameter in waiting.items())
-        found.append(HeldUnit(sharding.on_host, whole, 0))
+        whole = []
+        for name in sharding.on_host:
+            parameter = model.get_parameter(name)
+            owned.add(id(parameter))
+            whole.append(cuts.held(name, parameter, 0))
+        found.append(HeldUnit(sharding.on_host, tuple(whole), 0))
     for name in sharding.ignored:
         take((name,), 0)
     for name in sharding.experts:
@@ -179,4 +181,7 @@ def static_part(
 
 def trained_of(units: Collection[HeldUnit]) -> list[HeldParameter]:
     """The trained parameters."""
-    return [parameter for unit in units for parameter in unit.parameters if parameter.is_trained]
+    trained: list[HeldParameter] = []
+    for unit in units:
+        trained += [parameter for parameter in unit.parameters if parameter.is_trained]
+    return trained

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from mindspeed_mm.fsdp.train.run.random_state import capture_rng, restore_rng
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KEY = "training.evaluate"
 FOLDER = "while_training"
@@ -277,7 +280,7 @@ def _value(score: Score | ErrorRate) -> float:
 
 
 @contextmanager
-def _configured(model: Any, folder: Path) -> Iterator[None]:
+def _configured(model: PreTrainedModel, folder: Path) -> Iterator[None]:
     """Inside, the model generates as its folder says; one that is built on meta has not read that."""
     from transformers import GenerationConfig  # seconds
 

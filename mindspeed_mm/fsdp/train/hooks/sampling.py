@@ -150,8 +150,9 @@ class SampleHook(Hook):
         for encoder in encoders:
             encoder.to(device)
         yield
-        for encoder in encoders if self._parks_encoders else ():
-            encoder.to("cpu")
+        if self._parks_encoders:
+            for encoder in encoders:
+                encoder.to("cpu")
 
     def _gathered(self, share: RankSamples) -> RankSamples:
         if self._group is None:

@@ -65,11 +65,13 @@ class SummaryHook(Hook):
             self._note("run    nothing was kept: training.save is not set")
             return
         steps = list_iterations(Path(self._save))
-        self._note(f"run    {self._save}" + (f", newest checkpoint {steps[-1]}" if steps else ", no checkpoint"))
-        if steps:
-            run = shlex.quote(self._save)
-            trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
-            self._note(f"next   {trial}mm report {run}")
+        if not steps:
+            self._note(f"run    {self._save}, no checkpoint")
+            return
+        self._note(f"run    {self._save}, newest checkpoint {steps[-1]}")
+        run = shlex.quote(self._save)
+        trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
+        self._note(f"next   {trial}mm report {run}")
 
     def on_failure(self, engine: TrainEngine) -> None:
         """Nothing: the error says what to do."""
@@ -77,5 +79,7 @@ class SummaryHook(Hook):
 
 def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
     """`0.1234 in the end, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
-    is_told = lowest[0] and lowest != last
-    return f"{last[1]:.4f} in the end" + (f", lowest {lowest[1]:.4f} at step {lowest[0]}" if is_told else "")
+    told = f"{last[1]:.4f} in the end"
+    if lowest[0] and lowest != last:
+        told += f", lowest {lowest[1]:.4f} at step {lowest[0]}"
+    return told

@@ -113,8 +113,10 @@ def _peak_with(
     """None: the change does not apply to this configuration."""
     share = change.rows_share * change.tokens_share
     if share < 1:  # what depends on rows and tokens shrinks with them; whole gradients may stay one micro-batch longer
-        accumulates = arguments.training.gradient_accumulation_steps == 1 and change.rows_share < 1
-        return now.peak - round((1 - share) * now.of_batch) + (now.gradients if accumulates else 0)
+        peak = now.peak - round((1 - share) * now.of_batch)
+        if arguments.training.gradient_accumulation_steps == 1 and change.rows_share < 1:
+            peak += now.gradients
+        return peak
     try:
         changed = with_settings(arguments, change.settings)
         if check_cross_section(changed):

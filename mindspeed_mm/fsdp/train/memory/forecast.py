@@ -55,7 +55,7 @@ def forecast_plan(
     outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch, device_type: str | None = None
 ) -> MemoryPrediction:
     """As `forecast`, of a model and a plan that are there. The model is of no use afterwards."""
-    model = outline.model
+    model, device_type = outline.model, device_type or get_device_type()
     head = apply_head_loss(model, plan.head) if plan.head is not None else None
     # Graphs hold about what single operations hold, and compiling takes longer than anything; offloading is simulated.
     applied = replace(plan.features, compiled=(), offloaded=(), waiting=())
@@ -76,16 +76,18 @@ def forecast_plan(
         arguments,
         batch,
         partial(_loss, objective),
-        device_type=device_type or get_device_type(),
+        device_type=device_type,
         media=[tower.key for tower in outline.spec.towers],
     )
     reference = frozen_reference_bytes(arguments, plan.parallel.sizes)
-    is_on_host = arguments.parallel.fsdp_plan.cpu_offload and (device_type or get_device_type()) != "cpu"
+    on_device, on_host = reference, prediction.on_host
+    if arguments.parallel.fsdp_plan.cpu_offload and device_type != "cpu":
+        on_device, on_host = 0, on_host + reference
     return replace(
         prediction,
-        reference=0 if is_on_host else reference,
+        reference=on_device,
         resident=prediction.resident + reference,
-        on_host=prediction.on_host + (reference if is_on_host else 0),
+        on_host=on_host,
         approximations=(*prediction.approximations, *notes),
     )
 

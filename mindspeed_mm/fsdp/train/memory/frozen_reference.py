@@ -31,10 +31,12 @@ def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
     plan = resolve_plan(outline, start, sizes, trains=False)
     units = held_units(outline.model, plan.parallel)
     reshards = plan.parallel.sharding.section.reshard_after_forward is not False
-    gathered = [unit for unit in units if unit.shards > 1 and not (reshards and _is_cut_again(unit))]
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())
-    shards = sum(parameter.bytes for unit in units for parameter in unit.parameters)
-    return shards + buffers + sum(_whole_bytes(unit, compute) for unit in gathered)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())
+    for unit in units:
+        held += sum(parameter.bytes for parameter in unit.parameters)
+        if unit.shards > 1 and not (reshards and _is_cut_again(unit)):
+            held += _whole_bytes(unit, compute)
+    return held
 
 
 def _is_cut_again(unit: HeldUnit) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -45,12 +46,12 @@ def _end_or_trace(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _end(error: MMError) -> NoReturn:
-    is_traced = os.environ.get("MM_TRACEBACK") == "1"
-    text = "".join(traceback.format_exception(error)) if is_traced else str(error)
-    rank = os.environ.get("RANK", "0")
+    text, rank = str(error), os.environ.get("RANK", "0")
+    if os.environ.get("MM_TRACEBACK") == "1":
+        text = "".join(traceback.format_exception(error))
     prefix = "" if rank == "0" else f"[rank {rank}] "
     sys.stdout.flush()
-    print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
+    print(textwrap.indent(text.rstrip("\n"), prefix, lambda _line: True), file=sys.stderr, flush=True)
     if error.exit_code != ExitCode.RESUMABLE and "RANK" in os.environ:
         os._exit(int(error.exit_code))  # collectives that are under way would be waited for
     sys.exit(int(error.exit_code))

@@ -20,10 +20,11 @@ def check_same_model(model: nn.Module) -> None:
     for rank, other in enumerate(everyone):
         names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
         if names:
-            me = dist.get_rank()
-            others = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
+            me, what = dist.get_rank(), f"'{names[0]}' differs"
+            if len(names) > 1:
+                what = f"'{names[0]}' and {len(names) - 1} more parameters differ"
             raise MachineError(
-                f"ranks {min(rank, me)} and {max(rank, me)} have built different models: '{names[0]}'{others}",
+                f"ranks {min(rank, me)} and {max(rank, me)} have built different models: {what}",
                 key="model_provider",
                 way_out="Draw no numbers that depend on the rank while the model is built: all ranks have the seed of "
                 "training.seed (--seed) there.",

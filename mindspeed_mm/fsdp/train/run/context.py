@@ -29,8 +29,7 @@ def run_context(
     """
     training = config.arguments.training
     base = base_of_adapters(training) or config.arguments.model.model_name_or_path
-    return {
-        **({"base_weights": base_weights_mark(Path(base))} if training.lora.enable and base else {}),
+    context: RunContext = {
         "world_size": world_size,
         "mesh": mesh,
         "config": redact(resolved_dict(config)),
@@ -39,6 +38,9 @@ def run_context(
         "seed": training.seed,
         "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
     }
+    if training.lora.enable and base:
+        context["base_weights"] = base_weights_mark(Path(base))
+    return context
 
 
 def base_of_adapters(training: TrainingArguments) -> Path | None:

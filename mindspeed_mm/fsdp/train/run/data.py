@@ -87,7 +87,9 @@ class RunData:
 def build_data(arguments: Arguments, job: Job) -> RunData:
     """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
     that wait for it wait in no collective, and nothing limits them."""
-    data = prompts_of(arguments.data) if draws_samples(arguments) else arguments.data
+    data = arguments.data
+    if draws_samples(arguments):
+        data = prompts_of(data)
     is_short = all(section.basic_parameters.preprocess_on_fly for section in data.described.values())
     with job.setup("reading the data") if is_short else nullcontext():
         train, validation = build_mm_dataset(

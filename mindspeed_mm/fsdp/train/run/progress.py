@@ -35,7 +35,7 @@ def header_line(further: Sequence[str] = ()) -> str:
 
 def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> str:
     """One row under `header_line`."""
-    mfu = f"{metrics['mfu']:.1%}" if "mfu" in metrics else "-"
+    mfu = _cell(metrics, "mfu", ".1%")
     cells = (
         str(metrics["step"]),
         f"{metrics['loss']:.4f}",
@@ -48,8 +48,13 @@ def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> st
         clock(metrics["eta_s"]),
     )
     filled = [cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True)]
-    values = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in further]
-    return " ".join(_behind_loss(filled, [value.rjust(_WIDTH) for value in values]))
+    values = [_cell(metrics, name, ".4g").rjust(_WIDTH) for name in further]
+    return " ".join(_behind_loss(filled, values))
+
+
+def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
+    """A number that a step need not have."""
+    return format(metrics[name], form) if name in metrics else "-"
 
 
 def _behind_loss(cells: list[str], further: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 from PIL import Image
@@ -28,6 +28,9 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     read_start,
 )
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 JUMP_S = 10.0
 """Frames so far apart are sought, not decoded through; above the distance of key frames in most files."""
@@ -98,7 +101,7 @@ class FramePicker:
         processor: The video processor.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Processor) -> None:
         self._processor = processor
 
     def __call__(self, video: VideoHeader) -> tuple[int, ...]:
@@ -133,7 +136,7 @@ class ClipRule:
     """How the model's processor picks frames, where nothing else is configured."""
 
     @classmethod
-    def of(cls, preprocess: Any, processor: Any) -> ClipRule:
+    def of(cls, preprocess: Any, processor: Processor) -> ClipRule:
         """The rule of `preprocess_parameters`; what is not given there is the video processor's.
 
         Args:

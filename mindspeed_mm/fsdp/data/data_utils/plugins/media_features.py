@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class TokenMarks:
         processor: The model's processor.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Processor) -> None:
         self._processor = processor
         self._name = _name_of_marks(processor) if _asks_for_marks(processor) else None
         self._is_by_id = _owner_of(processor, "create_mm_token_type_ids") == "ProcessorMixin"
@@ -160,7 +163,7 @@ def _asks_for_marks(processor: object) -> bool:
     return bool(defaults_of(processor, "text_kwargs").get("return_mm_token_type_ids"))
 
 
-def _name_of_marks(processor: Any) -> str:
+def _name_of_marks(processor: Processor) -> str:
     """`token_type_ids` where the family itself lists it; many tokenizers do, and mean segments of text."""
     names = processor.model_input_names
     is_listed = _owner_of(processor, "model_input_names") != "ProcessorMixin" and "token_type_ids" in names

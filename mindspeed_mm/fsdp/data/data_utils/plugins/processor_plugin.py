@@ -35,6 +35,8 @@ from mindspeed_mm.fsdp.utils.settings import setting_of
 if TYPE_CHECKING:
     from transformers.video_utils import VideoMetadata
 
+    from mindspeed_mm.fsdp.utils.processor import Processor
+
 _KEY = "data.dataset_param.preprocess_parameters"
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _TEXT_KEYS = frozenset(
@@ -65,7 +67,7 @@ class ProcessorPlugin:
     frame_sizes: FrameSizes | None = None
     """How large frames are kept; None: within the pixel limits of the configuration."""
 
-    def __init__(self, processor: Any, preprocess: PreprocessParameters) -> None:
+    def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
         self._marks = TokenMarks(processor)

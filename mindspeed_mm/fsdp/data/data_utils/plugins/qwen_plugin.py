@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import Processor
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds of a patch: as Qwen2.5-VL and as the omni models call it."""
@@ -33,7 +36,7 @@ class QwenVLPlugin(ProcessorPlugin):
         grid: How its image processor sizes and cuts pictures.
     """
 
-    def __init__(self, processor: Any, preprocess: Any, grid: PatchGrid) -> None:
+    def __init__(self, processor: Processor, preprocess: Any, grid: PatchGrid) -> None:
         super().__init__(processor, preprocess)
         self._image_grid = grid
         self._video_grid = build_video_grid(processor, preprocess) if "video" in self.placeholders else None
@@ -107,7 +110,7 @@ class QwenVLPlugin(ProcessorPlugin):
         return self._replacement((1, merge, merge), least) == self.placeholders["video"].text
 
 
-def build_qwen_plugin(processor: Any, preprocess: Any) -> QwenVLPlugin | None:
+def build_qwen_plugin(processor: Processor, preprocess: Any) -> QwenVLPlugin | None:
     """The plugin of a processor whose pictures are cut as Qwen-VL's are; None for others."""
     grid = build_image_grid(processor, preprocess)
     return QwenVLPlugin(processor, preprocess, grid) if grid is not None else None

@@ -82,7 +82,9 @@ class TurnFinder:
             if messages[i]["role"] != "assistant":
                 spans.append(self._of_prompt(messages, i, text, marked.get(i), context))
                 continue
-            span = self._by_marks(messages, i, text, marked[i], context) if i in marked else None
+            span = None
+            if i in marked:
+                span = self._by_marks(messages, i, text, marked[i], context)
             spans.append(span or self._by_rendering(messages, i, text, context))
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
@@ -126,8 +128,8 @@ class TurnFinder:
             text = self._render([asked, _with_marks(answer, _mark(0)), asked])
         except DataError:
             return None
-        marks = [found.end() for found in _MARK.finditer(text)]
-        return self.mark_at(text, marks[-1]) if marks else None
+        marks = list(_MARK.finditer(text))
+        return self.mark_at(text, marks[-1].end()) if marks else None
 
     def is_ended(self, text: str) -> bool:
         """Whether a turn's text closes with an end mark, blanks aside."""
@@ -200,7 +202,9 @@ class TurnFinder:
         if not _MARK.search(text):
             return None
         before, *_, tail = _MARK.split(text)
-        return (before.removeprefix(prompt) if before.startswith(prompt) else ""), tail
+        if not before.startswith(prompt):
+            return "", tail
+        return before.removeprefix(prompt), tail
 
     # --- turns of the prompt -----------------------------------------------------------------------------------------
 
@@ -305,7 +309,8 @@ def _only_words(message: Message) -> str | None:
 
 
 def _has_media(message: Message) -> bool:
-    return isinstance(message["content"], list) and any(part["type"] != "text" for part in message["content"])
+    content = message["content"]
+    return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
 def _mark(number: int) -> str:

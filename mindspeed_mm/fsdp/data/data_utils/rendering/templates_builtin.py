@@ -4,10 +4,13 @@ are left to the models' own templates, whose wording of them is part of the mode
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _SHOW = """\
 {%- macro show(content) -%}
@@ -141,7 +144,7 @@ FORMATS: dict[str, str | None] = {
 """Name → format; None: only the model's own template knows it."""
 
 
-def whisper_format(processor: Any) -> str | None:
+def whisper_format(processor: Processor) -> str | None:
     """For Whisper, which has no chat template: the tokens that tell language and task, then what is said. What the row
     asks in words is not heard. None for other processors.
     """

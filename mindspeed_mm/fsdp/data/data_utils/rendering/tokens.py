@@ -9,13 +9,16 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OPEN, _CLOSE = "\ue002", "\ue003"
 """Private-use characters around what is to be text."""
@@ -49,7 +52,7 @@ class Tokens:
         ConfigError: `split_special` is asked for and the tokenizer ends every text with a token of its own.
     """
 
-    def __init__(self, tokenizer: Any, *, of_processor: bool, split_special: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, of_processor: bool, split_special: bool = False) -> None:
         if not setting_of(tokenizer, bool, "is_fast"):
             raise ModelFolderError(
                 "the tokenizer gives no character positions",
@@ -62,9 +65,11 @@ class Tokens:
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         special.sort(key=len, reverse=True)  # where one begins with another, the longer one is meant
         either = "|".join(map(re.escape, special)) or "(?!)"
-        self._special = re.compile(either) if split_special else None
         self._protected = re.compile(f"{_OPEN}({either}){_CLOSE}|[{_OPEN}{_CLOSE}]")
+        self._special: re.Pattern[str] | None = None
+        """Where special tokens are text."""
         if split_special:
+            self._special = re.compile(either)
             self._check_ending()
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, list[Span]]:
@@ -84,17 +89,19 @@ class Tokens:
         if self._special is None:
             return value
         if isinstance(value, str):
-            bare = value.replace(_OPEN, "").replace(_CLOSE, "")
-            return self._special.sub(rf"{_OPEN}\g<0>{_CLOSE}", bare)
+            return self._special.sub(rf"{_OPEN}\g<0>{_CLOSE}", _without_marks(value))
         if isinstance(value, dict):
-            return {key: item if key in ("role", "type") else self.protect(item) for key, item in value.items()}
+            protected = {key: self.protect(item) for key, item in value.items()}
+            for key in protected.keys() & {"role", "type"}:
+                protected[key] = value[key]
+            return protected
         if isinstance(value, list | tuple):
-            return [self.protect(item) for item in value]
+            return list(map(self.protect, value))
         return value
 
     def shown(self, text: str) -> str:
         """The text without the marks of `protect`."""
-        return text if self._special is None else text.replace(_OPEN, "").replace(_CLOSE, "")
+        return text if self._special is None else _without_marks(text)
 
     # --- special tokens as text --------------------------------------------------------------------------------------
 
@@ -147,17 +154,20 @@ class Tokens:
         return ids
 
     def _check_ending(self) -> None:
-        ids = self._backend.encode("", add_special_tokens=True).ids if self._of_processor else []
-        if len(ids) > 1:
+        if self._of_processor and len(self._backend.encode("", add_special_tokens=True).ids) > 1:
             raise ConfigError(
                 "the tokenizer ends every text with a token of its own", key=_KEY, way_out="Leave it at false."
             )
 
 
-def _beginnings(tokenizer: Any) -> tuple[str, ...]:
+def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """What a text starts with where the chat template wrote the begin token itself: none is added then."""
     added = tokenizer.backend_tokenizer.encode("", add_special_tokens=True).tokens[:1]
-    return tuple({token for token in (tokenizer.bos_token, *added) if token})
+    return tuple(set(filter(None, (tokenizer.bos_token, *added))))
+
+
+def _without_marks(text: str) -> str:
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 class _Pieces:
@@ -178,9 +188,11 @@ class _Pieces:
     def char_to_token(self, position: int) -> int | None:
         """The first token that holds a character."""
         token = bisect.bisect_right(self._starts, position) - 1
+        if token < 0 or position >= self._offsets[token][1]:
+            return None
         while token > 0 and self._offsets[token - 1] == self._offsets[token]:
             token -= 1
-        return token if token >= 0 and position < self._offsets[token][1] else None
+        return token
 
     def token_to_chars(self, token: int) -> Span | None:
         """The characters of a token."""

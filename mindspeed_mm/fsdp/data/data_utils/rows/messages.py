@@ -100,19 +100,24 @@ def _message(message: object, row_format: RowFormat, where: str, key: str) -> tu
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
     content = message.get(content_tag)
-    read: JsonObject = {"role": "assistant" if role == _CALL else role}
+    read: JsonObject = {"role": role}
     if role == _CALL:
-        read |= _spelled_call(content, where, f"{key}.{content_tag}")
+        read = {"role": "assistant", **_spelled_call(content, where, f"{key}.{content_tag}")}
     else:
         calls = _calls(message, where, key) if role == "assistant" else None
         read["content"] = _content(content, calls is not None, where, f"{key}.{content_tag}")
-        read |= {"tool_calls": calls} if calls else {}
+        if calls:
+            read["tool_calls"] = calls
     if role == "assistant":
         read |= _reasoning(message, where, key)
     if role == "tool":
-        read |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    weight = _weight(message, where, key)
-    return read, weight if read["role"] == "assistant" or weight != 1 else None
+        for name in ("name", "tool_call_id"):
+            if isinstance(message.get(name), str):
+                read[name] = message[name]
+    weight: float | None = _weight(message, where, key)
+    if read["role"] != "assistant" and weight == 1:
+        weight = None
+    return read, weight
 
 
 def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[str, str]:

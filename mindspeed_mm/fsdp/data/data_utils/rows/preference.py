@@ -27,10 +27,12 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, context: C
         DataError: One is missing, or both are the same.
     """
     chosen, rejected = (_with_answer(row, row_format, place, context, name) for name in ("chosen", "rejected"))
-    differ = next(
-        (i for i, (a, b) in enumerate(zip(chosen.messages, rejected.messages, strict=False)) if a != b),
-        min(len(chosen.messages), len(rejected.messages)),
-    )
+    differ = 0
+    """Number of the first message that is another one."""
+    for one, other in zip(chosen.messages, rejected.messages, strict=False):
+        if one != other:
+            break
+        differ += 1
     if differ == max(len(chosen.messages), len(rejected.messages)):
         raise DataError("chosen and rejected are the same", where=str(place), key="rejected", way_out=REPAIR)
     for sample in (chosen, rejected):
@@ -41,7 +43,9 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, context: C
                 key="rejected",
                 way_out=REPAIR,
             )
-        sample.weights[:differ] = [None if weight is None else 0.0 for weight in sample.weights[:differ]]
+        for i, weight in enumerate(sample.weights[:differ]):
+            if weight is not None:
+                sample.weights[i] = 0.0
     return chosen, rejected
 
 

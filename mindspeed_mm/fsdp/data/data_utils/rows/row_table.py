@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class RowTable:
     """
 
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
-        names = display_names([file for source in sources for file in source.files])
+        names = display_names(list(chain.from_iterable(source.files for source in sources)))
         self._readers: list[RowReader] = []
         self._formats: list[RowFormat] = []
         self._ends: list[int] = []
@@ -65,7 +66,7 @@ class RowTable:
             self._append(source, readers, min(limits, default=None))
 
     def _append(self, source: RowSource, readers: list[RowReader], most: int | None) -> None:
-        """Add the rows of an entry, and no more of them than `most`."""
+        """Add the rows of an entry, and no more of them than `most`; files beyond are not counted."""
         first = end = len(self)
         for reader in readers:
             if most is not None and end - first >= most:
@@ -137,15 +138,17 @@ def display_names(files: Sequence[Path]) -> dict[Path, str]:
     paths = {file: file.absolute().parts for file in files}
     lengths = dict.fromkeys(paths, 1)
     while True:
-        names = {file: "/".join(parts[-lengths[file] :]) for file, parts in paths.items()}
+        names: dict[Path, str] = {}
         shared: dict[str, set[tuple[str, ...]]] = {}
-        for file, name in names.items():
-            shared.setdefault(name, set()).add(paths[file])
-        if all(len(paths_of_name) == 1 for paths_of_name in shared.values()):
+        """Name → the paths that have it."""
+        for file, parts in paths.items():
+            names[file] = "/".join(parts[-lengths[file] :])
+            shared.setdefault(names[file], set()).add(parts)
+        too_short = [file for file, name in names.items() if len(shared[name]) > 1]
+        if not too_short:
             return names
-        for file, name in names.items():
-            if len(shared[name]) > 1:
-                lengths[file] += 1
+        for file in too_short:
+            lengths[file] += 1
 
 
 def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class StreamTable:
     """Where an entry ends is not known before its rows are read."""
 
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
-        names = display_names([file for source in sources for file in source.files])
+        names = display_names(list(chain.from_iterable(source.files for source in sources)))
         self._files: list[_File] = []
         for entry, source in enumerate(sources):
             limits = [limit for limit in (most, source.most) if limit is not None]
@@ -106,7 +107,7 @@ class StreamTable:
         file = self._files[which]
         if file.most is None:
             return None
-        first = next(number for number, other in enumerate(self._files) if other.entry == file.entry)
+        first = [other.entry for other in self._files].index(file.entry)
         return file.most - (self._starts[which] - self._starts[first])
 
     def _rows_of(self, stream: RowStream, missing: int, room: int | None) -> int:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, NO_CODE
 from mindspeed_mm.core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import Qwen3OmniMoeConfig
 
 _OPENING = 3
 """Tokens in front of an answer's first word: the mark of a turn, its role, a line feed."""
@@ -39,7 +42,9 @@ class SpokenAnswer:
     """How many of the K places the thinker has to read: none behind the last user's turn."""
 
 
-def spoken_answer(config: Any, ids_K: np.ndarray, words: Sequence[int], codes: np.ndarray, voice: int) -> SpokenAnswer:
+def spoken_answer(
+    config: Qwen3OmniMoeConfig, ids_K: np.ndarray, words: Sequence[int], codes: np.ndarray, voice: int
+) -> SpokenAnswer:
     """The sequence of one sample.
 
     Args:
@@ -82,7 +87,7 @@ def spoken_answer(config: Any, ids_K: np.ndarray, words: Sequence[int], codes: n
     )
 
 
-def _users_turns(config: Any, ids_K: np.ndarray) -> np.ndarray:
+def _users_turns(config: Qwen3OmniMoeConfig, ids_K: np.ndarray) -> np.ndarray:
     """(K,) which places are in a turn of the user."""
     starts = np.flatnonzero(ids_K[:-1] == config.im_start_token_id)
     user_K = np.zeros(len(ids_K), dtype=bool)
@@ -93,7 +98,7 @@ def _users_turns(config: Any, ids_K: np.ndarray) -> np.ndarray:
     return user_K
 
 
-def _opening(config: Any, ids_K: np.ndarray) -> Sequence[int]:
+def _opening(config: Qwen3OmniMoeConfig, ids_K: np.ndarray) -> Sequence[int]:
     """What the last turn, which is the model's, begins with."""
     last = int(np.flatnonzero(ids_K[:-1] == config.im_start_token_id)[-1])
     if ids_K[last + 1] != config.assistant_token_id:
@@ -101,6 +106,6 @@ def _opening(config: Any, ids_K: np.ndarray) -> Sequence[int]:
     return ids_K[last : last + _OPENING].tolist()  # type: ignore[no-any-return]
 
 
-def _placeholders(config: Any) -> list[int]:
+def _placeholders(config: Qwen3OmniMoeConfig) -> list[int]:
     thinker = config.thinker_config
     return [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
