@@ -1,7 +1,8 @@
 """Kinds of models: what the package does differently for each, asked as facts.
 
-No code asks which kind a model is: it reads a fact of `ModelKind`, or finds the function for a kind in a table; a test
-sees to it that every table has a row for every kind. `docs/architecture.md` says where a further kind goes.
+Code reads a fact of `ModelKind`, or finds the function for a kind in a table; a test sees to it that every table has a
+row for every kind. Only commands that are for one kind compare kinds, to refuse the others. `docs/architecture.md` says
+where a further kind goes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
 
-def told_weights(load: str | None) -> Path | None:
+def weights_folder_of_load(load: str | None) -> Path | None:
     """The folder that `training.load` names when it holds a model's weights; None when those of the model folder count.
     A run that trains adapters needs them again whenever it goes on."""
     folder = Path(load) if load else None

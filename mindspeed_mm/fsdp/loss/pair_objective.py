@@ -115,8 +115,8 @@ class PairObjective:
         self._inputs, self._head = ModelInputs(model), head
         self._reference, self._media = reference, media
         self._settings, self._ld_alpha = PairSettings.of(dpo), dpo.ld_alpha
-        self._weights = loss_weights(dpo)
-        self._sft = self._weights.pop("sft", 0.0)
+        self._loss_weights = loss_weights(dpo)
+        self._sft = self._loss_weights.pop("sft", 0.0)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the labelled rows with their targets, to which answer each belongs, and the labels of each answer.
@@ -193,7 +193,7 @@ class PairObjective:
     def describe(self) -> str:
         """For the log."""
         names = []
-        for name, weight in self._weights.items():
+        for name, weight in self._loss_weights.items():
             names.append(name if weight == 1 else f"{weight:g} · {name}")
         if self._sft:
             names.append(f"{self._sft:g} · sft")
@@ -210,7 +210,7 @@ class PairObjective:
             ratios = sums - reference
         pair = PairScores(*sums.chunk(2), *ratios.chunk(2), *batch["_tokens"].clamp(min=1).to(sums).chunk(2))
         total = sums.new_zeros(len(counts))
-        for name, weight in self._weights.items():
+        for name, weight in self._loss_weights.items():
             total = total + weight * PAIR_LOSS[name](pair, self._settings)
         margins = self._settings.beta * pair.margin.detach()
         if reference is None:

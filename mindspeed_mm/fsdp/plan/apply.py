@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -67,11 +67,11 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
     head = towers = None
     if plan.head is not None:
         head = apply_head_loss(model, plan.head)
-    untended: Sequence[str] = ()
+    media_without_towers: Sequence[str] = ()
     if state.sizes.dp > 1:  # a rank on its own need not agree with others about media
-        untended = spec.media_without_towers
-    if (spec.towers or untended) and pipeline is None:
-        towers = IdleTowers(model, spec.towers, untended)
+        media_without_towers = spec.media_without_towers
+    if (spec.towers or media_without_towers) and pipeline is None:
+        towers = IdleTowers(model, spec.towers, media_without_towers)
 
     axes = ParallelApplier(parallel.section, plan=parallel, pipeline=pipeline)
     features = FeaturesApplier(arguments.features, model_args=arguments.model, plan=plan.features)
@@ -83,7 +83,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         numbers = 0
         if arguments.features.loss_cfg.router_aux_loss_coef:
             numbers = router_numbers(pipeline.share.whole)
-        towers = _build_stages(pipeline, outline, untended, numbers)
+        towers = _build_stages(pipeline, outline, media_without_towers, numbers)
     if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
@@ -138,19 +138,16 @@ def _allowed(training: TrainingArguments, patterns: Sequence[str]) -> Sequence[s
     return patterns if training.load_strict else EVERYTHING
 
 
-def without_folder(loaded: LoadReport) -> LoadReport:
-    """Of a model that was given with its values."""
-    return replace(loaded, folder="")
-
-
-def _build_stages(pipeline: Pipeline, outline: Outline, untended: Sequence[str], numbers: int) -> IdleTowers | None:
+def _build_stages(
+    pipeline: Pipeline, outline: Outline, media_without_towers: Sequence[str], numbers: int
+) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
     spec = outline.spec
     media = [tower.key for tower in spec.towers]
     pipeline.build_stages(media, casts_inputs=outline.kind.casts_inputs, router_numbers=numbers)
-    if not spec.towers and not untended:
+    if not spec.towers and not media_without_towers:
         return None
     first = pipeline.first_model
     if first is None:
-        return IdleTowers(outline.model, spec.towers, untended, runs=False)
-    return IdleTowers(first, spec.towers, untended)
+        return IdleTowers(outline.model, spec.towers, media_without_towers, runs=False)
+    return IdleTowers(first, spec.towers, media_without_towers)

@@ -25,7 +25,7 @@ class Precision:
 
     @classmethod
     def of(cls, section: FsdpPlan) -> Precision:
-        """Of a section as it is applied."""
+        """What FSDP computes and reduces in under this `fsdp_plan`."""
         policy = build_precision_policy(section)
         return cls(policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs)
 

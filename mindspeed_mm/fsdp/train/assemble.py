@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.models.lora.apply import LoraReport
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.plan.apply import AppliedPlan, apply_plan, fill, without_folder
+from mindspeed_mm.fsdp.plan.apply import AppliedPlan, apply_plan, fill
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
@@ -108,5 +108,5 @@ def assemble(
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
     applied.model.train()
     if has_values:  # they are the caller's own, of no folder
-        loaded = without_folder(loaded)
+        loaded = replace(loaded, folder="")
     return Assembled(plan, applied, loaded, utilisation)

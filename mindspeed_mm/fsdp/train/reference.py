@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
@@ -121,7 +121,9 @@ def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:
         ModelFolderError: Weights are missing or of another shape.
     """
     check_start(arguments)
-    weights = None if arguments.posttrain.reference.model_name_or_path else told_weights(arguments.training.load)
+    weights = (
+        None if arguments.posttrain.reference.model_name_or_path else weights_folder_of_load(arguments.training.load)
+    )
     with told_of_reference(arguments):
         return assemble(reference_start(arguments), device, weights=weights, trains=False)
 
@@ -158,7 +160,7 @@ def check_start(arguments: Arguments) -> None:
     """Raise `ConfigError` unless the weights that training starts from can be loaded a second time."""
     load = arguments.training.load
     own = arguments.posttrain.reference.model_name_or_path
-    if load and not own and told_weights(load) is None:
+    if load and not own and weights_folder_of_load(load) is None:
         raise ConfigError(
             f"{load} is a checkpoint of a training, and a reference starts from a folder of weights",
             key="training.load",

@@ -17,7 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError, UsageError
-from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
 from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
@@ -192,7 +192,7 @@ def _for_one_process(arguments: Arguments) -> Arguments:
 
 
 def _base_weights(arguments: Arguments) -> Path | None:
-    return told_weights(arguments.training.load) if arguments.training.lora.enable else None
+    return weights_folder_of_load(arguments.training.load) if arguments.training.lora.enable else None
 
 
 def _load(checkpoint: CommittedCheckpoint, model: nn.Module, arguments: Arguments) -> Ema | None:

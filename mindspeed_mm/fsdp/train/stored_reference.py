@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file, make_writable_folder
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 
@@ -160,7 +160,7 @@ def path_of_reference(arguments: Arguments) -> Path:
 
 def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[str, str]:
     """What stored log-probabilities are of, in words that are compared."""
-    folder = told_weights(arguments.training.load) or arguments.model.model_name_or_path
+    folder = weights_folder_of_load(arguments.training.load) or arguments.model.model_name_or_path
     hashes = [str(each.fingerprint().get("hash")) for each in sets]
     facts = {"rows or their template": "+".join(hashes)}
     if folder:

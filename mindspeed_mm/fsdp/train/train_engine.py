@@ -242,11 +242,11 @@ class TrainEngine:
         self.consumed_samples += tally.samples
         self.stopping = tally.stop_requested
         scale = self.loss_scale.value if self.loss_scale is not None else None  # as it was in this step
-        if finite or self._falls(losses):
+        if finite or self._is_loss_scale_overflow(losses):
             skipped = self._rescale(overflowed=not finite)
             self.skipped_in_a_row = 0
         else:
-            skipped = self._refuse(losses, grad_norm_value, local_losses, prepared)
+            skipped = self._skip_or_stop(losses, grad_norm_value, local_losses, prepared)
             self.skipped_in_a_row += 1
         return StepResult(
             step=self.iteration,
@@ -304,12 +304,12 @@ class TrainEngine:
         self.model.train()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
+    def validate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
         """Mean of each loss term over `batches`, with one global denominator; weights and gradients untouched."""
         with self.evaluating():
-            return self._evaluate(batches)
+            return self._validate(batches)
 
-    def _evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
+    def _validate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
         sums: Terms = {}
         counts: dict[str, float] = {}
         for micro_batches in batches:
@@ -334,7 +334,7 @@ class TrainEngine:
         unscale_grads_(self.model.parameters(), scale)
         return {name: value / scale for name, value in scaled.items()}
 
-    def _falls(self, losses: dict[str, float]) -> bool:
+    def _is_loss_scale_overflow(self, losses: dict[str, float]) -> bool:
         """Whether a step that is not finite is one of a loss scale that was too large, on whatever rank: the loss is a
         number, and a smaller scale can be tried."""
         can_fall = self.loss_scale is not None and self.loss_scale.can_fall
@@ -398,7 +398,9 @@ class TrainEngine:
             if self.ema is not None:
                 self.ema.update(self.iteration + 1)
 
-    def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
+    def _skip_or_stop(
+        self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]
+    ) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
         is_finite = all(math.isfinite(float(value)) for value in local_losses.values())
         ranks = self._gather((self.rank, is_finite, sample_ids(prepared)))

@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load, told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load, weights_folder_of_load
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
@@ -22,12 +22,12 @@ from mindspeed_mm.fsdp.train.reference import check_same_inputs, check_start
 from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start, told_of_reference
 
 
-def weights_told(training: TrainingArguments) -> Path | None:
+def weights_to_start_from(training: TrainingArguments) -> Path | None:
     """The model folder that `training.load` names; None where it names none, or a checkpoint."""
     if training.load is None or not Path(training.load).is_dir():
         return None
     if training.load_format == "auto":
-        return told_weights(training.load)
+        return weights_folder_of_load(training.load)
     return Path(training.load) if training.load_format in {"hf", "megatron"} else None
 
 
@@ -38,7 +38,7 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
         ModelFolderError: Weights are missing, left over or of another shape.
     """
     training = arguments.training
-    told = weights_told(training)
+    told = weights_to_start_from(training)
     starts_without = arguments.model.train_from_scratch or training.load
     if (told is None and starts_without) or not _lacks_values(outline.model):
         return

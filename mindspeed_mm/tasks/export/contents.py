@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import (
     dtypes_of_base,
     has_weights,
     open_base,
-    told_weights,
+    weights_folder_of_load,
 )
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
@@ -360,7 +360,7 @@ def _lora_arguments(source: ExportSource) -> LoraArguments:
 def base_weights_folder(source: ExportSource) -> Path:
     """Where the weights are that the adapters stand on: where `training.load` says, or in the model folder."""
     load = source.arguments.training.load if source.arguments is not None and not source.is_told else None
-    return told_weights(load) or source.model_folder
+    return weights_folder_of_load(load) or source.model_folder
 
 
 def folders_read(source: ExportSource) -> list[Path]:

@@ -189,7 +189,7 @@ def test_a_process_on_its_own_runs_no_tower_for_nothing():
     assert run_ranks(1, call_wrong_decoder) == [""]
 
 
-def mix_untended_media(has_them: tuple[tuple[bool, ...], ...]) -> str:
+def mix_media_without_towers(has_them: tuple[tuple[bool, ...], ...]) -> str:
     towers = IdleTowers(make_toy(), [], ["image"])
     mine = towers.present([{"image": torch.ones(1)} if has else {} for has in has_them[dist.get_rank()]])
     everybodys: list[Any] = [None] * dist.get_world_size()
@@ -203,9 +203,9 @@ def mix_untended_media(has_them: tuple[tuple[bool, ...], ...]) -> str:
 
 def test_media_that_nothing_stands_in_for_are_on_all_ranks_or_none():
     for mixed in (((True,), (False,)), ((True, False), (True, True))):
-        found = run_ranks(2, mix_untended_media, mixed)
+        found = run_ranks(2, mix_media_without_towers, mixed)
         assert found[0] == found[1]
         assert "Toy: some micro-batches of this step have image and some have none" in found[0]
     for alike in (((True,), (True,)), ((False,), (False,))):
-        assert run_ranks(2, mix_untended_media, alike) == ["", ""]
-    assert run_ranks(1, mix_untended_media, ((True, False),)) == [""]
+        assert run_ranks(2, mix_media_without_towers, alike) == ["", ""]
+    assert run_ranks(1, mix_media_without_towers, ((True, False),)) == [""]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import Share, outline
+from mindspeed_mm.fsdp.models.structure.share import Share, meta_copy
 
 PACKAGE = Path(__file__).parents[3] / "mindspeed_mm"
 
@@ -65,7 +65,7 @@ def test_a_sharded_model_whose_class_was_changed_keeps_its_record(model: nn.Modu
 
 
 def test_a_whole_model_that_a_part_knows_of_is_no_submodule(model: nn.Module) -> None:
-    facts_of(model).share = Share(outline(model), {}, None)
+    facts_of(model).share = Share(meta_copy(model), {}, None)
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
 
 

@@ -117,7 +117,7 @@ class Evaluation(Hook):
         engine.train_step = watched  # type: ignore[method-assign]
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        self.losses.append(engine.evaluate([self._batches])["loss"])
+        self.losses.append(engine.validate([self._batches])["loss"])
 
 
 def train_and_evaluate(yaml: str, words: list[str]) -> list[StepRecord]:

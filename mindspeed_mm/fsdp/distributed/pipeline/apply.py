@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model's layers are spread over ranks, which hand hidden states on.
 
-The steps stand in `assemble.py`: `split_into_stages` leaves of the model what this rank has; tensor and context
+The steps stand in `fsdp/plan/apply.py`: `split_into_stages` leaves of the model what this rank has; tensor and context
 parallelism and recompute are applied to that part; `Pipeline.build_stages` makes of it one runnable model a stage,
 which are sharded one by one. The part keeps the names of the whole: optimizer, norm, averages and checkpoints see it.
 """
@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
-from mindspeed_mm.fsdp.models.structure.share import Share, outline
+from mindspeed_mm.fsdp.models.structure.share import Share, meta_copy
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -115,7 +115,7 @@ def split_into_stages(model: nn.Module, plan: StagePlan, parallel: ParallelArgum
         parallel: The section.
         state: Its pipeline axis.
     """
-    whole = outline(model)
+    whole = meta_copy(model)
     copies = cut_to_rank(model, plan, state.axis_rank("pp"), hidden_dtype(whole, parallel))
     share = Share(whole, stage_owners(whole, plan), state.axis_group("pp"), copies)
     facts_of(model).share = share

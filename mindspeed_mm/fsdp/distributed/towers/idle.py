@@ -65,15 +65,21 @@ class IdleTowers:
         model: The root module, called with the batch as keyword arguments. Not sharded yet: these hooks must stand
             before those of sharding.
         towers: One entry a modality, in the order in which the model calls them; several may feed the same module.
-        untended: Keys of media for whose towers nothing can stand in: all ranks must have them together, or none.
+        media_without_towers: Keys of media for whose towers nothing can stand in: all ranks must have them
+            together, or none.
         runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
     def __init__(
-        self, model: nn.Module, towers: Sequence[TowerDescription], untended: Sequence[str] = (), *, runs: bool = True
+        self,
+        model: nn.Module,
+        towers: Sequence[TowerDescription],
+        media_without_towers: Sequence[str] = (),
+        *,
+        runs: bool = True,
     ) -> None:
         self._model = model
-        self._untended = tuple(untended)
+        self._without_towers = tuple(media_without_towers)
         self._towers = tuple(towers)
         self._active: frozenset[str] = frozenset()
         self._waiting: list[tuple[TowerDescription, bool]] = []
@@ -89,11 +95,13 @@ class IdleTowers:
             model.get_submodule(decoder).register_forward_pre_hook(self._add_idle_outputs, with_kwargs=True)
 
     def present(self, batches: Sequence[Batch]) -> Mapping[str, bool]:
-        """Modality → whether any of these micro-batches feeds it. Of untended media also whether any lacks them."""
+        """Modality → whether any of these micro-batches feeds it. Of media without
+        towers also whether any lacks them.
+        """
         found = {}
         for tower in self._towers:
             found[tower.name] = any(_feeds(batch, tower.key) for batch in batches)
-        for key in self._untended:
+        for key in self._without_towers:
             fed = [_feeds(batch, key) for batch in batches]
             found[key], found[_without(key)] = any(fed), not all(fed)
         return found
@@ -106,10 +114,10 @@ class IdleTowers:
         its own has no other rank to keep in step with, and runs no idle tower.
 
         Raises:
-            ConfigError: Some micro-batches have untended media and some have none.
+            ConfigError: Some micro-batches have media without towers and some have none.
         """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        mixed = [key for key in self._untended if {key, _without(key)} <= set(names)]
+        mixed = [key for key in self._without_towers if {key, _without(key)} <= set(names)]
         if mixed and not alone:
             name, keys = type(self._model).__name__, ", ".join(mixed)
             raise ConfigError(

@@ -101,7 +101,7 @@ def own_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in held]
 
 
-def outline(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy without weights: parameters on meta, tied ones tied."""
     memo: dict[int, Any] = {}  # what the copy is to have in the place of an object
     for parameter in model.parameters():

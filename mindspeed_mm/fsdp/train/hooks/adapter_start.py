@@ -52,7 +52,7 @@ class AdapterStartHook(Hook):
         how = str(self._lora.init_lora_weights)
         self._note(f"{how}: looking at {self._lora.init_batches} micro-batches")
         with calibration(engine.model, how) as seen:
-            engine.evaluate(islice(self._batches(), self._lora.init_batches))
+            engine.validate(islice(self._batches(), self._lora.init_batches))
         seen.start_adapters(self._seed)
         if engine.ema is not None:
             _copy_into(engine.ema, engine)

@@ -44,7 +44,7 @@ class ValidationHook(Hook):
 
     def measure(self, engine: TrainEngine) -> None:
         """Make a pass, and tell."""
-        losses, step = engine.evaluate(self._batches()), engine.iteration
+        losses, step = engine.validate(self._batches()), engine.iteration
         terms = {f"val_{name}": value for name, value in losses.items()}
         self._record.metrics({"step": step, **terms})
         engine.note_validation(terms)

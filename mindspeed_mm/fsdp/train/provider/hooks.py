@@ -141,7 +141,7 @@ class TestSetHook(Hook):
         """Measure, unless the run was stopped before."""
         if engine.iteration < engine.schedule.total_steps:
             return
-        losses = {f"test_{name}": value for name, value in engine.evaluate(self._batches()).items()}
+        losses = {f"test_{name}": value for name, value in engine.validate(self._batches()).items()}
         self._record.metrics({"step": engine.iteration, **losses})
         shown = ", ".join(f"{name.removeprefix('test_')} {value:.4f}" for name, value in losses.items())
         self._record.event("test", engine.iteration, f"step {engine.iteration}: test set {shown}", **losses)

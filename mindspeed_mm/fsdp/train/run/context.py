@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
-from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
@@ -45,4 +45,4 @@ def run_context(
 
 def base_of_adapters(training: TrainingArguments) -> Path | None:
     """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
-    return told_weights(training.load) if training.lora.enable else None
+    return weights_folder_of_load(training.load) if training.lora.enable else None
