@@ -238,7 +238,10 @@ def test_every_command_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if "exported/lora" in words:
             train("run.yaml", "runs/lora", *lora)
             assert mm("export", "runs/lora", "exported/lora").code == 0
-        check([*words, *(("--steps", "2") if words[0] == "infer" else ())])
+        small = {"--steps": "2", "--size": "32x32", "--frames": "5"} if words[0] == "infer" else {}
+        for option, value in small.items():  # what a command leaves to the pipeline is too much for the tiny Wan
+            words += [] if option in words else [option, value]
+        check(words)
     made = {name: len(list((tmp_path / name).glob("*.mp4"))) for name in ("cat", "samples", "adapted", "long")}
     assert made == {"cat": 1, "samples": 8, "adapted": 2, "long": 2}
     assert (tmp_path / "exported" / "wan" / "model_index.json").is_file()
