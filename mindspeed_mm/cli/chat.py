@@ -138,7 +138,7 @@ def beside_server(
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.tasks.answer import conversation, remote
 
-    key = read_key(key_file) if key_file is not None else None
+    key = read_key(key_file)
     server = replace(remote.RemoteModel.at(address, name, key), says_length=says_length)
     return conversation.Conversation(server, Sampling(*settings), system)
 
@@ -191,7 +191,12 @@ def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
         if line.startswith("/"):
             click.echo(obey(chat, line))
         elif line or chat.waiting:
-            answer = chat.say(line, lambda piece: None if as_json else click.echo(piece, nl=False))
+
+            def show(piece: str) -> None:
+                if not as_json:
+                    click.echo(piece, nl=False)
+
+            answer = chat.say(line, show)
             click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else "")
             if not answer.finished:
                 click.echo("(cut off: --max-new-tokens)", err=True)
@@ -224,7 +229,8 @@ def obey(chat: Conversation, line: str) -> str:
 def show(chat: Conversation, kind: Literal["image", "video", "audio"], words: str) -> str:
     """Take a file for the next turn."""
     chat.show(kind, named_file(words))
-    return f"shown with what you say next: {len(chat.waiting)} file{'s' if len(chat.waiting) > 1 else ''}"
+    files = "file" if len(chat.waiting) == 1 else "files"
+    return f"shown with what you say next: {len(chat.waiting)} {files}"
 
 
 def begin_anew(chat: Conversation, system: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,15 +61,19 @@ def _as_text(result: task.CheckResult) -> str:
     lines = [f"{result.path}: ok"]
     if problems:
         lines = [count_problems(result.path, problems)]
-        lines += [f"  {line}" for line in align(problems)]
-    lines += [f"  warning: {warning}" for warning in result.warnings]
+        lines += _each("  ", align(problems))
+    lines += _each("  warning: ", result.warnings)
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")
-    lines += [f"  {line}" for line in result.memory]
-    lines += [f"  note: {note}" for note in result.notes]
+    lines += _each("  ", result.memory)
+    lines += _each("  note: ", result.notes)
     if result.passed:
         lines.append(f"  passed: {', '.join(result.passed)}")
     for cause in dict.fromkeys(result.skipped.values()):
         stages = [stage for stage, need in result.skipped.items() if need == cause]
         lines.append(f"  skipped until {cause} passes: {', '.join(stages)}")
     return "\n".join(lines)
+
+
+def _each(start: str, texts: Iterable[str]) -> list[str]:
+    return [start + text for text in texts]

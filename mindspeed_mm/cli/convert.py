@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import click
 
@@ -27,6 +27,7 @@ Ways: {told_ways()}.
 mm-convert has a converter for each family, with every flag: also hf2mg and mg2hf, to and from Megatron.
 """
 PATH = click.Path(path_type=Path)
+_VERIFY: dict[str, bool | Literal["full"]] = {"true": True, "false": False, "full": "full"}
 
 
 @click.command(epilog=EXAMPLES)
@@ -81,11 +82,15 @@ def command(
             raise click.UsageError("--verify-only takes one folder, and writes none.")
         tensors, size_bytes = convert.compare(source)
         told = f"{source}: {tensors:,} tensors, {size_bytes / 2**20:,.1f} MiB, are what was written"
-        click.echo(json.dumps({"tensors": tensors, "size_bytes": size_bytes}) if as_json else told)
+        if as_json:
+            told = json.dumps({"tensors": tensors, "size_bytes": size_bytes})
+        click.echo(told)
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
-    division = convert.Division(tp or 1, pp or 1, vpp or 1, ep or 1) if any((tp, pp, vpp, ep)) else None
+    division = None
+    if any((tp, pp, vpp, ep)):
+        division = convert.Division(tp or 1, pp or 1, vpp or 1, ep or 1)
     kind, done = convert.run(
         source,
         target,
@@ -93,7 +98,7 @@ def command(
         division=division,
         model_folder=model_folder,
         overwrite=overwrite,
-        verify="full" if verify == "full" else verify == "true",
+        verify=_VERIFY[verify],
     )
     if as_json:
         click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))

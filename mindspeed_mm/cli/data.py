@@ -190,4 +190,4 @@ def _numbers(text: str | None) -> list[int] | None:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdigit() for word in words):
         raise UsageError(f"'{text}' is not a list of numbers", key="--rows", way_out="Write --rows 0,5.")
-    return [int(word) for word in words]
+    return list(map(int, words))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from mindspeed_mm.cli.sharing import is_address, is_given, share, speaks
+from mindspeed_mm.cli.sharing import Options, chosen, given_of, is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
 
@@ -249,15 +249,16 @@ def _check_options(context: click.Context, way: str) -> None:
         if name in given and owner != way:
             raise UsageError(what, key=given[name], way_out=way_out)
     taken = {"model", way, "out", "batch_size", "as_json", *_TAKEN[way]}
-    for name in (name for name in given if name not in taken):
-        raise UsageError(_WHY_NOT[way], key=given[name], way_out="Leave it out.")
+    for name in given:
+        if name not in taken:
+            raise UsageError(_WHY_NOT[way], key=given[name], way_out="Leave it out.")
     if context.params["data"] is None and way == "benchmark":
         raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
     if context.params["data"] is None and way == "rows":
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
 
 
-def _check_judge(options: dict[str, Any]) -> None:
+def _check_judge(options: Options) -> None:
     """Raise `UsageError` unless a judge has an address and a name, and decides what is right or wrong."""
     for name in ("judge_model", "judge_key_env"):
         if options[name] is not None and options["judge"] is None:
@@ -276,7 +277,7 @@ def _check_judge(options: dict[str, Any]) -> None:
 class Result(Protocol):
     """What every way of measuring returns."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For machines."""
 
     def lines(self) -> list[str]:
@@ -285,12 +286,15 @@ class Result(Protocol):
 
 def _tell(result: Result, as_json: bool) -> None:
     if speaks():
-        for line in [json.dumps(result.to_dict(), ensure_ascii=False)] if as_json else result.lines():
-            click.echo(line)
+        if as_json:
+            click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+        else:
+            for line in result.lines():
+                click.echo(line)
 
 
 @collecting_later()
-def _score_rows(model: str, options: dict[str, Any]) -> Result:
+def _score_rows(model: str, options: Options) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
     from mindspeed_mm.tasks.evaluate.judge import Judge
@@ -299,39 +303,42 @@ def _score_rows(model: str, options: dict[str, Any]) -> Result:
     if options["judge"] is not None:
         judge = Judge(options["judge"], options["judge_model"], options["judge_key_env"])
     comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
-    taken = {name: options[name] for name in ("out", "media_dir", "lora", "config", "plan", "against")}
+    taken = chosen(options, "out", "media_dir", "lora", "config", "plan", "against")
     return evaluate.run(Path(model), options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
 
 
 @collecting_later()
-def _score_published(model: str, options: dict[str, Any]) -> Result:
+def _score_published(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
 
-    taken = {name: options[name] for name in ("benchmark", "data", "out", "lora", "config", "against", "plan")}
+    taken = chosen(options, "benchmark", "data", "out", "lora", "config", "against", "plan")
     return evaluate.run(evaluate.PublishedRequest(Path(model), **taken, **_limits(options)))
 
 
-def _limits(options: dict[str, Any]) -> dict[str, Any]:
+def _limits(options: Options) -> Options:
     return {
         "batch_size": options["batch_size"] or QUESTIONS_AT_A_TIME,
         "max_new_tokens": options["max_new_tokens"] or MAX_NEW_TOKENS,
     }
 
 
-def _measure_loss(model: str, options: dict[str, Any]) -> Result:
+def _measure_loss(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.evaluate import loss  # torch: the help does without
 
-    taken = {name: options[name] for name in ("lora", "config")}
-    size = options["batch_size"] or loss.BATCH_SIZE
-    return loss.run(
-        loss.LossEvaluationRequest(Path(model), options["data"], options["media_dir"], size, **taken), options["out"]
+    request = loss.LossEvaluationRequest(
+        Path(model),
+        options["data"],
+        options["media_dir"],
+        options["batch_size"] or loss.BATCH_SIZE,
+        **chosen(options, "lora", "config"),
     )
+    return loss.run(request, options["out"])
 
 
-def _measure_generated(model: str, options: dict[str, Any]) -> Result:
+def _measure_generated(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
 
-    given = {name: options[name] for name in (*_MEASURES, "out", "batch_size") if options[name] is not None}
+    given = given_of(options, *_MEASURES, "out", "batch_size")
     if {"vbench", "vbench_python"} & given.keys():
         given["vbench"] = names_of(options["vbench"])
         if not given["vbench"]:
@@ -345,7 +352,7 @@ def names_of(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
+def _ask_by_harness(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.evaluate.folder import results_folder
     from mindspeed_mm.tasks.evaluate.harness import evaluate, served  # torch: the help does without
     from mindspeed_mm.tasks.model_source import resolve_model
@@ -362,7 +369,7 @@ def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
         asked = served.Folder(
             Path(model),
             batch_size=options["batch_size"] or served.BATCH_SIZE,
-            **{name: options[name] for name in ("lora", "config", "plan", "nproc")},
+            **chosen(options, "lora", "config", "plan", "nproc"),
         )
         source = resolve_model(asked.model)
         place = results_folder(source.run, source.folder)
@@ -379,7 +386,7 @@ def _ask_by_harness(model: str, options: dict[str, Any]) -> Result:
     )
 
 
-def _running(address: str, options: dict[str, Any]) -> ServedModel:
+def _running(address: str, options: Options) -> ServedModel:
     """The model of a server that runs already."""
     from mindspeed_mm.cli.serve import read_key
     from mindspeed_mm.tasks.answer.remote import RemoteModel
@@ -387,18 +394,18 @@ def _running(address: str, options: dict[str, Any]) -> ServedModel:
 
     others = ("lora", "config", "plan", "batch_size")
     _refuse_given(options, others, "is for models that are loaded here, and a server has loaded its own")
-    key = read_key(options["key_file"]) if options["key_file"] is not None else None
+    key = read_key(options["key_file"])
     server = RemoteModel.at(address, options["name"] or "", key)
     return ServedModel(server.address, server.name, key)
 
 
-def _refuse_given(options: dict[str, Any], names: Sequence[str], what: str) -> None:
+def _refuse_given(options: Options, names: Sequence[str], what: str) -> None:
     for name in names:
         if options[name] is not None:
             raise UsageError(what, key=f"--{name.replace('_', '-')}", way_out="Leave it out.")
 
 
-_WAYS: dict[str, tuple[Callable[[str, dict[str, Any]], Result], bool]] = {
+_WAYS: dict[str, tuple[Callable[[str, Options], Result], bool]] = {
     "generated": (_measure_generated, False),
     "harness": (_ask_by_harness, False),
     "benchmark": (_score_published, True),

@@ -102,7 +102,8 @@ def command(
         return
     for note in exported.notes:
         click.echo(f"warning: {note}", err=True)
+    average = "the average of the weights " if exported.weights == "ema" else ""
     click.echo(
         f"{exported.folder}: {exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB, "
-        f"{'the average of the weights ' if exported.weights == 'ema' else ''}from {exported.checkpoint}"
+        f"{average}from {exported.checkpoint}"
     )

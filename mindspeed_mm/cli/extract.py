@@ -66,7 +66,10 @@ def command(
 
     if starts_ranks(nproc):
         given = {"--out": out, "--batch-size": batch_size, "--dtype": dtype, "--verify": verify}
-        words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        words: list[str] = []
+        for name, value in given.items():
+            if value is not None:
+                words += [name, str(value)]
         words += ["--overwrite"] * overwrite + ["--json"] * as_json
         return extract.run_ranks(nproc, config, overrides, words, out)
     options = {"batch_size": batch_size, "dtype": dtype, "overwrite": overwrite, "verify": verify}

@@ -131,7 +131,7 @@ def _table(found: FlopsReport) -> list[str]:
     total = {"module": "total", "kind": "", **found.causal, "share": 1.0}
     table = [("module", "kind", "forward", "backward", "again", "share")]
     for row in [*found.rows, total]:
-        forward, backward, again = (_short(row[name]) for name in ("forward", "backward", "recompute"))
+        forward, backward, again = map(_short, (row["forward"], row["backward"], row["recompute"]))
         table.append((str(row["module"]), str(row["kind"]), forward, backward, again, f"{row['share']:.1%}"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []

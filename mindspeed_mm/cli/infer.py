@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from mindspeed_mm.cli.sharing import is_given, share
+from mindspeed_mm.cli.sharing import Options, chosen, given_of, is_given, share
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
@@ -228,18 +228,18 @@ def refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
 # --- generators ------------------------------------------------------------------------------------------------------
 
 
-def generate(context: click.Context, model: Path, options: dict[str, Any]) -> int:
+def generate(context: click.Context, model: Path, options: Options) -> int:
     """Make samples, in this process or in many."""
     out = options["out"]
     if out is None:
         raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
     media = media_of(options)
-    settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
+    settings = given_of(options, *SETTINGS) | read_size(options["size"])
 
     def draw() -> None:
         from mindspeed_mm.tasks.draw import generate  # torch: the help does without
 
-        asked = {name: options[name] for name in names}
+        asked = chosen(options, "prompts", "prompts_file", "task", "media_dir", "lora", "config", "plan")
         request = generate.GenerateRequest(media=media, settings=settings, vae_options=vae_options, **asked)
         outcome = generate.run(model, out, request, overwrite=options["overwrite"])
         if outcome is None:
@@ -249,12 +249,11 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         else:
             click.echo(outcome.sentence())
 
-    names = ("prompts", "prompts_file", "task", "media_dir", "lora", "config", "plan")
     vae_options = tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"])
     return share(context, "infer", draw)
 
 
-def media_of(options: dict[str, Any]) -> dict[str, Path]:
+def media_of(options: Options) -> dict[str, Path]:
     """Field of a prompt → the file that an option names.
 
     Raises:
@@ -265,7 +264,8 @@ def media_of(options: dict[str, Any]) -> dict[str, Path]:
     given: dict[str, tuple[Path, ...]]
     given = {"image": options["images"], "video": options["videos"], "reference": options["references"]}
     for name in ("last_image", "mask", "control"):
-        given[name] = (options[name],) if options[name] else ()
+        if options[name]:
+            given[name] = (options[name],)
     files: dict[str, Path] = {}
     for name, paths in given.items():
         if not paths:
@@ -302,7 +302,7 @@ def read_size(text: str | None) -> dict[str, int]:
 # --- language --------------------------------------------------------------------------------------------------------
 
 
-def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
+def answer(context: click.Context, model: Path, options: Options) -> int:
     """Answer one prompt, or every row of a file."""
     media = language_media(options)
     check_source(options, media)
@@ -310,12 +310,12 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     check_media(media)
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 
-    names = ("temperature", "top_p", "top_k", "seed", "beams")
-    settings: dict[str, Any] = {
+    choice = chosen(options, "temperature", "top_p", "top_k", "seed", "beams")
+    settings: Options = {
         "max_new_tokens": options["max_new_tokens"],
         "lora": options["lora"],
         "config": options["config"],
-        "sampling": Sampling(options["max_new_tokens"], **{name: options[name] for name in names}),
+        "sampling": Sampling(options["max_new_tokens"], **choice),
         "hides_thoughts": options["hide_thoughts"],
     }
 
@@ -331,9 +331,7 @@ def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
 
 
 @collecting_later()
-def answer_prompt(
-    model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
-) -> None:
+def answer_prompt(model: Path, options: Options, media: list[tuple[Medium, Path]], settings: Options) -> None:
     """Answer the one prompt, and print what is said."""
     from mindspeed_mm.tasks.answer import infer
 
@@ -346,9 +344,7 @@ def answer_prompt(
 
 
 @collecting_later()
-def speak_answer(
-    model: Path, options: dict[str, Any], media: list[tuple[Medium, Path]], settings: dict[str, Any]
-) -> None:
+def speak_answer(model: Path, options: Options, media: list[tuple[Medium, Path]], settings: Options) -> None:
     """Answer the one prompt, print what is said, and write it as it is spoken."""
     from mindspeed_mm.tasks.answer import speech
 
@@ -366,7 +362,7 @@ def speak_answer(
 
 
 @collecting_later()
-def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+def answer_rows(model: Path, options: Options, settings: Options) -> None:
     """Answer every row of the file, and print how many there were."""
     from mindspeed_mm.tasks.answer import infer
 
@@ -393,10 +389,13 @@ def answer_rows(model: Path, options: dict[str, Any], settings: dict[str, Any]) 
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
 
 
-def language_media(options: dict[str, Any]) -> list[tuple[Medium, Path]]:
+def language_media(options: Options) -> list[tuple[Medium, Path]]:
     """The files that go with a prompt, by kind."""
     kinds: tuple[Medium, ...] = ("image", "video", "audio")
-    return [(kind, path) for kind in kinds for path in options[f"{kind}s"]]
+    media: list[tuple[Medium, Path]] = []
+    for kind in kinds:
+        media += [(kind, path) for path in options[f"{kind}s"]]
+    return media
 
 
 def check_media(media: list[tuple[Medium, Path]]) -> None:
@@ -414,7 +413,7 @@ def as_items(media: list[tuple[Medium, Path]]) -> list[MediaItem]:
     return [MediaItem(kind, str(path.absolute())) for kind, path in media]
 
 
-def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> None:
+def check_source(options: Options, media: list[tuple[Medium, Path]]) -> None:
     """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
     prompts, data = options["prompts"], options["data"]
     if data is not None and media:
@@ -437,7 +436,7 @@ def check_source(options: dict[str, Any], media: list[tuple[Medium, Path]]) -> N
         raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
 
 
-def check_speech(options: dict[str, Any]) -> None:
+def check_speech(options: Options) -> None:
     """Raise `UsageError` where an answer is to be spoken that cannot be."""
     if options["speak"] is None:
         if options["speaker"] is not None:
@@ -468,7 +467,7 @@ def read_adapters(words: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def check_choice(options: dict[str, Any]) -> None:
+def check_choice(options: Options) -> None:
     """Raise `UsageError` where options of sampling contradict one another."""
     if options["temperature"] == 0:
         because, without_effect = "--temperature 0", ["top_p", "top_k"]

@@ -194,7 +194,9 @@ def _format_warning(
 
 def _report(message: str, code: int, with_traceback: bool) -> int:
     """Print an error, each line marked with the rank when it is not the first."""
-    text = f"{traceback.format_exc()}\n{message}" if with_traceback else message
+    text = message
+    if with_traceback:
+        text = f"{traceback.format_exc()}\n{message}"
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     sys.stdout.flush()

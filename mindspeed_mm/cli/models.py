@@ -31,7 +31,7 @@ def command(name: str, as_json: bool, as_markdown: bool) -> None:
     """
     cards = catalogue.find(name) if name else families()
     if as_json:
-        click.echo(json.dumps([asdict(card) for card in cards], indent=2, ensure_ascii=False))
+        click.echo(json.dumps(list(map(asdict, cards)), indent=2, ensure_ascii=False))
     elif as_markdown:
         click.echo(catalogue.as_markdown(cards))
     elif name:

@@ -66,11 +66,10 @@ def nft(words: tuple[str, ...]) -> int:
 
 
 def _trained(method: str, words: tuple[str, ...]) -> int:
-    result: object = train_command.main(
-        [*words, f"posttrain.method={method}"] if words and words[0] not in ("-h", "--help") else [*words],
-        prog_name=f"mm posttrain {method}",
-        standalone_mode=False,
-    )
+    arguments = list(words)
+    if words and words[0] not in ("-h", "--help"):
+        arguments.append(f"posttrain.method={method}")
+    result: object = train_command.main(arguments, prog_name=f"mm posttrain {method}", standalone_mode=False)
     return result if isinstance(result, int) else 0
 
 
@@ -116,7 +115,8 @@ def score(
         click.echo(json.dumps(asdict(outcome)))
         return 0
     for name, mean in outcome.means.items():
-        click.echo(f"{name}: {'null' if mean is None else f'{mean:.4g}'}")
+        told = "null" if mean is None else f"{mean:.4g}"
+        click.echo(f"{name}: {told}")
     click.echo(f"{outcome.rows:,} rows: {outcome.path}")
     return 0
 

@@ -102,7 +102,7 @@ def command(
     if lacking := [package for package in _NEEDED if importlib.util.find_spec(package) is None]:
         way_out = "Install the extra: pip install 'mindspeed-mm[serve]'."
         raise MachineError(f"{' and '.join(lacking)} not installed", way_out=way_out)
-    key = read_key(key_file) if key_file is not None else None
+    key = read_key(key_file)
     if nproc > 1 and plan is None:
         way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
         raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
@@ -133,12 +133,14 @@ def command(
     return share(context, "serve", lambda: serve.run(request, say))
 
 
-def read_key(path: Path) -> str:
-    """The key in a file, without blanks around it.
+def read_key(path: Path | None) -> str | None:
+    """The key in a file, without blanks around it; None where no file is named.
 
     Raises:
         UsageError: There is none, or it is short.
     """
+    if path is None:
+        return None
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

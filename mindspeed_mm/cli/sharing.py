@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import MMError
+
+Options = dict[str, Any]
+"""Values of a command's options, by the names of its parameters; each has the type that the option declares."""
+
+
+def chosen(options: Options, *names: str) -> Options:
+    """Some of the options."""
+    return {name: options[name] for name in names}
+
+
+def given_of(options: Options, *names: str) -> Options:
+    """Those of some options that have a value."""
+    return {name: options[name] for name in names if options[name] is not None}
 
 
 def is_given(context: click.Context, parameter: click.Parameter) -> bool:
@@ -33,7 +47,8 @@ def words_of(context: click.Context) -> list[str]:
         else:
             # Written as one word: a prompt may begin with a dash.
             items = value if option.multiple else [value]
-            words += [f"{option.opts[0]}={item}" for item in items]
+            for item in items:
+                words.append(f"{option.opts[0]}={item}")
     return words
 
 

@@ -193,7 +193,7 @@ def starting_point(reading: Reading) -> None:
     elif reading.has("ckpt_step"):
         step = f"{draft.value('training.load')}/iter_{reading.value('ckpt_step'):07d}"
         draft.replace("training.load", step, reading.place("ckpt_step"))
-    weights_alone = [name for name in ("finetune", "pretrained_checkpoint") if reading.value(name)]
+    weights_alone = reading.set_ones("finetune", "pretrained_checkpoint")
     for name in weights_alone[:1]:
         for key in ("no_load_optim", "no_load_rng"):
             draft.put(f"training.{key}", True, reading.place(name))
@@ -279,7 +279,9 @@ def adapters(reading: Reading) -> None:
             draft.note("--lora-r, --lora-alpha and --lora-dropout have no effect without --lora-target-modules.")
         return
     place = reading.place("lora_target_modules")
-    words = [word for target in targets for word in target.split(",") if word]
+    words: list[str] = []
+    for target in targets:
+        words += filter(None, target.split(","))
     draft.put("training.lora.enable", True, place)
     draft.put("training.lora.target_modules", adapter_targets(words, reading.is_generator), place)
     for name, key in settings.items():
@@ -298,7 +300,7 @@ def profiled_steps(reading: Reading) -> None:
     if reading.has("profile_ranks"):
         words, place = reading.value("profile_ranks"), reading.place("profile_ranks")
         if all(word.isdigit() for word in words):
-            reading.draft.put("tools.profile.ranks", [int(word) for word in words], place)
+            reading.draft.put("tools.profile.ranks", list(map(int, words)), place)
         else:
             reading.draft.problem(f"'{' '.join(words)}' are not numbers of ranks", place)
 

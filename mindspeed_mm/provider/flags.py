@@ -211,7 +211,10 @@ def by_dest() -> dict[str, LaunchFlag]:
 @cache
 def by_spelling() -> dict[str, LaunchFlag]:
     """How a flag may be written → flag."""
-    return {spelling: flag for flag in FLAGS for spelling in flag.spellings}
+    found: dict[str, LaunchFlag] = {}
+    for flag in FLAGS:
+        found |= dict.fromkeys(flag.spellings, flag)
+    return found
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
@@ -223,6 +226,9 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
         known: Spellings, with their dashes.
     """
     rows = by_spelling()
-    bare = {other.lstrip("-"): other for other in known if other not in rows or not rows[other].refused}
+    bare: dict[str, str] = {}
+    for other in known:
+        if other not in rows or not rows[other].refused:
+            bare[other.lstrip("-")] = other
     found = nearest(name.lstrip("-"), bare, likeness=_LIKENESS)
     return bare[found[0]] if found else ""

@@ -115,16 +115,19 @@ def _dtype(value: Any) -> Any:
 
 def _put_group_size(reading: Reading, node: Node | None, name: str) -> None:
     """The ranks of a sharding group; ours holds all ranks of a sequence, and of experts."""
-    value = plain(node) if node is not None else 1
+    of_both = math.lcm(reading.context, reading.size("expert_parallel_size"))
+    if node is None:
+        reading.draft.put(_SHARDS, of_both, derived(f"{name} 1"))
+        reading.draft.note(f"{name} is not given: 1, every rank holds the whole model. auto shards it over all.")
+        return
+    value = plain(node)
     if value == "auto":
-        reading.draft.put(_SHARDS, "auto", node.place if node is not None else derived(name))
+        reading.draft.put(_SHARDS, "auto", node.place)
     elif isinstance(value, int) and value >= 1:
-        size = math.lcm(value, reading.context, reading.size("expert_parallel_size"))
-        place = node.place if node is not None and size == value else derived(f"{name} {value}")
+        size = math.lcm(value, of_both)
+        place = node.place if size == value else derived(f"{name} {value}")
         reading.draft.put(_SHARDS, size, place)
-        if node is None:
-            reading.draft.note(f"{name} is not given: 1, every rank holds the whole model. auto shards it over all.")
-    elif node is not None:
+    else:
         reading.draft.problem(f"{name} is {show(value)}", node.place, "Write auto, or a whole number from 1.")
 
 

@@ -38,7 +38,9 @@ def put_generator(reading: Reading, root: Node) -> None:
     reading.is_generator = True
     predictor = find(root, "predictor")
     model_id = text_at(root, "predictor.model_id") or ""
-    reading.names = FAMILIES["wan"] if model_id == "wandit" else ModuleNames("", "", head=())
+    reading.names = ModuleNames("", "", head=())
+    if model_id == "wandit":
+        reading.names = FAMILIES["wan"]
     layers = value_at_key(root, "predictor.num_layers")
     reading.decoder_layers = layers if isinstance(layers, int) else None
     found = _folder(reading, root)
@@ -63,7 +65,11 @@ def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
     parents: dict[str, SourcePosition] = {}
     for node in _pretrained(root):
         path = PurePosixPath(node.value)
-        around = next((inside.parent for inside in (path, *path.parents) if inside.name in _COMPONENTS), None)
+        around = None
+        for inside in (path, *path.parents):
+            if inside.name in _COMPONENTS:
+                around = inside.parent
+                break
         if around is not None:
             parents.setdefault(str(around), node.place)
     load = reading.value("load")
@@ -103,9 +109,11 @@ def _put_noise(reading: Reading, root: Node) -> None:
     elif text_at(root, "diffusion.snr") == "lognorm":
         draft.put(f"{_NOISE}.timestep_density", "logit_normal", entry.node.place)
     shift = find(root, "diffusion.train_timestep_shift") or find(root, "diffusion.shift")
+    shift_by = None
     if shift is not None and plain(shift.node) is not None:
-        draft.put(f"{_NOISE}.shift", plain(shift.node), shift.node.place)
-    _put_expert(reading, root, plain(shift.node) if shift is not None else None)
+        shift_by = plain(shift.node)
+        draft.put(f"{_NOISE}.shift", shift_by, shift.node.place)
+    _put_expert(reading, root, shift_by)
 
 
 def _put_expert(reading: Reading, root: Node, shift: Any) -> None:
@@ -113,8 +121,11 @@ def _put_expert(reading: Reading, root: Node, shift: Any) -> None:
 
     The bounds are shares of the scheduler's steps, counted from pure noise.
     """
-    given = {key: find(root, f"diffusion.{key}_timestep_boundary") for key in ("min", "max")}
-    bounds = {key: each.node for key, each in given.items() if each is not None and plain(each.node) is not None}
+    bounds: dict[str, Node] = {}
+    for key in ("min", "max"):
+        entry = find(root, f"diffusion.{key}_timestep_boundary")
+        if entry is not None and plain(entry.node) is not None:
+            bounds[key] = entry.node
     if not bounds:
         return
     draft, shares = reading.draft, {"min": 0.0, "max": 1.0}
@@ -126,7 +137,9 @@ def _put_expert(reading: Reading, root: Node, shift: Any) -> None:
         shares[key] = float(plain(node))
     place = next(iter(bounds.values())).place
     if not _is_number(shift) or shares["min"] >= shares["max"]:
-        reason = "where a step lies depends on the shift" if not _is_number(shift) else "max is not above min"
+        reason = "max is not above min"
+        if not _is_number(shift):
+            reason = "where a step lies depends on the shift"
         draft.problem(f"timestep boundaries: {reason}", place, "Give diffusion.shift, and 0 ≤ min < max ≤ 1.")
         return
     levels = [round(shifted_level(1 - shares[key], float(shift)), 4) for key in ("max", "min")]
@@ -160,15 +173,16 @@ def _put_samples(reading: Reading, root: Node) -> None:
             reading.draft.put(f"{section}.{key}", value, place)
     prompt = find(root, "prompt")
     if prompt is not None and isinstance(prompt.node.value, str):
-        is_file = prompt.node.value.endswith((".txt", ".jsonl"))
-        key, value = ("prompts_file", prompt.node.value) if is_file else ("prompts", [prompt.node.value])
-        reading.draft.put(f"{section}.{key}", value, prompt.node.place)
+        text, place = prompt.node.value, prompt.node.place
+        if text.endswith((".txt", ".jsonl")):
+            reading.draft.put(f"{section}.prompts_file", text, place)
+        else:
+            reading.draft.put(f"{section}.prompts", [text], place)
     for theirs, ours in (("fps", "fps"), ("diffusion.num_inference_steps", "num_inference_steps"),
                          ("diffusion.guidance_scale", "guidance_scale")):  # fmt: skip
         given = find(root, theirs)
-        value = plain(given.node) if given is not None else None
-        if given is not None and _is_number(value):
-            reading.draft.put(f"{section}.{ours}", value, given.node.place)
+        if given is not None and _is_number(plain(given.node)):
+            reading.draft.put(f"{section}.{ours}", plain(given.node), given.node.place)
 
 
 def _is_number(value: Any) -> bool:

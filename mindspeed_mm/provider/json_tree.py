@@ -33,13 +33,14 @@ def read_json_tree(path: Path) -> Node:
 
 def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
     """JSON is YAML but for tabs and some escapes; where YAML reads something else, the file is the only place."""
-    lines = [line.replace("\t", " ") for line in text.split("\n")]
     try:
-        document = parse_yaml("\n".join(lines), source)
+        document = parse_yaml(text.replace("\t", " "), source)
     except ConfigError:
         return as_node(content, SourcePosition(source))
     root = clone(document.root)
-    return root if plain(root) == content else as_node(content, SourcePosition(source))
+    if plain(root) != content:
+        return as_node(content, SourcePosition(source))
+    return root
 
 
 def place_at(root: Node, key: str) -> SourcePosition:

@@ -26,4 +26,7 @@ _WAN = {
 def adapter_targets(words: Sequence[str], is_generator: bool) -> list[str]:
     """Names of layers as the libraries have them; other words stay what they are."""
     table = _WAN if is_generator else _LANGUAGE
-    return list(dict.fromkeys(name for word in words for name in table.get(word, (word,))))
+    names: dict[str, None] = {}
+    for word in words:
+        names |= dict.fromkeys(table.get(word, (word,)))
+    return list(names)

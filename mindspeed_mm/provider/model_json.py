@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.config_path import dotted
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
@@ -17,7 +17,7 @@ from mindspeed_mm.provider.generator_json import put_generator
 from mindspeed_mm.provider.json_tree import entries_at, place_at
 from mindspeed_mm.provider.memory_rules import put_recomputation
 from mindspeed_mm.provider.model_sizes import compare_language_model, compare_tower, layers_of
-from mindspeed_mm.provider.module_names import names_of
+from mindspeed_mm.provider.module_names import HubConfig, names_of
 from mindspeed_mm.provider.reading import Reading
 
 _DECODER, _TOWER = "text_decoder", "image_encoder.vision_encoder"
@@ -95,11 +95,14 @@ def put_model(reading: Reading, root: Node) -> None:
 def _folder_of_data(reading: Reading) -> str | None:
     """The folder that data.json reads conversations with, unless it holds a processor and no model."""
     folder = processor_folder(reading)
-    holds_no_model = folder is not None and Path(folder).is_dir() and not (Path(folder) / "config.json").is_file()
-    return None if holds_no_model else folder
+    if folder is None:
+        return None
+    if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
+        return None
+    return folder
 
 
-def _config_of(folder: str | None) -> Mapping[str, Any]:
+def _config_of(folder: str | None) -> HubConfig:
     """config.json of a folder that is there; whether it is there is checked when the model is built."""
     if folder is None or not (Path(folder) / "config.json").is_file():
         return {}
@@ -210,7 +213,10 @@ def _flat(counts: object) -> list[Any]:
         return [counts]
     flat: list[Any] = []
     for entry in counts:
-        flat += entry if isinstance(entry, list) else [entry]
+        if isinstance(entry, list):
+            flat += entry
+        else:
+            flat.append(entry)
     return flat
 
 
@@ -294,7 +300,7 @@ def _check_form(reading: Reading, root: Node) -> None:
             if key in acting:
                 continue
             for name in nearest(key, absent, 1, _LIKE):
-                where = place_at(root, f"{section}.{key}" if section else key)
+                where = place_at(root, dotted(section, key))
                 reading.draft.problem(f"unknown key '{key}'", where, f"Did you mean '{name}'?")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, find, plain
+from mindspeed_mm.provider.module_names import HubConfig
 from mindspeed_mm.provider.reading import Reading
 
 LANGUAGE_SIZES: dict[str, tuple[str, ...]] = {
@@ -33,27 +33,30 @@ _ONLY_NOTED = frozenset({"layernorm_epsilon", "rope_theta", "ffn_hidden_size of 
 """What files copy from one another; the folder's value counts, and a person is told."""
 
 
-def layers_of(config: Mapping[str, Any]) -> int | None:
+def layers_of(config: HubConfig) -> int | None:
     """Number of layers of the language model in a config.json."""
     layers = text_config(config).get("num_hidden_layers")
     return layers if isinstance(layers, int) else None
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: HubConfig) -> HubConfig:
     """The part of a config.json that describes the language model."""
     inner = config.get("thinker_config", config)
     if not isinstance(inner, Mapping):
         return {}
-    parts = (inner.get(name) for name in ("text_config", "language_config", "llm_config"))
-    return next((part for part in parts if isinstance(part, Mapping)), inner)
+    for name in ("text_config", "language_config", "llm_config"):
+        part = inner.get(name)
+        if isinstance(part, Mapping):
+            return part
+    return inner
 
 
-def compare_language_model(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:
+def compare_language_model(reading: Reading, entry: MappingEntry | None, config: HubConfig, where: str) -> None:
     """Sizes of `text_decoder`."""
     compare(reading, entry, LANGUAGE_SIZES, text_config(config), "text_decoder", where)
 
 
-def compare_tower(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:
+def compare_tower(reading: Reading, entry: MappingEntry | None, config: HubConfig, where: str) -> None:
     """Sizes of `vision_encoder`."""
     inner = config.get("thinker_config", config)
     vision = inner.get("vision_config") if isinstance(inner, Mapping) else None
@@ -65,7 +68,7 @@ def compare(
     reading: Reading,
     entry: MappingEntry | None,
     table: Mapping[str, tuple[str, ...]],
-    config: Mapping[str, Any],
+    config: HubConfig,
     part: str,
     where: str,
 ) -> None:

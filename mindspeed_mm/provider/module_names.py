@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+HubConfig = Mapping[str, Any]
+"""A config.json, or a section of one."""
+
 
 @dataclass(frozen=True)
 class ModuleNames:
@@ -93,7 +96,7 @@ _IDS = {
 """`model_id` of model.json → family, where it is not its name."""
 
 
-def names_of(config: Mapping[str, Any], model_id: str = "") -> ModuleNames | None:
+def names_of(config: HubConfig, model_id: str = "") -> ModuleNames | None:
     """The names of a model, by its config.json or by the id that model.json gives it; None for other models."""
     model_type = str(config.get("model_type", "")).removesuffix("_thinker")
     return FAMILIES.get(model_type) or FAMILIES.get(_IDS.get(model_id, model_id))
@@ -139,14 +142,13 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
         if written == role or written.startswith(f"{role}."):
             rest = written.removeprefix(role)
             found = [f"{module}{rest}".removeprefix(".") for module in _modules(part, names)]
-            return [name for name in found if name] or [written]
+            return list(filter(None, found)) or [written]
     class_name = written.rpartition(".")[2]
     if "." in written and class_name[:1].isupper():
         return _of_class(class_name, names) or [written]
-    roots = (names.decoder, names.vision, names.audio, *names.projector)
-    without = [root.removeprefix("model.") for root in roots if root.startswith("model.")]
-    if any(written == root or written.startswith(f"{root}.") for root in without):
-        return [f"model.{written}"]
+    for root in (names.decoder, names.vision, names.audio, *names.projector):
+        if root.startswith("model.") and f"{written}.".startswith(f"{root.removeprefix('model.')}."):
+            return [f"model.{written}"]
     return [written]
 
 
@@ -155,7 +157,9 @@ def _of_class(class_name: str, names: ModuleNames) -> list[str]:
     for pattern, part in _CLASSES:
         if pattern.search(class_name):
             modules = _modules(part, names)
-            return [f"{name}.{{*}}" for name in modules] if part.endswith("layers") else modules
+            if part.endswith("layers"):
+                return [f"{name}.{{*}}" for name in modules]
+            return modules
     return []
 
 

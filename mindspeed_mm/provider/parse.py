@@ -79,7 +79,7 @@ def parse(
     problems = [] if ignore_unknown else _unknown(left, flags, _spellings(parser))
     problems += _convert(known, given)
     if problems:
-        raise UsageError(f"{_count(problems)} in the flags", problems=problems)
+        raise UsageError(f"{count_of(problems)} in the flags", problems=problems)
     values = vars(known)
     for flag in FLAGS:
         if values.get(flag.dest) is None:
@@ -199,5 +199,6 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _count(problems: Sequence[Problem]) -> str:
+def count_of(problems: Sequence[Problem]) -> str:
+    """`1 problem`, `2 problems`."""
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

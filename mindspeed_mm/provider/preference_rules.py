@@ -30,8 +30,11 @@ def put_media_pairs(reading: Reading, root: Node) -> None:
         if section is not None:
             reading.draft.note(f"{section.node.place}: dpo has no effect: this entry trains without pairs.")
         return
-    given = {name: find(root, f"dpo.{name}") for name in ("weight_alpha", "weight_beta", "histogram_path")}
-    values = {name: plain(entry.node) for name, entry in given.items() if entry is not None}
+    values = {}
+    for name in ("weight_alpha", "weight_beta", "histogram_path"):
+        entry = find(root, f"dpo.{name}")
+        if entry is not None:
+            values[name] = plain(entry.node)
     if not values.get("weight_alpha"):
         if values.get("histogram_path"):
             place = place_at(root, "dpo.histogram_path")
@@ -97,7 +100,12 @@ def _reference(reading: Reading) -> None:
     path = reading.value("ref_model")
     if path is None:
         return
-    own = [reading.draft.value(key) for key in ("model.model_name_or_path", "training.load")]
-    own += [reading.value("load"), reading.folder_of_weights or None]
+    draft = reading.draft
+    own = [
+        draft.value("model.model_name_or_path"),
+        draft.value("training.load"),
+        reading.value("load"),
+        reading.folder_of_weights,
+    ]
     if PurePosixPath(path) not in [PurePosixPath(each) for each in own if each]:
         reading.draft.put("posttrain.reference.model_name_or_path", path, reading.place("ref_model"))

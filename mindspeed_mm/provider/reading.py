@@ -51,6 +51,10 @@ class Reading:
         """Where a flag was given."""
         return self.given.places.get(dest, SourcePosition(f"--{dest.replace('_', '-')}"))
 
+    def set_ones(self, *names: str) -> list[str]:
+        """Those of some flags that have a value other than false, nothing or 0."""
+        return [name for name in names if self.value(name)]
+
     def size(self, name: str) -> int:
         """A key of `parallel` as it stands, 1 where it is not given or is no number."""
         value = self.draft.value(f"parallel.{name}", 1)

@@ -49,13 +49,17 @@ def context_sizes(reading: Reading) -> None:
     place = derived(f"--context-parallel-size {size}, {algorithm}")
     if algorithm == "hybrid_cp_algo" and size > 1:
         if not degree or size % degree:
-            what = f"{degree} does not divide" if degree else "is not given, but it divides"
+            what = "is not given, but it divides"
+            if degree:
+                what = f"{degree} does not divide"
             draft.problem(f"{what} --context-parallel-size {size}", reading.place("ulysses_degree_in_cp"))
             return
         draft.put("parallel.ulysses_parallel_size", degree, place)
         draft.put("parallel.ring_attention_size", size // degree, place)
     elif size > 1:
-        key = "ulysses_parallel_size" if algorithm == "ulysses_cp_algo" else "ring_attention_size"
+        key = "ring_attention_size"
+        if algorithm == "ulysses_cp_algo":
+            key = "ulysses_parallel_size"
         draft.put(f"parallel.{key}", size, place)
 
 
@@ -130,7 +134,7 @@ def sequence_parallel(reading: Reading) -> None:
 
 def sharding(reading: Reading) -> None:
     """Who holds which part of weights, gradients and optimizer states."""
-    chosen = [name for name in ("use_torch_fsdp2", "layerzero") if reading.value(name)]
+    chosen = reading.set_ones("use_torch_fsdp2", "layerzero")
     for name, file in (("use_torch_fsdp2", "fsdp2_config_path"), ("layerzero", "layerzero_config")):
         if reading.has(file) and name not in chosen:
             what = f"is given without --{name.replace('_', '-')}, which makes it act"
@@ -154,14 +158,16 @@ def sharding(reading: Reading) -> None:
 def floating_point_types(reading: Reading) -> None:
     """The types of the computation and of its sums; fsdp2_config.yaml, which is read before, wins, and it is told."""
     mixed = reading.value("mixed_precision", "no")
-    chosen = [name for name in ("bf16", "fp16") if reading.value(name)]
+    chosen = reading.set_ones("bf16", "fp16")
     if len(chosen) == 2:
         reading.draft.problem("cannot be combined with --fp16", reading.place("bf16"), "Keep one of them.")
     elif mixed not in ("no", "bf16", "fp16"):
         reading.draft.problem(f"'{mixed}' is not one of no, bf16, fp16", reading.place("mixed_precision"))
     elif chosen or mixed != "no":
-        dtype = chosen[0] if chosen else mixed
-        place = reading.place(dtype if chosen else "mixed_precision")
+        if chosen:
+            dtype, place = chosen[0], reading.place(chosen[0])
+        else:
+            dtype, place = mixed, reading.place("mixed_precision")
         sums = "bf16" if reading.value("grad_reduce_in_bf16") else "fp32"
         for key, value in (("param_dtype", dtype), ("reduce_dtype", sums)):
             held = reading.draft.value(f"parallel.fsdp_plan.{key}")

@@ -67,8 +67,13 @@ def _vision_language(model: Section, kind: str, where: str) -> dict[str, Any]:
     tower = _section(_section(model, "image_encoder"), "vision_encoder")
     _check(decoder, _DECODER_NEEDS, "text_decoder", where)
     _check(tower, _TOWER_NEEDS, "image_encoder.vision_encoder", where)
-    config = {names[0]: decoder[key] for key, names in LANGUAGE_SIZES.items() if decoder.get(key) is not None}
-    config |= {ours: model[theirs] for theirs, ours in _MARKS.items() if model.get(theirs) is not None}
+    config: dict[str, Any] = {}
+    for key, names in LANGUAGE_SIZES.items():
+        if decoder.get(key) is not None:
+            config[names[0]] = decoder[key]
+    for theirs, ours in _MARKS.items():
+        if model.get(theirs) is not None:
+            config[ours] = model[theirs]
     if "max_position_embeddings" in decoder:
         config["max_position_embeddings"] = decoder["max_position_embeddings"]
     if "mrope_section" in decoder:
@@ -85,12 +90,16 @@ def _vision_language(model: Section, kind: str, where: str) -> dict[str, Any]:
 def _tower(tower: Section, width: int, kind: str) -> dict[str, Any]:
     """The vision tower, whose projector ends in the language model's width."""
     config = {"depth": tower["num_layers"], "num_heads": tower["num_attention_heads"]}
-    config |= {name: tower[name] for name in _PATCHES if name in tower}
+    for name in _PATCHES:
+        if name in tower:
+            config[name] = tower[name]
     if kind == "qwen2_vl":
         inner = {"embed_dim": tower["hidden_size"], "hidden_size": width}
         return config | inner | {"mlp_ratio": tower["ffn_hidden_size"] / tower["hidden_size"]}
     given = {"window_size": "window_attn_size", "fullatt_block_indexes": "fullatt_block_indexes"}
-    config |= {ours: tower[theirs] for ours, theirs in given.items() if theirs in tower}
+    for ours, theirs in given.items():
+        if theirs in tower:
+            config[ours] = tower[theirs]
     config |= {"hidden_size": tower["hidden_size"], "intermediate_size": tower["ffn_hidden_size"]}
     return config | {"out_hidden_size": width}
 

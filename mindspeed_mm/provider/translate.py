@@ -20,7 +20,7 @@ from mindspeed_mm.provider.draft import FROM_FLAGS
 from mindspeed_mm.provider.flags import FLAGS, by_dest
 from mindspeed_mm.provider.json_tree import read_json_tree
 from mindspeed_mm.provider.model_json import put_model
-from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.parse import count_of, parse
 from mindspeed_mm.provider.preference_rules import preferences
 from mindspeed_mm.provider.reading import Reading
 from mindspeed_mm.provider.tools_json import put_tools
@@ -206,8 +206,7 @@ def _checked(reading: Reading, plugin_keys: PluginKeys | None) -> ResolvedConfig
     except ConfigError as error:
         problems += error.problems
     if config is None or problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{FROM_FLAGS}: {count}", problems=list(dict.fromkeys(problems)))
+        raise ConfigError(f"{FROM_FLAGS}: {count_of(problems)}", problems=list(dict.fromkeys(problems)))
     return config
 
 

@@ -223,7 +223,10 @@ def get_submodules_by_path(module: nn.Module | None, config: UserConfig) -> list
         config: Has `sub_modules_to_wrap`, or is a list of patterns.
     """
     model = _model(module)
-    patterns = config if isinstance(config, list | tuple) else _setting(config, "sub_modules_to_wrap") or ()
+    if isinstance(config, list | tuple):
+        patterns = config
+    else:
+        patterns = _setting(config, "sub_modules_to_wrap") or ()
     return [model.get_submodule(name) for name in _matching(model, patterns, "sub_modules_to_wrap")]
 
 
@@ -277,7 +280,9 @@ def _plan_of(given: object) -> FsdpPlan:
 
 def _as_config(plan: FsdpPlan, shards: int) -> SimpleNamespace:
     """The engine's plan under the names of `fsdp2_config.yaml`."""
-    features = LIVE.trainer.arguments.features if LIVE.trainer is not None else FeatureArguments()
+    features = FeatureArguments()
+    if LIVE.trainer is not None:
+        features = LIVE.trainer.arguments.features
     recompute = features.recompute_plan
     return SimpleNamespace(
         sharding_size=shards,

@@ -112,19 +112,20 @@ def run(
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
     _check_adapters(questions, adapters or {}, data)
     settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
-    mark = _mark(settings, max_new_tokens, source, adapters or {})
-    shown_otherwise = view.mark if config else ""
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{shown_otherwise}{mark}"
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}"
+    if config:
+        fingerprint += view.mark
+    fingerprint += _mark(settings, max_new_tokens, source, adapters or {})
     with joined_ranks(WAIT_S) as ranks:
         there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
         missing = [question for question in questions if question.row not in there]
-        share = missing
-        if plan is None:  # else ranks share the model, and answer all rows together
-            share = missing[ranks.rank :: ranks.world_size]
+        share, writes = missing, ranks.is_first  # with a plan, ranks share the model, and answer all rows together
+        if plan is None:
+            share, writes = missing[ranks.rank :: ranks.world_size], True
         if share:
             generator = load_on_ranks(source, view, plan, ranks, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
-            answers = AnswerFile(out, fingerprint) if plan is None or ranks.is_first else None
+            answers = AnswerFile(out, fingerprint) if writes else None
             _answer_into(answers, generator, share, media, batch_size, settings, is_shown=ranks.is_first)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:

@@ -50,6 +50,9 @@ class Agreement:
         most = float(relative.max())
         compared = int(counts.logical_not().sum())
         where = int(relative.argmax())
+        worst = None
+        if most > TOLERANCE:
+            worst = float(source.flatten()[where]), float(written.flatten()[where])
         return cls(
             elements=source.numel(),
             compared=compared,
@@ -57,13 +60,17 @@ class Agreement:
             not_finite=int(not_finite.sum()),
             difference=max(most, 0.0),
             is_zero=compared > 0 and not bool((size.nan_to_num(0.0) != 0).any()) and most <= 0,
-            worst=(float(source.flatten()[where]), float(written.flatten()[where])) if most > TOLERANCE else None,
+            worst=worst,
         )
 
     def told(self) -> str:
         """How many logits were compared, and what is to be said about the others."""
-        counted = f"{self.compared:,}" if self.compared == self.elements else f"{self.compared:,} of {self.elements:,}"
-        notes = [counted + (", every one of them zero" if self.is_zero else "")]
+        counted = f"{self.compared:,}"
+        if self.compared != self.elements:
+            counted += f" of {self.elements:,}"
+        if self.is_zero:
+            counted += ", every one of them zero"
+        notes = [counted]
         if self.masked:
             notes.append(f"{self.masked:,} are masked on both sides")
         if self.not_finite:

@@ -163,10 +163,12 @@ def _divided(
 ) -> Converted:
     if kind == "hf":
         _refuse_model(model_folder)
-    assets = source if kind == "hf" else _model_of(source, model_folder)
+        assets = source
+    else:
+        assets = _model_of(source, model_folder)
     family = _family_of(assets, kind)
     layers = even_stages(family.model(model_config(assets)).depths["text"], division.pp, division.vpp)
-    said = ParallelConfig(llm_pp_layers=[list(chunk) for chunk in layers], tp_size=division.tp, ep_size=division.ep)
+    said = ParallelConfig(llm_pp_layers=list(map(list, layers)), tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
         return hf_to_megatron(family, source, target, said, facts=CommonModelConfig(), writing=writing)
     return divide_anew(family, source, target, assets, None, said, writing=writing)
@@ -184,7 +186,9 @@ def _is_generator(source: Path, kind: str) -> bool:
         if is_torch_dist(find_step(source)):
             return False  # generators are not saved so
         contents = read_pt_files(step_files(source))
-        names = {name for content in contents for of in content.tensors.values() for name in of}
+        names: set[str] = set()
+        for content in contents:
+            names.update(*content.tensors.values())
         return recognise_generator(names) is not None
     return kind == "hf" and (source / "config.json").is_file() and "_class_name" in model_config(source)
 

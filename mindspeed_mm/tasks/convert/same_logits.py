@@ -119,7 +119,9 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
         except _BUILD_ERRORS as error:
             raise _NotCompared(f"transformers alone does not compute it: {_first_line(error)}") from error
     # What a folder was written in may be narrower than its checkpoint: that is rounded likewise.
-    dtypes = _written_dtypes(sides.plain) if sides.plain is not None and sides.is_plain_written else {}
+    dtypes: Mapping[str, torch.dtype] = {}
+    if sides.plain is not None and sides.is_plain_written:
+        dtypes = _written_dtypes(sides.plain)
     for folder in sides.checkpoints:
         model = models.pop()
         _fill(model, folder)
@@ -141,7 +143,10 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
                 way_out="Report this with the model's config.json; --no-verify (of mm-convert --verify false) "
                 "writes all the same.",
             )
-    return _told(found) + told + (f"; not used for them, so not compared: {unused}" if unused else "")
+    sentence = _told(found) + told
+    if unused:
+        sentence += f"; not used for them, so not compared: {unused}"
+    return sentence
 
 
 def _told(found: Mapping[str, Agreement]) -> str:

@@ -50,7 +50,8 @@ class UsedWeights(TorchFunctionMode):
         parts = self._unused("", self._model)
         words = []
         for name, tensors in parts[:_SHOWN]:
-            words.append(f"{name} ({tensors} tensors)" if tensors > 1 else f"{name} (1 tensor)")
+            count = "1 tensor" if tensors == 1 else f"{tensors} tensors"
+            words.append(f"{name} ({count})")
         if len(parts) > _SHOWN:
             words.append(f"{len(parts) - _SHOWN:,} more")
         return ", ".join(words)

@@ -135,11 +135,19 @@ def open_contents(
     if lora_format != "diffusers":
         raise UsageError("no adapters are written", key="--lora-format", way_out="Leave it out.")
     outline = ModelHub.build(outline_arguments(source))
-    weights = weights_folder(outline, base_weights_folder(source) if has_adapters else source.model_folder)
-    with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
+    if has_adapters:
+        weights = weights_folder(outline, base_weights_folder(source))
+        opened = _merged(source, reader, outline, dtype)
+    else:
+        weights = weights_folder(outline, source.model_folder)
+        opened = _as_trained(source, reader, outline)
+    with opened as tensors:
         rule, view = dtypes_of_base(outline, weights, dtype), _view_of_run(source)
         whole = WholeModel(source.model_folder, outline, tensors, rule, max_shard_bytes, dtype, view, transformer_only)
-        yield _single_file_contents(whole) if single_file else whole.contents()
+        if single_file:
+            yield _single_file_contents(whole)
+        else:
+            yield whole.contents()
 
 
 def _check_for_generators(source: ExportSource, options: Mapping[str, object]) -> None:
@@ -194,8 +202,10 @@ def _generator_contents(whole: WholeModel) -> ExportContents:
             copy_components(whole.model_folder, draft)
         write_transformer(adapter, whole.tensors, draft, whole.rule, whole.max_shard_bytes)
 
-    kind: ContentKind = "transformer" if whole.transformer_only else "generator"
-    others = 0 if whole.transformer_only else components_bytes(whole.model_folder)
+    kind: ContentKind = "transformer"
+    others = 0
+    if not whole.transformer_only:
+        kind, others = "generator", components_bytes(whole.model_folder)
     return ExportContents(kind, len(whole.tensors), _size_bytes(whole.tensors, whole.rule), others, write)
 
 
@@ -293,8 +303,11 @@ def _merged(
             kept = tensors[name]
             tensors[name] = Computed([kept], partial(_rounded, packing), kept.shape, kept.dtype)
         own = deltas_of_run(lora, trained, outline)
-        merge_into(tensors, [*((deltas, 1.0) for deltas, _ in under), (own, 1.0)], dtype)
-        tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
+        added = [(deltas, 1.0) for deltas, _ in under]
+        merge_into(tensors, [*added, (own, 1.0)], dtype)
+        for name, tensor in trained.items():
+            if not is_adapter_weight(name):
+                tensors[name] = tensor
         yield complete(outline, tensors, expected, weights, stored)
 
 
@@ -333,8 +346,9 @@ def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArg
         "model_name_or_path": str(source.model_folder),
         "attn_implementation": source.kind.outline_attention,
         "train_from_scratch": True,
-        **({} if freeze else {"freeze": []}),
     }
+    if not freeze:
+        changes["freeze"] = []
     if source.arguments is None:
         return ModelArguments.model_validate(changes)
     return source.arguments.model.model_copy(update=changes)

@@ -85,10 +85,13 @@ def run(
         expected = remember_layout(outline, weights)
         for _, whole in read:
             tensors |= whole
-        merge_into(tensors, [(deltas, each) for (deltas, _), each in zip(read, times, strict=True)], torch_type)
+        added = [(deltas, scale) for (deltas, _), scale in zip(read, times, strict=True)]
+        merge_into(tensors, added, torch_type)
         made = complete(outline, tensors, expected, weights, stored)
         rule = dtypes_of_base(outline, weights, torch_type)
-        view = view_writer(view_of_adapters(adapters[-1]), base) if kind_of_folder(base).has_tokens else None
+        view = None
+        if kind_of_folder(base).has_tokens:
+            view = view_writer(view_of_adapters(adapters[-1]), base)
         contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
@@ -119,7 +122,9 @@ def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[f
             key="--scale",
             way_out="Give one for all, or one for each.",
         )
-    times = list(scales) * (len(adapters) if len(scales) == 1 else 1) or [1.0] * len(adapters)
+    times = list(scales) or [1.0]
+    if len(times) == 1:
+        times *= len(adapters)
     for adapter, each in zip(adapters, times, strict=True):
         is_dora = any(MAGNITUDE in sides for sides in adapter.layers.values())
         if is_dora and each != 1:

@@ -31,6 +31,9 @@ _LORA_SETTINGS = {
     "training.lora.dropout": "dropout before the adapters",
 }
 
+Values = Mapping[str, Any]
+"""What a run's files tell, by name."""
+
 
 def write_model_card(
     folder: Path,
@@ -81,13 +84,13 @@ def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
     return "\n".join([*lines, "---"])
 
 
-def _origin(config: Mapping[str, Any], step: int | None, model_folder: Path) -> str:
+def _origin(config: Values, step: int | None, model_folder: Path) -> str:
     how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
     after = f", {step:,} steps" if step is not None else ""
     return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
 
 
-def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def _data(config: Values, record: Values) -> str:
     files = config.get("data.dataset_param.basic_parameters.dataset")
     if not files:
         return ""
@@ -99,7 +102,7 @@ def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"## Data\n\n{', '.join(parts)}."
 
 
-def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, has_tokens: bool) -> str:
+def _settings(config: Values, record: Values, step: int | None, *, has_tokens: bool) -> str:
     if not config:
         return ""
     labels = dict(_SETTINGS)
@@ -110,7 +113,10 @@ def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | 
     values = {"steps": step, "samples a step": record.get("global_batch"), "ranks": record.get("world_size")}
     for key, label in labels.items():
         values[label] = config.get(key)
-    rows = [(label, _plain(value)) for label, value in values.items() if value not in (None, [], "")]
+    rows = []
+    for label, value in values.items():
+        if value not in (None, [], ""):
+            rows.append((label, _plain(value)))
     return _table("Training", ("setting", "value"), rows)
 
 
@@ -118,13 +124,17 @@ def _numbers(run: RunFolder | None, step: int | None) -> str:
     if run is None:
         return ""
     rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
-    results = _json(run.evaluation / "results.json") if _is_newest(run, step) else {}
+    results: Values = {}
+    if _is_newest(run, step):
+        results = _json(run.evaluation / "results.json")
     measure = results.get("measure", "accuracy")
     for name, score in (results.get("tasks") or {}).items():
         interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
         share = score["rate"] if "rate" in score else score["accuracy"]
         rows.append((f"{measure}, {name}", f"{100 * share:.1f} %", f"n={score['n']:,}, {interval}"))
-    return _table("Numbers", ("what", "value", "where"), rows) if rows else ""
+    if not rows:
+        return ""
+    return _table("Numbers", ("what", "value", "where"), rows)
 
 
 def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
@@ -143,8 +153,11 @@ def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
 
 def _is_newest(run: RunFolder, step: int | None) -> bool:
     """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
-    steps = [record["step"] for record in read_jsonl(run.metrics) if isinstance(record.get("step"), int)]
-    return step is not None and step >= max(steps, default=0)
+    newest = 0
+    for record in read_jsonl(run.metrics):
+        if isinstance(record.get("step"), int):
+            newest = max(newest, record["step"])
+    return step is not None and step >= newest
 
 
 _VIEW_WORDS = {
@@ -164,14 +177,17 @@ def _view(folder: Path) -> str:
     """What a script of somebody's own has to do before it calls the processor; nothing where that does it all."""
     view = read_view(folder)
     given = view.get("preprocess_parameters", {})
-    steps = [f"- {key} {given[key]}: {words}" for key, words in _VIEW_WORDS.items() if key in given]
+    steps = []
+    for key, words in _VIEW_WORDS.items():
+        if key in given:
+            steps.append(f"- {key} {given[key]}: {words}")
     if not steps:
         return ""
     head = "Training prepared media like this. Where the processor has no setting for a step, do it before the call:"
     return "\n".join(["## Media", "", head, "", *steps])
 
 
-def _flat_config(run: RunFolder | None) -> dict[str, Any]:
+def _flat_config(run: RunFolder | None) -> dict[str, object]:
     """The run's resolved configuration by dotted key; empty when it is not there."""
     if run is None or not run.resolved.exists():
         return {}
@@ -180,8 +196,8 @@ def _flat_config(run: RunFolder | None) -> dict[str, Any]:
     return _flat(YAML(typ="safe").load(run.resolved) or {})
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(values: Values, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
@@ -202,7 +218,7 @@ def _plain(value: object) -> str:
     return f"{value:,}" if is_number else str(value)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError):

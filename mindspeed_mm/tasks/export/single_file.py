@@ -46,8 +46,12 @@ def authors_files(tensors: Mapping[str, LazyTensor], rule: DtypeRule, adapter: D
     """
     if len(adapter.transformers) == 1:
         return [_renamed(tensors, rule, adapter.transformer_class)]
-    parts = [(FILES_OF_TWO[name], of_part(tensors, rule, f"{name}.")) for name in adapter.transformers]
-    return [replace(_renamed(*part, adapter.transformer_class), name=file) for file, part in parts]
+    files = []
+    for name in adapter.transformers:
+        part = of_part(tensors, rule, f"{name}.")
+        file = _renamed(*part, adapter.transformer_class)
+        files.append(replace(file, name=FILES_OF_TWO[name]))
+    return files
 
 
 def _renamed(tensors: Mapping[str, LazyTensor], rule: DtypeRule, class_name: str) -> AuthorsFile:

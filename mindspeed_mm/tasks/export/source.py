@@ -94,9 +94,13 @@ def unnamed_model(where: Path, way_out: str) -> UsageError:
 
 
 def _started_from(checkpoint: CommittedCheckpoint, folder: RunFolder | None) -> Path:
-    found = noted_model(folder.path) if folder else None
+    found = None
+    place = checkpoint.path
+    if folder is not None:
+        found = noted_model(folder.path)
+        place = folder.run_json
     if found is None:
-        raise unnamed_model(folder.run_json if folder is not None else checkpoint.path, NAME_MODEL)
+        raise unnamed_model(place, NAME_MODEL)
     if not found.is_dir():
         raise ModelFolderError(
             "the folder that the run started from no longer exists",

@@ -10,7 +10,7 @@ from pathlib import Path
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-from mindspeed_mm.tasks.models.routes import TASKS, bare
+from mindspeed_mm.tasks.models.routes import TASKS, bare, bare_names, cards_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _akin(name: str) -> list[ModelCard]:
     begun: list[ModelCard] = []
     longest = 1
     for card in families():
-        names = [bare(each) for each in (card.name, *card.ids, card.title.split(",")[0])]
+        names = bare_names(card)
         if len(wanted) > 2 and any(each.startswith(wanted) for each in names):
             beginning.append(card)
         length = max((len(each) for each in names if size.startswith(each)), default=0)
@@ -139,7 +139,10 @@ def _in_folder(folder: Path) -> list[ModelCard]:
             continue
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-            classes = [config["_class_name"]] if "_class_name" in config else list(config["architectures"])
+            if "_class_name" in config:
+                classes = [config["_class_name"]]
+            else:
+                classes = list(config["architectures"])
         except (ValueError, KeyError, TypeError) as error:
             raise ModelFolderError(
                 "does not say which class its model is",
@@ -167,16 +170,20 @@ def as_text(cards: Sequence[ModelCard]) -> str:
     title = max(len(card.title) for card in cards)
     lines: list[str] = []
     for task, (heading, *_) in TASKS.items():
-        group = [card for card in cards if card.task == task]
+        group = cards_of(task, cards)
+        if group and lines:
+            lines.append("")
         if group:
-            lines += ["", heading] if lines else [heading]
+            lines.append(heading)
         for card in group:
             proven = ", ".join(card.proven) or "-"
             lines.append(f"  {card.name:{width}}  {card.title:{title}}  {sizes(card):>11}  {proven}")
     lines += ["", "Planned, not built yet"]
-    lines += [f"  {name:{width}}  {about}" for name, about in PLANNED.items()]
+    for name, about in PLANNED.items():
+        lines.append(f"  {name:{width}}  {about}")
     lines += ["", "Proven by tests, `mm models NAME` tells which:"]
-    lines += [f"  {name:8} {proof.what}" for name, proof in PROOFS.items()]
+    for name, proof in PROOFS.items():
+        lines.append(f"  {name:8} {proof.what}")
     return "\n".join(lines)
 
 
@@ -191,7 +198,8 @@ def as_card(card: ModelCard) -> str:
         f"  chosen by {names_id}the class that config.json names",
     ]
     for hub, size in card.released.items():
-        lines.append(f"  released  {hub}" + (f", {size:g} B" if size is not None else ""))
+        size_told = f", {size:g} B" if size is not None else ""
+        lines.append(f"  released  {hub}{size_told}")
     for name, case in card.proven.items():
         lines += [f"  {name:9} {PROOFS[name].what}", f"            {_test(name, case)}"]
     if card.tasks:
@@ -224,7 +232,9 @@ def sizes(card: ModelCard) -> str:
     if not known:
         return ""
     smallest, largest = _rounded(known[0]), _rounded(known[-1])
-    return f"{smallest} B" if smallest == largest else f"{smallest}–{largest} B"
+    if smallest == largest:
+        return f"{smallest} B"
+    return f"{smallest}–{largest} B"
 
 
 def _rounded(size: float) -> str:

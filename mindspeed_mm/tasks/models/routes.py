@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -373,7 +373,7 @@ def find(wish: str) -> Route:
     named = [card for card in families() if _is_named(card, words)]
     scored: list[tuple[int, Route]] = []
     for key, task in TASKS.items():
-        named_of_task = sum(card.task == key for card in named)
+        named_of_task = len(cards_of(key, named))
         scored.append((_shared(task.stems, words) + named_of_task, _of_task(key, task, named, words)))
     also: list[str] = []
     for topic in ANY_MODEL:
@@ -397,8 +397,12 @@ def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
 
 
 def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
-    names = {bare(name) for name in (card.name, *card.ids, card.title.split(",")[0])}
-    return not names.isdisjoint(map(bare, words))
+    return not set(bare_names(card)).isdisjoint(map(bare, words))
+
+
+def bare_names(card: ModelCard) -> list[str]:
+    """What a person may call a family: its name, its ids, and its title up to a comma."""
+    return list(map(bare, (card.name, *card.ids, card.title.partition(",")[0])))
 
 
 def bare(name: str) -> str:
@@ -408,20 +412,32 @@ def bare(name: str) -> str:
 
 def _of_task(key: str, task: Topic, named: Sequence[ModelCard], words: Sequence[str]) -> Route:
     """A task's route: what is named, else those that do all that the wish speaks of, most proven first."""
-    aspects = {name: each for name, each in ASPECTS.items() if each.task == key and _shared(each.stems, words)}
+    aspects: dict[str, Aspect] = {}
+    for name, aspect in ASPECTS.items():
+        if aspect.task == key and _shared(aspect.stems, words):
+            aspects[name] = aspect
     stages = dict(task.stages)
     for aspect in aspects.values():
         if aspect.stage:
             stages[aspect.stage] = aspect.command
-    mine = [card for card in named if card.task == key]
+    mine = cards_of(key, named)
     if not mine:
-        of_task = [card for card in families() if card.task == key]
-        mine = sorted(of_task, key=lambda card: len(card.proven), reverse=True)
+        mine = sorted(cards_of(key, families()), key=lambda card: len(card.proven), reverse=True)
         for name, aspect in aspects.items():
-            doing = [card for card in mine if name in card.does or aspect.medium in card.modalities]
-            others = [card for card in mine if card not in doing]
-            mine = doing if doing and aspect.stage else doing + others
+            doing: list[ModelCard] = []
+            others: list[ModelCard] = []
+            for card in mine:
+                does_it = name in card.does or aspect.medium in card.modalities
+                (doing if does_it else others).append(card)
+            mine = doing
+            if not doing or not aspect.stage:
+                mine = doing + others
     return Route(task.title, mine, stages, task.page, task.note)
+
+
+def cards_of(task: str, cards: Iterable[ModelCard]) -> list[ModelCard]:
+    """Those of one task, in their order."""
+    return [card for card in cards if card.task == task]
 
 
 _MOST_FAMILIES = 8
@@ -441,5 +457,6 @@ def as_text(route: Route) -> str:
         lines.append(f"  {number}  {stage:{width}}  {command}")
     if route.note:
         lines.append(f"  note: {route.note}")
-    lines += [f"  also: {other}" for other in route.also]
+    for other in route.also:
+        lines.append(f"  also: {other}")
     return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])

@@ -42,7 +42,9 @@ class Deviation(NamedTuple):
     @property
     def place(self) -> str:
         """Step and parameter."""
-        return f"step {self.step}" + (f", {self.name}" if self.name else "")
+        if not self.name:
+            return f"step {self.step}"
+        return f"step {self.step}, {self.name}"
 
     def __str__(self) -> str:
         return f"{self.value:.1e}  {self.quantity}, {self.place}: {self.found:.17g} instead of {self.expected:.17g}"

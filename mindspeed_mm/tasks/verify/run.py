@@ -96,10 +96,13 @@ def _first_that_runs(job: VerifyJob, candidates: Sequence[Candidate]) -> tuple[T
         if not is_last and not can_be_built(arguments):
             continue
         try:
-            made = arguments if job.full else write_weights(arguments, job.folder / f"weights{number}")
+            made = arguments
+            if not job.full:
+                made = write_weights(arguments, job.folder / f"weights{number}")
             setup = replace(job.setup, arguments=made, changes=(*lines, *job.setup.changes))
             chosen = replace(job, setup=setup)
-            engine, steps = steps_of(chosen, Case(alone=True, micro_batches=1 if job.one_size else setup.rows))
+            micro_batches = 1 if job.one_size else setup.rows
+            engine, steps = steps_of(chosen, Case(alone=True, micro_batches=micro_batches))
         except (ModelFolderError, ValueError, TypeError, RuntimeError, LookupError):
             if is_last:
                 raise
@@ -113,7 +116,9 @@ def _describe(engine: TrainEngine, full: bool) -> str:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     name = type(engine.model).__name__.removeprefix("FSDP")
     words = f"{name}, {short_count(count)} parameters"
-    return words if full else f"{words}, made small (--full uses the real one)"
+    if full:
+        return words
+    return f"{words}, made small (--full uses the real one)"
 
 
 # --- as planned -------------------------------------------------------------------------------------------------------
@@ -224,5 +229,6 @@ def load_records(path: Path) -> list[StepRecord]:
         else:
             step[quantity] = tensor
     for step in steps.values():
-        step["gradients"] = {name: step["gradients"].get(name) for name in step["weights"]}
+        gradients = step["gradients"]
+        step["gradients"] = {name: gradients.get(name) for name in step["weights"]}
     return [steps[number] for number in sorted(steps, key=int)]

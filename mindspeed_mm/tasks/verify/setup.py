@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -134,7 +133,8 @@ def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) 
 
 def arguments_of(setup: Setup, case: Case) -> Arguments:
     """The configuration of one run."""
-    arguments, data_ranks = setup.arguments, 1 if case.alone else setup.sizes.dp
+    arguments = setup.arguments
+    data_ranks = 1 if case.alone else setup.sizes.dp
     training = arguments.training.model_copy(
         update={
             "micro_batch_size": setup.rows // data_ranks // case.micro_batches,
@@ -142,7 +142,7 @@ def arguments_of(setup: Setup, case: Case) -> Arguments:
             "save": str(case.save) if case.save else None,
         }
     )
-    changes: dict[str, Any] = {"training": training}
+    changes: dict[str, object] = {"training": training}
     if case.alone:
         whole = arguments.parallel.fsdp_plan.model_copy(update={"reshard_after_forward": True})
         changes["parallel"] = ParallelArguments(fsdp_plan=whole)
@@ -163,7 +163,7 @@ def smallest_plan(parallel: ParallelArguments, nproc: int | None) -> tuple[Paral
         return parallel, resolve_parallel_sizes(parallel, nproc)
     plan, world = _with_data_axes(parallel)
     if world > MOST_PROCESSES:
-        cut: dict[str, Any] = {axis: min(parallel[axis], SMALLEST_AXIS) for axis in _AXES}
+        cut: dict[str, object] = {axis: min(parallel[axis], SMALLEST_AXIS) for axis in _AXES}
         own = {}
         for axis in _AXES[1:]:  # a tower has no pipeline
             size = parallel.encoder_plan[axis]
@@ -216,7 +216,7 @@ def _ranks_of(parallel: ParallelArguments) -> int:
 
 def _exact_plan(plan: FsdpPlan, sizes: ParallelSizes) -> FsdpPlan:
     """In fp64; a group to reshard to that the fewer ranks no longer have becomes all of them."""
-    update: dict[str, Any] = {"param_dtype": "fp64", "reduce_dtype": None, "output_dtype": None, "pin_memory": False}
+    update: dict[str, object] = {"param_dtype": "fp64", "reduce_dtype": None, "output_dtype": None, "pin_memory": False}
     reshard = plan.reshard_after_forward
     if not isinstance(reshard, bool) and sizes.fsdp % reshard:
         update["reshard_after_forward"] = True
@@ -228,10 +228,10 @@ def _exact_plan(plan: FsdpPlan, sizes: ParallelSizes) -> FsdpPlan:
 
 def _comparable_training(training: TrainingArguments, *, full: bool) -> TrainingArguments:
     """Two steps at a constant rate that writes nothing; the optimizer's state is saved and loaded where runs resume."""
-    adapters: dict[str, Any] = {"dropout": 0.0}
+    adapters: dict[str, object] = {"dropout": 0.0}
     if not full:
         adapters["pretrained_lora_path"] = None
-    update: dict[str, Any] = {
+    update: dict[str, object] = {
         "train_iters": STEPS, "train_epochs": None, "lr_decay_style": "constant", "lr_warmup_ratio": 0.0,
         "adam_fused": False, "adam_eps": max(training.adam_eps, LEAST_ADAM_EPS), "allow_hf32": None,
         "save": None, "save_format": "dcp", "save_interval": 0, "save_async": False, "save_ckpt_dtype": None,
@@ -248,21 +248,21 @@ def _comparable_training(training: TrainingArguments, *, full: bool) -> Training
 def _comparable_data(data: DataArguments, cache: Path) -> DataArguments:
     """The training rows alone, read by the ranks themselves; what is converted of them goes to `cache`."""
     basic = data.dataset_param.basic_parameters
-    update: dict[str, Any] = {"val_dataset": None, "cache_dir": str(cache)}
+    update: dict[str, object] = {"val_dataset": None, "cache_dir": str(cache)}
     if "val_features_dir" in basic:
         update["val_features_dir"] = None
     dataset = data.dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
-    loading: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
+    loading: dict[str, object] = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
     if not basic.packs:
         loading |= _drawn_one_by_one(data.dataloader_param)
     loader = data.dataloader_param.model_copy(update=loading)
     return data.model_copy(update={"dataset_param": dataset, "val_dataset_param": None, "dataloader_param": loader})
 
 
-def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, Any]:
+def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, object]:
     """Samples in the order in which they are drawn: chosen by their lengths, those of a step would be others in
     micro-batches of another size."""
-    update: dict[str, Any] = {"max_patches_per_batch": None}
+    update: dict[str, object] = {"max_patches_per_batch": None}
     if loader.sampler_type in _BY_LENGTH:
         update["sampler_type"] = "BaseRandomBatchSampler"
     if loader.dataloader_mode == "variable":
@@ -270,7 +270,7 @@ def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, Any]:
     return update
 
 
-def _kernels(arguments: Arguments) -> dict[str, Any]:
+def _kernels(arguments: Arguments) -> dict[str, object]:
     """An attention kernel that a CPU has."""
     if arguments.model.attn_implementation in _NO_CPU_KERNEL:
         return {"attn_implementation": None}
@@ -301,5 +301,7 @@ def change_line(key: str, old: object, new: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    text = str(value)
     return text if len(text) <= 32 else f"{text[:29]}…"

@@ -14,6 +14,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_mm.core.config_path import dotted
+
 Config = dict[str, Any]
 
 
@@ -86,10 +88,16 @@ def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shr
     """
     small = deepcopy(dict(config))
     parts = list(_parts(small))
-    text = next((part for name, part in parts if name.endswith(("text_config", "llm_config"))), small)
+    text = small
+    for name, part in parts:
+        if name.endswith(("text_config", "llm_config")):
+            text = part
+            break
     text_width = text.get("hidden_size")
     for name, part in parts:
-        fewest = FEWEST_LAYERS if _is_tower(name) else max(FEWEST_LAYERS, room.stages)
+        fewest = FEWEST_LAYERS
+        if not _is_tower(name):
+            fewest = max(FEWEST_LAYERS, room.stages)
         for key in _counts_in(part, _LAYERS):
             _cut_layers(part, key, fewest)
         _cut_experts(part, room.experts)
@@ -122,7 +130,7 @@ def _parts(section: Config, name: str = "") -> Iterator[tuple[str, Config]]:
     yield name, section
     for key, value in section.items():
         if isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
-            yield from _parts(value, f"{name}.{key}" if name else key)
+            yield from _parts(value, dotted(name, key))
 
 
 def _tables(value: object) -> Iterator[Config]:
@@ -148,7 +156,10 @@ def _counts_in(part: Config, keys: Sequence[str]) -> list[str]:
 
 def _first_count(part: Config, keys: Sequence[str]) -> str | None:
     """The first of them."""
-    return next(iter(_counts_in(part, keys)), None)
+    for key in keys:
+        if _is_count(part.get(key)):
+            return key
+    return None
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -176,9 +187,10 @@ def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
     firsts = {kinds.index(kind) for kind in kinds}
     if period > 1:  # what repeats counts from the first layer: nothing between may go
         return list(range(min(count, max(fewest, period, max(firsts) + 1))))
-    others = (layer for layer in range(count) if layer not in firsts)
-    while len(firsts) < min(fewest, count):
-        firsts.add(next(others))
+    for layer in range(count):
+        if len(firsts) >= fewest:
+            break
+        firsts.add(layer)
     return sorted(firsts)
 
 
@@ -217,9 +229,13 @@ def _cut_experts(part: Config, ranks: int) -> None:
     key = _first_count(part, _EXPERTS)
     if key is None or part[key] % ranks:
         return
-    chosen, is_grouped = _first_count(part, _CHOSEN), _is_count(part.get("n_group"))
-    most = min(part[chosen], MOST_EXPERTS_CHOSEN) if chosen else 1
-    groups = min(part["n_group"], 2) if is_grouped else 1
+    chosen = _first_count(part, _CHOSEN)
+    is_grouped = _is_count(part.get("n_group"))
+    most = groups = 1
+    if chosen:
+        most = min(part[chosen], MOST_EXPERTS_CHOSEN)
+    if is_grouped:
+        groups = min(part["n_group"], 2)
     fewest = _up_to_multiple(max(FEWEST_EXPERTS, 2 * most), math.lcm(ranks, groups))
     if fewest >= part[key]:
         return
@@ -296,8 +312,10 @@ def _narrower_head(part: Config, head: int) -> int:
     """The narrowest head that rotary positions still fit: its turned share is an even number of features, and each of
     the parts that they are cut into, scaled with the head, stays a multiple of its step."""
     share = part.get("partial_rotary_factor")
+    if not isinstance(share, int | float):
+        share = 1
     for width in NARROW_HEADS:
-        turned = width * share if isinstance(share, int | float) else width
+        turned = width * share
         if width >= head or turned % 2:
             continue
         if all(size * width % (head * step) == 0 for size, step in _rotary_sizes(part)):

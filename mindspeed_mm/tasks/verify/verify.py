@@ -86,12 +86,23 @@ def exit_code_of(found: Verification) -> int:
     """0 where all is equal, 5 where something is off; a planted fault that nobody noticed is a bug of ours."""
     if found.missed:
         return int(ExitCode.DIVERGED)
-    return int(ExitCode.OK if found.fault is None else ExitCode.BUG)
+    if found.fault is not None:
+        return int(ExitCode.BUG)
+    return int(ExitCode.OK)
 
 
 def describe_plan(sizes: ParallelSizes) -> str:
     """`4 processes: dp_shard 2 × tp 2; against one; cpu, fp64`."""
-    axes = {name: getattr(sizes, name) for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")}
+    if sizes.world == 1:
+        return "1 process; against one process; CPU, fp64"
+    axes = {
+        "pp": sizes.pp,
+        "dp_replicate": sizes.dp_replicate,
+        "dp_shard": sizes.dp_shard,
+        "ring": sizes.ring,
+        "ulysses": sizes.ulysses,
+        "tp": sizes.tp,
+        "ep": sizes.ep,
+    }
     words = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-    count = f"{sizes.world} processes: {words}" if sizes.world > 1 else "1 process"
-    return f"{count}; against one process; CPU, fp64"
+    return f"{sizes.world} processes: {words}; against one process; CPU, fp64"
