@@ -243,7 +243,7 @@ def begin_anew(chat: Conversation, system: str) -> str:
 def save(chat: Conversation, words: str) -> str:
     """Add the conversation to a file."""
     if not chat.turns:
-        raise UsageError("nothing was said yet", key="/save")
+        raise UsageError("nothing was said yet", key="/save", way_out="Say something first.")
     path = named_file(words)
     chat.save(path)
     return f"added to {path}"
@@ -260,5 +260,5 @@ def named_file(words: str) -> Path:
     except ValueError:
         parts = [words]
     if not words:
-        raise UsageError("no file is named")
+        raise UsageError("no file is named", way_out="Write its name behind the command.")
     return Path(parts[0] if len(parts) == 1 else words).expanduser()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from mindspeed_mm.cli.sharing import Options, chosen, given_of, is_address, is_given, share, speaks
+from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
+    from mindspeed_mm.tasks.evaluate.judge import Judge
 
 EXAMPLES = """
 \b
@@ -43,6 +44,8 @@ BENCHMARKS = (
     "realworldqa",
     "videomme",
 )
+JUDGED = ("mmbench_dev", "mathvista_testmini")
+"""Sets whose authors let a language model find answers."""
 HARNESS_NAMES = ("lmms-eval", "vlmevalkit")
 QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 
@@ -165,7 +168,8 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     "--judge",
     metavar="URL",
     help="Address of a server of OpenAI's interface, up to /v1: a model there decides whether an answer that is not "
-    "the expected one means the same. Needs --judge-model.",
+    "the expected one means the same; with --benchmark it finds the answer in what was said, of sets whose authors let "
+    "a language model do so. Needs --judge-model.",
 )
 @click.option("--judge-model", metavar="NAME", help="With --judge: what the server calls the model.")
 @click.option(
@@ -211,6 +215,9 @@ def command(context: click.Context, /, model: str, **options: Any) -> int:
     if is_address(model) and way != "harness":
         way_out = "Add --harness, or name a folder or a run."
         raise UsageError("is the address of a server, whose model only a harness asks", where=model, way_out=way_out)
+    if way != "harness":  # a server refuses options of a model, whatever they name
+        check_inputs(context)
+    _check_names(options, way)
     action, shares = _WAYS[way]
     return share(context, "evaluate", lambda: _tell(action(model, options), options["as_json"]), shares=shares)
 
@@ -224,12 +231,13 @@ _OWN = {
     **dict.fromkeys(_ASKING, _OF_HARNESS),
 }
 """Option → the only way that takes it, what it does there, how to get there."""
-_COMPARED = {"metric", "ignore_case", "ignore_punctuation", "judge", "judge_model", "judge_key_env"}
+_JUDGE = {"judge", "judge_model", "judge_key_env"}
+_COMPARED = {"metric", "ignore_case", "ignore_punctuation"} | _JUDGE
 _MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN = {
     "generated": set(_MEASURES),
     "harness": {"lora", "config", *_ASKING} | _GENERATING,
-    "benchmark": {"against"} | _MODEL | _GENERATING,
+    "benchmark": {"against", *_JUDGE} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "rows": {"media_dir", "against"} | _MODEL | _GENERATING | _COMPARED,
 }
@@ -266,12 +274,25 @@ def _check_judge(options: Options) -> None:
             raise UsageError("there is no judge", key=key, way_out="Give its address: --judge URL.")
     if options["judge"] is None:
         return
+    if options["benchmark"] not in (None, *JUDGED):
+        what = f"the authors of {options['benchmark']} score by their rule alone"
+        raise UsageError(what, key="--judge", way_out=f"Leave it out: those of {' and '.join(JUDGED)} ask a model.")
     if options["judge_model"] is None:
         way_out = "Name the model that the server is to ask: --judge-model NAME."
         raise UsageError("the judge has no name", key="--judge", way_out=way_out)
     if options["metric"] not in (None, "exact"):
         way_out = "Leave --metric out."
         raise UsageError("a judge says right or wrong, and counts no words", key="--judge", way_out=way_out)
+
+
+def _check_names(options: Options, way: str) -> None:
+    """Raise `UsageError` where another package is to be asked for nothing."""
+    if way == "harness" and not names_of(options["tasks"]):
+        raise UsageError("no tasks are given", key="--tasks", way_out="Name them as the harness does: --tasks ai2d.")
+    wants_vbench = options["vbench"] is not None or options["vbench_python"] is not None
+    if wants_vbench and not names_of(options["vbench"]):
+        way_out = "Name them as VBench does: --vbench subject_consistency,motion_smoothness."
+        raise UsageError("no dimensions are given", key="--vbench", way_out=way_out)
 
 
 class Result(Protocol):
@@ -297,14 +318,20 @@ def _tell(result: Result, as_json: bool) -> None:
 def _score_rows(model: str, options: Options) -> Result:
     from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison  # torch: the help does without
     from mindspeed_mm.tasks.evaluate import evaluate
-    from mindspeed_mm.tasks.evaluate.judge import Judge
 
-    judge = None
-    if options["judge"] is not None:
-        judge = Judge(options["judge"], options["judge_model"], options["judge_key_env"])
     comparison = Comparison(options["metric"] or "exact", options["ignore_case"], options["ignore_punctuation"])
     taken = chosen(options, "out", "media_dir", "lora", "config", "plan", "against")
-    return evaluate.run(Path(model), options["data"], comparison=comparison, judge=judge, **taken, **_limits(options))
+    taken |= {"comparison": comparison, "judge": _judge(options)}
+    return evaluate.run(Path(model), options["data"], **taken, **_limits(options))
+
+
+def _judge(options: Options) -> Judge | None:
+    """The judge that is to be asked; None: nobody."""
+    from mindspeed_mm.tasks.evaluate.judge import Judge
+
+    if options["judge"] is None:
+        return None
+    return Judge(options["judge"], options["judge_model"], options["judge_key_env"])
 
 
 @collecting_later()
@@ -312,7 +339,7 @@ def _score_published(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
 
     taken = chosen(options, "benchmark", "data", "out", "lora", "config", "against", "plan")
-    return evaluate.run(evaluate.PublishedRequest(Path(model), **taken, **_limits(options)))
+    return evaluate.run(evaluate.PublishedRequest(Path(model), judge=_judge(options), **taken, **_limits(options)))
 
 
 def _limits(options: Options) -> Options:
@@ -336,14 +363,11 @@ def _measure_loss(model: str, options: Options) -> Result:
 
 
 def _measure_generated(model: str, options: Options) -> Result:
-    from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
-
     given = given_of(options, *_MEASURES, "out", "batch_size")
     if {"vbench", "vbench_python"} & given.keys():
         given["vbench"] = names_of(options["vbench"])
-        if not given["vbench"]:
-            way_out = "Name them as VBench does: --vbench subject_consistency,motion_smoothness."
-            raise UsageError("no dimensions are given", key="--vbench", way_out=way_out)
+    from mindspeed_mm.tasks.evaluate.generated import evaluate  # torch: the help does without
+
     return evaluate.run(evaluate.GeneratedRequest(Path(model), **given))
 
 
@@ -358,8 +382,6 @@ def _ask_by_harness(model: str, options: Options) -> Result:
     from mindspeed_mm.tasks.model_source import resolve_model
 
     tasks = names_of(options["tasks"])
-    if not tasks:
-        raise UsageError("no tasks are given", key="--tasks", way_out="Name them as the harness does: --tasks ai2d.")
     asked: served.ServedModel | served.Folder
     if is_address(model):
         asked = _running(model, options)
@@ -389,12 +411,13 @@ def _ask_by_harness(model: str, options: Options) -> Result:
 def _running(address: str, options: Options) -> ServedModel:
     """The model of a server that runs already."""
     from mindspeed_mm.cli.serve import read_key
-    from mindspeed_mm.tasks.answer.remote import RemoteModel
-    from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
 
     others = ("lora", "config", "plan", "batch_size")
     _refuse_given(options, others, "is for models that are loaded here, and a server has loaded its own")
     key = read_key(options["key_file"])
+    from mindspeed_mm.tasks.answer.remote import RemoteModel  # torch: the help does without
+    from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
+
     server = RemoteModel.at(address, options["name"] or "", key)
     return ServedModel(server.address, server.name, key)
 

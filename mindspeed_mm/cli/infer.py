@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from mindspeed_mm.cli.sharing import Options, chosen, given_of, is_given, share
+from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_given, share
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
@@ -67,7 +67,7 @@ PATH = click.Path(path_type=Path)
 def finite(_context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """Refuse nan and inf, which are floats to click."""
     if value is not None and not math.isfinite(value):
-        raise UsageError(f"{value} is not a number", key=parameter.opts[0])
+        raise UsageError(f"{value} is not a number", key=parameter.opts[0], way_out="Give a finite number.")
     return value
 
 
@@ -308,6 +308,11 @@ def answer(context: click.Context, model: Path, options: Options) -> int:
     check_source(options, media)
     check_choice(options)
     check_media(media)
+    adapters = read_adapters(options["adapters"])
+    if adapters and options["lora"] is not None:
+        way_out = "Name them as well: --adapter NAME=FOLDER."
+        raise UsageError("there are adapters for all rows as well", key="--lora", way_out=way_out)
+    check_inputs(context)
     from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 
     choice = chosen(options, "temperature", "top_p", "top_k", "seed", "beams")
@@ -325,7 +330,7 @@ def answer(context: click.Context, model: Path, options: Options) -> int:
         elif options["data"] is None:
             answer_prompt(model, options, media, settings)
         else:
-            answer_rows(model, options, settings)
+            answer_rows(model, options, settings | {"adapters": adapters})
 
     return share(context, "infer", say, shares=options["data"] is not None)
 
@@ -373,7 +378,6 @@ def answer_rows(model: Path, options: Options, settings: Options) -> None:
         batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
         media_dir=options["media_dir"],
         overwrite=options["overwrite"],
-        adapters=read_adapters(options["adapters"]),
         plan=options["plan"],
         **settings,
     )

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from mindspeed_mm.cli.infer import read_adapters
-from mindspeed_mm.cli.sharing import share
+from mindspeed_mm.cli.sharing import check_inputs, share
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.tasks.serve.limits import Limits, option_of
+from mindspeed_mm.tasks.serve.request import ServeRequest, check_request
 
 EXAMPLES = """
 \b
@@ -58,10 +59,12 @@ def limit_options(command: Callable[..., int]) -> Callable[..., int]:
 )
 @click.option(
     "--engine",
-    type=click.Choice(["own", "vllm", "sglang"]),
+    type=click.Choice(["own", "batches", "continuous", "vllm", "sglang"]),
     default="own",
     show_default=True,
-    help="Who answers; vllm and sglang must be installed.",
+    help="Who answers. own: this package, by continuous batching where a model of text alone runs on an accelerator, "
+    "else by batches, which take every model and are faster on a CPU; batches, continuous: always so; vllm and sglang "
+    "must be installed.",
 )
 @click.option(
     "--plan",
@@ -106,10 +109,8 @@ def command(
     if nproc > 1 and plan is None:
         way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
         raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
-    from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
-
     remote_hosts = frozenset(host.lower() for host in hosts)
-    request = serve.ServeRequest(
+    request = ServeRequest(
         model,
         host,
         port,
@@ -125,6 +126,9 @@ def command(
         engine,
         plan,
     )
+    check_inputs(context)
+    check_request(request)
+    from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
 
     def say(address: str) -> None:
         told = {"model": request.shown_name, "address": address}
@@ -144,7 +148,8 @@ def read_key(path: Path | None) -> str | None:
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("the key cannot be read", where=str(path), key="--key-file") from error
+        what, way_out = "the key cannot be read", "Write one: openssl rand -hex 32 > key.txt"
+        raise UsageError(what, where=str(path), key="--key-file", way_out=way_out) from error
     if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable():
         what = f"a key has {_SHORTEST_KEY} characters or more, all of them printable ASCII"
         way_out = "Write one: openssl rand -hex 32 > key.txt"

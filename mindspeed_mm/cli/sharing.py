@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import DataError, MMError, UsageError
+
+_INPUTS = frozenset(("data", "media_dir", "config", "plan", "against", "lora"))
+"""Options that name what is read."""
 
 Options = dict[str, Any]
 """Values of a command's options, by the names of its parameters; each has the type that the option declares."""
@@ -33,6 +37,17 @@ def is_given(context: click.Context, parameter: click.Parameter) -> bool:
 def is_address(model: str) -> bool:
     """Whether what is named is a server, not a folder."""
     return model.lower().startswith(("http://", "https://"))
+
+
+def check_inputs(context: click.Context) -> None:
+    """Raise `UsageError`, or of rows and media `DataError`, for the first option whose file or folder is not there."""
+    for option in context.command.params:
+        path = context.params[option.name or ""]
+        if option.name in _INPUTS and isinstance(path, Path) and not path.exists():
+            error = DataError if option.name in ("data", "media_dir") else UsageError
+            what = "there is no such folder" if option.name == "media_dir" else "there is no such file or folder"
+            way_out = f"Relative paths start at '{Path.cwd()}'."
+            raise error(what, where=str(path), key=option.opts[0], way_out=way_out)
 
 
 def words_of(context: click.Context) -> list[str]:

@@ -35,11 +35,26 @@ def explained_os_error(error: OSError) -> MMError | None:
     if error.errno in _NAMES:
         shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
         return UsageError(os.strerror(error.errno), where=shown, way_out="Give another path.")
+    if error.errno == errno.ENOENT:
+        return _removed_folder(path)
     if error.errno is None:
         found = _SAFETENSORS.fullmatch(str(error))
         if found is not None:
             return _why_unreadable(Path(found[1]))
     return None
+
+
+def _removed_folder(path: str) -> MMError | None:
+    """Of a file that is not there: the folder that it was to be in, or the one that was worked in, if that is gone."""
+    try:
+        folder = Path.cwd() / Path(path).parent
+    except FileNotFoundError:
+        way_out = "Go to a folder that is there, and run the command again."
+        return MachineError("the folder that this command was started in has been removed", way_out=way_out)
+    if folder.exists():
+        return None
+    way_out = "Run the command again: it makes its folders anew."
+    return MachineError("the folder has been removed while this command ran", where=str(folder), way_out=way_out)
 
 
 def _why_unreadable(path: Path) -> MMError | None:

@@ -196,6 +196,37 @@ def test_answers_without_heavy_imports(words: list[str], also_absent: tuple[str,
     assert finished.stderr.strip() == "[]"
 
 
+def test_what_the_words_alone_tell_is_refused_without_heavy_imports(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    judge = ["--judge", "http://127.0.0.1:1/v1", "--judge-model", "large"]
+    commands = [
+        ["serve", "model", "--host", "0.0.0.0"],
+        ["serve", "model", "--media-folder", "none"],
+        ["serve", "model", "--adapter", "a=b", "--engine", "vllm"],
+        ["serve", "model", "--adapter", "model=b"],
+        ["serve", "model", "--adapter", "a=b", "--engine", "continuous"],
+        ["serve", "model", "--plan", "there", "--nproc", "2", "--engine", "sglang"],
+        ["infer", "model", "--data", "none", "--out", "answers"],
+        ["infer", "model", "--data", "there", "--out", "answers", "--adapter", "a"],
+        ["infer", "model", "--data", "there", "--out", "answers", "--adapter", "a=b", "--lora", "there"],
+        ["infer", "model", "--prompt", "a", "--config", "none"],
+        ["evaluate", "model", "--data", "none"],
+        ["evaluate", "model", "--data", "there", "--against", "none"],
+        ["evaluate", "model", "--data", "there", "--benchmark", "docvqa_val", *judge],
+        ["evaluate", "model", "--generated", "--vbench", ","],
+        ["evaluate", "model", "--harness", "lmms-eval"],
+    ]
+    code = (
+        f"import sys\nfrom mindspeed_mm.cli.main import run\nprint([run(words) for words in {commands!r}])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    codes, heavy = done.stdout.splitlines()
+    assert set(codes) <= set("[], 24") and heavy == "[]", done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(commands) and all(line.endswith(".") or "--help" in line for line in lines), done.stderr
+
+
 @pytest.mark.parametrize(("rank", "told"), [("0", "warning: 2 rows repeat another\n"), ("1", "")])
 def test_our_warnings_are_one_line_of_the_first_rank(rank: str, told: str) -> None:
     code = (

@@ -47,6 +47,26 @@ def test_what_nobody_foresaw_is_still_a_bug(
     assert "this is a bug" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_folder_that_goes_away_under_a_command_is_told_in_one_line(
+    is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of the results, or the one that the command was started in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone if is_own else tmp_path)
+
+    def remove(*args: object, **kwargs: object) -> None:
+        gone.rmdir()
+        (Path("answers.jsonl") if is_own else gone / "answers.jsonl").write_text("")
+
+    monkeypatch.setattr(main.cli, "main", remove)
+    assert main.run(["infer"]) == ExitCode.ENVIRONMENT
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "has been removed" in said and "run the command again" in said.lower()
+    assert is_own or said.startswith(str(gone))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_weights_are_told_from_missing_ones(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from scipy.stats import binomtest
 
-from mindspeed_mm.cli.evaluate import BENCHMARKS, command
+from mindspeed_mm.cli.evaluate import BENCHMARKS, JUDGED, command
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.fsdp.sampling.answers.live import Answer
+from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.comparing import compare, mcnemar
-from mindspeed_mm.tasks.evaluate.published import rules
+from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.evaluate.published import evaluate, rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS
+from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 ABCD = {"A": "a cat", "B": "a dog", "C": "the sun", "D": "the moon and the sun"}
@@ -381,6 +386,70 @@ def test_a_model_is_scored_and_compared(model: Path, tmp_path: Path) -> None:
     compared = evaluated(*asked, "--out", tmp_path / "second", "--against", tmp_path / "first")
     assert (compared["against"]["better"], compared["against"]["worse"]) == (4, 0)
     assert compared["against"]["p_value"] == 0.125
+
+
+def judged_run(
+    server: JudgingServer, monkeypatch: pytest.MonkeyPatch, given: Sequence[str], name: str, data: Path, **more: Any
+) -> evaluate.PublishedResult:
+    """With answers that are made up."""
+    answers = {place: Answer((), text, finished=True) for place, text in enumerate(given)}
+    monkeypatch.setattr(evaluate, "_answers", lambda *_: answers)
+    judge = Judge(f"http://127.0.0.1:{server.server_port}/v1", "large") if more.pop("judged", True) else None
+    return evaluate.run(evaluate.PublishedRequest(data.parent / "model", name, data, judge=judge, **more))
+
+
+def test_a_judge_finds_what_the_authors_ask_it_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MathVista's is asked unless the answer stands alone; MMBench's where rules find no option."""
+    monkeypatch.setattr(judging_answers, "RETRIES", 0)
+    (tmp_path / "model").symlink_to(model)
+    asked = {"question": "side?", "image": "1.jpg", "decoded_image": {"bytes": picture(3), "path": None}}
+    sides = ["left", "right"]
+    golds = [(sides, "right", "text"), (None, "12", "integer"), (None, "1.5", "float"), (None, "7", "integer")]
+    rows = [
+        {**asked, "pid": str(number), "choices": choices, "answer": answer, "answer_type": kind, "precision": 1.0}
+        for number, (choices, answer, kind) in enumerate(golds)
+    ]
+    write_parquet(tmp_path / "vista/testmini-0.parquet", rows, ["decoded_image"])
+    given = ["<think>B</think>it is on your left hand, so not A", "12.", "3 / 2 = 1.5, and 2 are left", "7 of 9"]
+    answers = {"spider": "yes", "not A": "**B**", "3 / 2": "1.5", "7 of 9": ""}
+    with judging(answers) as server:
+        run = partial(judged_run, server, monkeypatch, given, "mathvista_testmini", tmp_path / "vista")
+        found = run(out=tmp_path / "out")
+        texts = [request["messages"][0]["content"][0]["text"] for _, request in server.asked]
+        assert len(texts) == 1 + 3 and not any("think" in text for text in texts)
+        assert "the letter of the option" in texts[1] and "A. left" in texts[1] and "number in digits" in texts[2]
+        samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+        assert [sample["share"] for sample in samples] == [1.0, 1.0, 1.0, 0.0]
+        assert [sample["judge"] and sample["judge"]["said"] for sample in samples] == ["**B**", None, "1.5", None]
+        assert samples[1]["judge"] is None and "KeyError" in samples[3]["judge"]["failure"]
+        assert found.facts["judge"]["model"] == "large" and "failed at 1" in found.facts["note"]
+        run(out=tmp_path / "out", against=tmp_path / "out")  # over its own results
+        by_rules = run(out=tmp_path / "rules", judged=False)
+        assert by_rules.overall.to_dict()["correct"] == 1 < found.overall.to_dict()["correct"]
+        with pytest.raises(UsageError, match="was scored without a judge"):
+            run(out=tmp_path / "out", against=tmp_path / "rules")
+
+    row = {"index": "1", "question": "which?", "A": "red", "B": "None", "answer": "A", "category": "colour"}
+    path = write_tsv(tmp_path / "MMBench_DEV_EN.tsv", [row])
+    with judging({"spider": "yes", "first": "A", "nothing": "None."}) as server:
+        bench = partial(judged_run, server, monkeypatch, name="mmbench_dev", data=path)
+        assert bench(given=["the first", "B"], out=tmp_path / "right").overall.to_dict()["correct"] == 1
+        assert len(server.asked) == 1 + 1
+        row["answer"] = "B"
+        write_tsv(path, [row])
+        assert bench(given=["B", "nothing"], out=tmp_path / "wrong").overall.to_dict()["correct"] == 0
+
+
+def test_a_judge_is_for_sets_whose_authors_ask_one(model: Path, tmp_path: Path) -> None:
+    assert {name for name, one in SETS.items() if one.asks_judge is not None} == set(JUDGED)
+    words = ["--benchmark", "docvqa_val", "--data", str(tmp_path), "--judge", "http://x/v1", "--judge-model", "m"]
+    with pytest.raises(UsageError, match=r"docvqa_val score by their rule alone.*mmbench_dev and mathvista_testmini"):
+        CliRunner().invoke(command, [str(model), *words], catch_exceptions=False)
+    request = evaluate.PublishedRequest(model, "docvqa_val", tmp_path, judge=Judge("http://x/v1", "m"))
+    with pytest.raises(UsageError, match="DocVQA score by their rule alone"):
+        evaluate.run(request)
 
 
 def test_options_that_do_not_go_together(model: Path, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
+from transformers import GenerationConfig
 
 from mindspeed_mm.core.errors import DataError, UsageError
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling, TokenChoice
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask, read_questions
@@ -70,6 +71,14 @@ def test_the_generation_configuration_decides_and_rows_do_not_depend_on_their_ba
         with torch.inference_mode():
             ids = generator.model.generate(**inputs, max_new_tokens=TOKENS)[0, inputs["input_ids"].shape[1] :]
         assert encoder.tokenizer.decode(ids, skip_special_tokens=True).strip() == text
+
+
+def test_a_configured_temperature_of_almost_nothing_takes_the_likeliest_token() -> None:
+    """Published configurations have it so (Qwen2.5-VL: 0.000001), and logits that are divided by less overflow."""
+    configured = GenerationConfig(do_sample=True, temperature=1e-6, repetition_penalty=1.05)
+    choice = TokenChoice.of(Sampling(), configured)
+    assert (choice.temperature, choice.repetition_penalty) == (0.0, 1.05)
+    assert TokenChoice.of(Sampling(temperature=0.7), configured).temperature == 0.7
 
 
 def test_other_settings_are_not_mixed_into_a_file(folder: Path, rows: Path, tmp_path: Path) -> None:
@@ -145,19 +154,41 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return folders
 
 
-def test_rows_choose_adapters_by_name(folder: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def by_peft(folder: Path, adapters: Path | None, prompts: list[str]) -> list[str]:
+    """Greedy answers of plain transformers and PEFT, one prompt after the other, with these adapters alone."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    if adapters is not None:
+        model = peft.PeftModel.from_pretrained(model, str(adapters))
+    said = []
+    for prompt in prompts:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.inference_mode():
+            ids = model.eval().generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0]
+        said.append(tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return said
+
+
+def test_rows_say_what_peft_says_with_their_adapters_alone(
+    folder: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     names = ["warm", None, "cold", "cold", None, "warm", "warm"]
-    lines = [{"prompt": f"{'one ' * n}{n}", "adapter": name} for n, name in enumerate(names)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = [f"{'one ' * number}{number}" for number in range(len(names))]
+    rows = [{"prompt": prompt, "adapter": name} for prompt, name in zip(prompts, names, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = {name: by_peft(folder, path, prompts) for name, path in [(None, None), *adapters.items()]}
+    # Each row tells the three apart: a row with the adapters of another one is seen.
+    assert all(len({alone[name][number] for name in alone}) == 3 for number in range(len(names)))
     greedy = Sampling(temperature=0)
-    said = {
-        name: answers(folder, tmp_path / "plain.jsonl", tmp_path / f"{name}.jsonl", lora=path, sampling=greedy)
-        for name, path in [(None, None), *adapters.items()]
-        if (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"prompt": x["prompt"]}) + "\n" for x in lines))
-    }
-    assert said[None] != said["warm"] != said["cold"]
     found = answers(folder, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", adapters=adapters, sampling=greedy)
-    assert found == [said[name][number] for number, name in enumerate(names)]
+    assert found == [alone[name][number] for number, name in enumerate(names)]
+    swapped = {"warm": adapters["cold"], "cold": adapters["warm"]}
+    other = answers(folder, tmp_path / "rows.jsonl", tmp_path / "other.jsonl", adapters=swapped, sampling=greedy)
+    differs = [one != two for one, two in zip(found, other, strict=True)]
+    assert differs == [name is not None for name in names]
 
 
 def test_requests_name_adapters_as_their_model(folder: Path, adapters: dict[str, Path]) -> None:

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.serve import chat
-from mindspeed_mm.tasks.serve.app import Access
+from mindspeed_mm.tasks.serve.request import Access
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3_vl
@@ -169,6 +169,17 @@ def test_files_of_the_folder_and_data_are_one(client: OpenAI, media: Path, named
     assert answer.choices[0].message.content == by_data.choices[0].message.content
 
 
+def test_data_is_never_taken_for_a_file(client: OpenAI, media: Path) -> None:
+    """However short it is, and though a file of its name lies in the folder."""
+    (media / "abcd").write_bytes((media / "three.png").read_bytes())
+    part = {"type": "image", "image": {"data": "abcd"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=[{"role": "user", "content": [part]}], **GREEDY)  # type: ignore[list-item]
+    assert "abcd" not in caught.value.message and caught.value.code == "invalid_media"
+    answer = client.chat.completions.create(messages=[picture_turn("abcd")], **GREEDY)
+    assert answer.choices[0].message.content
+
+
 def test_videos(client: OpenAI, media: Path, generator: Generator) -> None:
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.fsdp.sampling.answers.questions import ask
@@ -249,6 +260,7 @@ def test_stop_ends_an_answer(client: OpenAI) -> None:
 
 def test_models_health_and_the_page(client: OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
+    assert client.models.retrieve(NAME).model_extra == {"routes": ["chat"]}  # it hears nothing
     with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, only 'tiny'"):
         client.models.retrieve("other")
     page = subprocess.run(["curl", "-si", f"{address}/"], capture_output=True, text=True, check=True).stdout

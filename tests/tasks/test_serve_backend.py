@@ -23,8 +23,8 @@ from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.tasks.serve import backend, serve
-from mindspeed_mm.tasks.serve.app import Access
 from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.serve.request import Access, ServeRequest
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -105,7 +105,7 @@ def client(folder: Path, log: Path, tmp_path: Path) -> Iterator[OpenAI]:
     config = tmp_path / "run.yaml"
     preprocess = "preprocess_parameters: {image_max_pixels: 4096, image_min_pixels: 256}"
     config.write_text(f"model: {{model_name_or_path: {folder}}}\ndata: {{dataset_param: {{{preprocess}}}}}\n")
-    request = serve.ServeRequest(folder, name=NAME, engine="vllm", config=config)
+    request = ServeRequest(folder, name=NAME, engine="vllm", config=config)
     with serve.engine_of(request) as engine:
         assert isinstance(engine, backend.Backend)
         with served(engine, Limits(max_pixels=10_000, max_samples=2), Access()) as address:
@@ -173,7 +173,7 @@ def test_an_engine_that_is_gone(client: OpenAI, log: Path) -> None:
 
 
 def test_it_ends_with_the_server(folder: Path, log: Path) -> None:
-    with serve.engine_of(serve.ServeRequest(folder, engine="vllm")) as engine:
+    with serve.engine_of(ServeRequest(folder, engine="vllm")) as engine:
         assert isinstance(engine, backend.Backend) and engine.is_ready()
         port = engine.port
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
@@ -187,7 +187,7 @@ def test_sglang_is_started_and_asked(folder: Path, log: Path, tmp_path: Path) ->
     preprocess = "preprocess_parameters: {image_max_pixels: 4096}"
     config.write_text(f"model: {{model_name_or_path: {folder}}}\ndata: {{dataset_param: {{{preprocess}}}}}\n")
     with (
-        serve.engine_of(serve.ServeRequest(folder, name=NAME, engine="sglang", config=config)) as engine,
+        serve.engine_of(ServeRequest(folder, name=NAME, engine="sglang", config=config)) as engine,
         served(engine) as address,
     ):
         client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
@@ -218,7 +218,7 @@ def test_where_it_cannot_be(folder: Path, log: Path, monkeypatch: pytest.MonkeyP
         pass
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        asked = serve.ServeRequest(folder, engine=name)
+        asked = ServeRequest(folder, engine=name)
         with pytest.raises(MachineError, match=f"{title} is not installed"), serve.engine_of(asked):
             pass
     (tmp_path / "model_index.json").write_text("{}")
@@ -226,5 +226,5 @@ def test_where_it_cannot_be(folder: Path, log: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
-def _asked(folder: Path) -> serve.ServeRequest:
-    return serve.ServeRequest(folder, engine="vllm")
+def _asked(folder: Path) -> ServeRequest:
+    return ServeRequest(folder, engine="vllm")

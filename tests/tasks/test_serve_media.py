@@ -150,6 +150,7 @@ def test_transcripts(tmp_path: Path) -> None:
     assert len(set(expected)) > 1
     with served(AnswerEngine(generator), Limits(max_new_tokens=TOKENS)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        assert client.models.retrieve(NAME).model_extra == {"routes": ["chat", "transcriptions"]}
 
         def heard(sound: bytes) -> str:
             return client.audio.transcriptions.create(model=NAME, file=("a.wav", sound)).text

@@ -20,6 +20,7 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource
 from mindspeed_mm.tasks.serve import serve, shared
+from mindspeed_mm.tasks.serve.request import ServeRequest
 from mindspeed_mm.tasks.serve.shared import load_shared
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -126,4 +127,4 @@ def test_what_is_not_spread(tmp_path: Path) -> None:
         ({"adapters": {"terse": tmp_path}}, "adapters are not spread"),
     ]:
         with pytest.raises(UsageError, match=message):
-            serve.run(serve.ServeRequest(model, **asked, **more), print)  # type: ignore[arg-type]
+            serve.run(ServeRequest(model, **asked, **more), print)  # type: ignore[arg-type]

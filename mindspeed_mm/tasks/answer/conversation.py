@@ -95,7 +95,8 @@ class Conversation:
             DataError: It is not there.
         """
         if not path.is_file():
-            raise DataError("there is no such file", where=str(path))
+            way_out = f"Relative paths start at '{Path.cwd()}'."
+            raise DataError("there is no such file", where=str(path), way_out=way_out)
         self.waiting.append(MediaItem(kind, str(path.absolute())))
 
     def say(self, text: str, tell: Callable[[str], None]) -> Answer:

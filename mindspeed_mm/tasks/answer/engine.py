@@ -1,4 +1,5 @@
-"""Answers to questions that arrive one by one: what waits is joined into batches of `generate`.
+"""Answers to questions that arrive one by one: what waits is joined into batches of `generate`, or as a worker that is
+given joins them.
 
 What an answer says does not depend on who shares its batch. A question that arrives while a batch is answered joins the
 next one.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
@@ -18,6 +20,24 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 
 
+class AnswerWorker(Protocol):
+    """What answers questions together, as `JointWorker` does jobs."""
+
+    @property
+    def counts(self) -> WorkCounts:
+        """What was done so far."""
+
+    @property
+    def waiting(self) -> int:
+        """Questions whose answers have not begun."""
+
+    def submit(self, job: LiveAnswer, /) -> Future[Answer]:
+        """Have a question answered; `RuntimeError` once the worker is closed."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Take nothing more, and finish what is there."""
+
+
 class AnswerEngine:
     """A model that answers many at a time.
 
@@ -26,6 +46,7 @@ class AnswerEngine:
         most_rows: Questions of a batch.
         most_tokens: Tokens of a batch, prompts and answers, padding included; one question is always taken.
         answer: Answers a batch in the model's stead, where other ranks take part in it.
+        worker: Answers in another way than by batches.
     """
 
     def __init__(
@@ -35,13 +56,14 @@ class AnswerEngine:
         most_rows: int = 32,
         most_tokens: int = 2**17,
         answer: Callable[[Sequence[LiveAnswer]], Sequence[Answer]] | None = None,
+        worker: AnswerWorker | None = None,
     ) -> None:
         self.generator = generator
         self._most_tokens = most_tokens
         self._hears_one_sound = is_whisper(generator.encoder.processor)
         beams = getattr(getattr(generator, "model", None), "generation_config", None)
         self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
-        self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(
+        self._worker: AnswerWorker = worker or JointWorker(
             answer or generator.answer_live, self._fits, most_rows, "answers"
         )
         # Tokenizers are not made for several threads.

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.peft_loading import load_peft
+from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, load_peft
 from mindspeed_mm.tasks.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def load_generator(
         raise UsageError(
             "there are adapters for all rows as well", where=str(lora), key="--adapter", way_out="Name them."
         )
+    if lora is not None:
+        check_peft_folder(lora, "--lora")
+    for path in (adapters or {}).values():
+        check_peft_folder(path, "--adapter")
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
     check_vocabulary(model, encoder.tokenizer, where=str(folder))
@@ -101,7 +105,8 @@ def load_model(folder: Path) -> Any:
                 )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
+        what, way_out = f"the model cannot be loaded: {first_line}", "Take the folder as it was published or exported."
+        raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
     unexpected = [key for key in report.get("unexpected_keys") or () if not re.match(OTHERS, key)]
     check_all_loaded({**report, "unexpected_keys": unexpected}, folder)
     fit_experts(model, model.dtype)

@@ -12,6 +12,15 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.lora.files import PEFT_CONFIG, AdapterFile
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
+_WAY_OUT = "Name the model that they were trained on."
+
+
+def check_peft_folder(folder: Path, key: str) -> None:
+    """Raise `ModelFolderError` unless a folder has adapters as PEFT writes them; `key` is the option that names it."""
+    AdapterFile.find(folder, key)
+    if not (folder / PEFT_CONFIG).is_file():
+        raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=key, way_out="Name PEFT's folder.")
+
 
 def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = "--lora") -> Any:
     """Put adapters into a model of transformers, or beside those that are in it.
@@ -25,9 +34,7 @@ def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = 
     Raises:
         ModelFolderError: There are none, or they do not belong to this model.
     """
-    AdapterFile.find(folder, key)
-    if not (folder / PEFT_CONFIG).is_file():
-        raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=key, way_out="Name PEFT's folder.")
+    check_peft_folder(folder, key)
     from peft import PeftModel  # half a second
 
     try:
@@ -41,11 +48,10 @@ def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = 
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(
-            f"the adapters do not belong to this model: {first_line}", where=str(folder), key=key
+            f"the adapters do not belong to this model: {first_line}", where=str(folder), key=key, way_out=_WAY_OUT
         ) from error
     # PEFT leaves what it does not find as it was drawn, and says so in a warning.
     if lacking := [str(each.message) for each in said if "missing adapter keys" in str(each.message)]:
-        raise ModelFolderError(
-            f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}", where=str(folder), key=key
-        )
+        what = f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}"
+        raise ModelFolderError(what, where=str(folder), key=key, way_out=_WAY_OUT)
     return adapted.eval()

@@ -54,7 +54,8 @@ class RemoteModel:
         try:
             has_path = bool(urlsplit(base).path)
         except ValueError as error:
-            raise UsageError(f"is no address: {error}", where=address) from error
+            way_out = "Give it as http://127.0.0.1:8000/v1."
+            raise UsageError(f"is no address: {error}", where=address, way_out=way_out) from error
         server = cls(base if has_path else f"{base}/v1", name, key)
         listed = server._listed()
         if not listed and not name:
@@ -119,7 +120,8 @@ class RemoteModel:
                     raise self._error(answer.status, event)
                 yield from event.get("choices") or ()
         except (OSError, http.client.HTTPException) as error:
-            raise MachineError(f"the answer broke off: {error}", where=self.address) from error
+            way_out = "Ask again, or see the server's log."
+            raise MachineError(f"the answer broke off: {error}", where=self.address, way_out=way_out) from error
 
     def _asked(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
         """The server's answer, whose head has arrived.
@@ -159,8 +161,10 @@ class RemoteModel:
         message = str(told.get("message", "") if isinstance(told, dict) else told)
         line = " ".join(message.split())[:_LONGEST_MESSAGE] or "it does not say why"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-            return UsageError(f"the server refuses: {line}", where=self.address, key="--key-file")
-        return MachineError(f"the server refuses ({status}): {line}", where=self.address)
+            way_out = "Give the file with its key."
+            return UsageError(f"the server refuses: {line}", where=self.address, key="--key-file", way_out=way_out)
+        way_out = "Change what it names, or see the server's log."
+        return MachineError(f"the server refuses ({status}): {line}", where=self.address, way_out=way_out)
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -193,7 +197,8 @@ def _as_part(item: MediaItem) -> dict[str, Any]:
     try:
         data = base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
-        raise MachineError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        way_out = "Show another file, or begin anew: /reset."
+        raise MachineError(f"cannot be read: {error.strerror}", where=str(path), way_out=way_out) from error
     if item.kind == "audio":
         return {"type": "input_audio", "input_audio": {"data": data, "format": path.suffix[1:].lower() or "wav"}}
     kind = mimetypes.guess_type(path.name)[0] or _KINDS[item.kind]

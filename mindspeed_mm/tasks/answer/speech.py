@@ -72,7 +72,8 @@ class Speaker:
                 )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
+            what, way_out = f"the model cannot be loaded: {first_line}", "Take the folder as it was published."
+            raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
         check_all_loaded(report, folder)
         # transformers 5.23 lets the talker count the positions of sounds by a section that it lacks.
         model.talker.config.audio_config = config.thinker_config.audio_config

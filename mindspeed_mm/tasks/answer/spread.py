@@ -53,7 +53,8 @@ def load_spread(folder: Path, plan: Path) -> Any:
     part = load_part(read_plan(plan, folder, _OF_SEQUENCES, features=whole_logits))
     model: Any = part.model
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"{type(model).__name__} is answered by one process", key="--plan")
+        what = f"{type(model).__name__} is answered by one process"
+        raise ConfigError(what, key="--plan", way_out="Leave it out.")
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig  # seconds
 

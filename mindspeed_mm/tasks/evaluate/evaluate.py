@@ -114,7 +114,8 @@ def _read_others(against: Path, questions: list[Question], comparison: Compariso
         raise UsageError("holds no results of rows", where=str(against), key="--against", way_out=way_out)
     others = by_question(read_jsonl(path))
     if others.keys() != {(question.task, question.id, question.text) for question in questions}:
-        raise UsageError("was made with other questions", where=str(path), key="--against")
+        way_out = "Evaluate both models on the same rows."
+        raise UsageError("was made with other questions", where=str(path), key="--against", way_out=way_out)
     counts_errors = comparison.metric != "exact"
     for sample in others.values():
         if ("errors" in sample) != counts_errors:

@@ -55,7 +55,7 @@ class Judge:
             ConfigError: The variable is not set, or the address is none.
             MachineError: It does not answer, or by something else than yes or no.
         """
-        said = self._asked(retries=0).answer(_parts("How many legs has a spider?", "eight", "8"))
+        said = self._asked(retries=0).answer(_compared("How many legs has a spider?", "eight", "8"))
         if _VERDICT.match(said) is None:
             what = f"the judge was asked to say yes or no, and said {said[:80]!r}"
             raise MachineError(what, where=self.url, key="--judge-model", way_out="Name another model.")
@@ -76,11 +76,29 @@ class Judge:
             given, expected = words_of(answers[question.row].text), words_of(question.expected or "")
             if comparison.outcome(given, expected).correct:
                 return None
-            return _verdict(judge, _parts(question.text, expected, given))
+            return _verdict(judge, _compared(question.text, expected, given))
 
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             found = zip(questions, pool.map(of_row, questions), strict=True)
             return {question.row: verdict for question, verdict in found if verdict is not None}
+
+    def replies(self, instruction: str, texts: Sequence[Mapping[str, str]]) -> list[tuple[str | None, str | None]]:
+        """What it says to an instruction with texts put into it, and why it said nothing, in order.
+
+        Args:
+            instruction: With marks.
+            texts: For each question, mark → text.
+        """
+        judge = self._asked(retries=RETRIES)
+
+        def ask(one: Mapping[str, str]) -> tuple[str | None, str | None]:
+            try:
+                return judge.answer(_parts(instruction, one)), None
+            except MachineError as error:
+                return None, error.problems[0].what
+
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            return list(pool.map(ask, texts))
 
     def _asked(self, retries: int) -> AskedModel:
         server = AskedServer(
@@ -95,11 +113,14 @@ class Judge:
         return AskedModel(server, self.model)
 
 
-def _parts(question: str, expected: str, given: str) -> list[dict[str, Any]]:
+def _parts(instruction: str, texts: Mapping[str, str]) -> list[dict[str, Any]]:
     # Not `format`: what the texts hold in braces stays as it is.
-    texts = {"{question}": question, "{expected}": expected, "{given}": given}
-    text = re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], _INSTRUCTION)
+    text = re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], instruction)
     return [{"type": "text", "text": text}]
+
+
+def _compared(question: str, expected: str, given: str) -> list[dict[str, Any]]:
+    return _parts(_INSTRUCTION, {"{question}": question, "{expected}": expected, "{given}": given})
 
 
 def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, Any]]) -> Verdict:

@@ -86,7 +86,8 @@ def find_outside(wanted: Wanted, python: Path | None) -> OutsidePackage:
         )
         found = json.loads(looked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise MachineError("is not a Python that can be run", where=str(program), key=wanted.key) from error
+        what, way_out = "is not a Python that can be run", "Name the environment's, such as envs/other/bin/python."
+        raise MachineError(what, where=str(program), key=wanted.key, way_out=way_out) from error
     if found["file"] is None:
         way_out = (
             f"Install it ({wanted.install}); it may have an environment of its own, whose Python {wanted.key} names."

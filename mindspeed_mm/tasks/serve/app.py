@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -26,6 +25,7 @@ from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
 from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
+from mindspeed_mm.tasks.serve.request import Access
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
@@ -35,20 +35,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-
-
-@dataclass(frozen=True)
-class Access:
-    """Who may ask, and what they may name."""
-
-    key: str | None = None
-    """Asked of everybody; None: of nobody."""
-    hosts: frozenset[str] | None = None
-    """Names that the server answers to; None: any."""
-    media_folder: Path | None = None
-    """Requests may name files below it."""
-    remote_hosts: frozenset[str] = frozenset()
-    """Requests may name addresses on these."""
 
 
 Engine = AnswerEngine | DrawEngine | Backend
@@ -64,7 +50,11 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         access: Who may ask.
     """
     adapters = engine.generator.adapters if isinstance(engine, AnswerEngine) else ()
-    answered = ("images", "videos") if isinstance(engine, DrawEngine) else ("chat", "transcriptions")
+    answered: tuple[str, ...] = ("chat", "transcriptions")
+    if isinstance(engine, DrawEngine):
+        answered = ("images", "videos")
+    elif isinstance(engine, AnswerEngine) and not engine.generator.encoder.hears:
+        answered = ("chat",)
     metrics, names = Metrics(), Names(name, adapters, answered)
     routes = [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 

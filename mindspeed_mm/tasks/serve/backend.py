@@ -176,7 +176,8 @@ def _wait_until_ready(title: str, backend: Backend, process: subprocess.Popen[by
             way_out = "What it printed above says why."
             raise MachineError(f"{title} ended with exit code {code}", key="--engine", way_out=way_out)
         if time.monotonic() > deadline_s:
-            raise MachineError(f"{title} was not ready after {start_s:.0f} s", key="--engine")
+            way_out = "See what it printed above, or leave --engine out."
+            raise MachineError(f"{title} was not ready after {start_s:.0f} s", key="--engine", way_out=way_out)
         time.sleep(_POLL_S)
 
 

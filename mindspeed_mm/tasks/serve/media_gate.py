@@ -66,8 +66,10 @@ class MediaGate:
 
     def _opened(self, source: Any) -> bytes | str:
         """A source as bytes, or as the path of a file that may be opened."""
-        if isinstance(source, dict):
+        if isinstance(source, dict):  # data by its field's name, however short
             source = source.get("bytes")
+            if isinstance(source, str):
+                return self._decoded(source.partition(";base64,")[2] if source.startswith("data:") else source)
         if isinstance(source, bytes):
             return source
         if not isinstance(source, str):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,12 @@ from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
@@ -28,49 +29,20 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
-from mindspeed_mm.tasks.serve.app import Access, Engine, build_app
+from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.serve.request import CONTINUOUS, OWN, Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve.shared import SharedModel, load_shared
 
-OWN = "own"
+_CACHED_TOKENS = 2**17
+"""Of all questions that are answered at a time by continuous batching, unless one may have more."""
 _LONGEST_HEADERS_BYTES = 2**16
 _LOOK_S = 0.2
 """How often is looked whether a server of ranks is to end."""
 _SPARE_CONNECTIONS = 256
 """Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
-
-
-@dataclass(frozen=True)
-class ServeRequest:
-    """What is to be served, and how."""
-
-    model: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any that is free."""
-    name: str = ""
-    """Of the model; empty: its folder's."""
-    key: str | None = None
-    media_folder: Path | None = None
-    remote_hosts: frozenset[str] = frozenset()
-    limits: Limits = field(default_factory=Limits)
-    batch_size: int = 32
-    """Questions, or samples of a generator, at a time."""
-    lora: Path | None = None
-    config: Path | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of adapters by the names that requests call them by, as a model of its own."""
-    engine: str = OWN
-    """Who answers: this package, or one of `backend.ENGINES`."""
-    plan: Path | None = None
-    """A YAML whose section `parallel` spreads the model over the ranks of this job."""
-
-    @property
-    def shown_name(self) -> str:
-        """What requests call the model."""
-        return self.name or self.model.resolve().name
 
 
 def run(request: ServeRequest, say: Callable[[str], None]) -> None:
@@ -85,11 +57,10 @@ def run(request: ServeRequest, say: Callable[[str], None]) -> None:
         MachineError: The address is taken, or is none of this machine's.
         MMError: The folder is not a model.
     """
-    access = check_access(request)
+    access = check_request(request)
     if request.plan is None:
         _listen(request, access, say, engine_of(request))
         return
-    _check_can_be_spread(request)
     with joined_ranks(LONGEST_START_S) as ranks:
         if ranks.is_first:
             stop = StopSignal(LaunchFolder.of_this_rank())
@@ -172,77 +143,50 @@ def _leading(request: ServeRequest, plan: Path, ranks: Ranks) -> Iterator[Engine
         raise shared.failure
 
 
-def _check_can_be_spread(request: ServeRequest) -> None:
-    """Raise `UsageError` for what is served by one process."""
-    if kind_of_path(request.model) is GENERATOR:
-        raise UsageError("pictures and clips are made by one process", key="--plan", way_out="Leave it out.")
-    if request.engine != OWN:
-        way_out = f"Leave it out: {request.engine} spreads a model by settings of its own."
-        raise UsageError("is for the package's own engine", key="--plan", way_out=way_out)
-    if request.adapters:
-        raise UsageError("adapters are not spread over ranks", key="--adapter", way_out="Merge them first: mm merge.")
-
-
 @contextmanager
 def engine_of(request: ServeRequest) -> Iterator[Engine]:
     """The model in this process, or behind another engine.
 
     Raises:
-        UsageError: Another engine answers for no generator.
+        UsageError: As `check_request`.
         MachineError: The other engine is not installed, or did not start.
         MMError: The folder is not a model.
     """
-    is_generator = kind_of_path(request.model) is GENERATOR
-    if request.adapters and (is_generator or request.engine != OWN):
-        raise UsageError("only the package's own engine chooses adapters", key="--adapter", way_out="Use --lora.")
-    if request.shown_name in request.adapters:
-        what = f"the model itself is called '{request.shown_name}', and these adapters could not be asked for"
-        way_out = "Call the adapters otherwise, or the model: --name NAME."
-        raise UsageError(what, key="--adapter", way_out=way_out)
-    if is_generator and request.engine != OWN:
-        raise UsageError("pictures and clips are made here alone", key="--engine", way_out="Leave it out.")
-    if is_generator:
+    check_request(request)
+    if kind_of_path(request.model) is GENERATOR:
         sampler, defaults = load_drawing(request.model, lora=request.lora, config=request.config)
         yield DrawEngine(sampler, defaults, most_samples=request.batch_size)
         return
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config)
-    if request.engine == OWN:
-        generator = load_generator(source.folder, source.lora, view, request.adapters)
-        with passed_over_by_collection():
-            yield AnswerEngine(generator, most_rows=request.batch_size)
+    if request.is_own:
+        engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapters))
+        try:
+            with passed_over_by_collection():
+                yield engine
+        finally:
+            engine.close(0)
         return
     with running(request.engine, Served(source.folder, request.shown_name, view, source.lora)) as backend:
         yield backend
 
 
-def check_access(request: ServeRequest) -> Access:
-    """Who may ask.
+def _answering(request: ServeRequest, generator: Generator) -> AnswerEngine:
+    """What answers: continuous batching, or batches of `generate`. Left to choose, a CPU takes batches, where they are
+    faster, and so does a model that continuous batching is not for.
 
     Raises:
-        UsageError: Other machines could ask without a key; the folder of media is none.
+        UsageError: Continuous batching is asked for, and not for this model.
     """
-    if not is_loopback(request.host) and not request.key:
-        raise UsageError(
-            f"{request.host} can be reached from other machines, and there is no key",
-            key="--host",
-            way_out="Give --key-file FILE, or leave --host out.",
-        )
-    if request.media_folder is not None and not request.media_folder.is_dir():
-        raise UsageError("there is no such folder", where=str(request.media_folder), key="--media-folder")
-    own_names = frozenset({"127.0.0.1", "localhost", "::1", request.host.lower()})
-    hosts = own_names if is_loopback(request.host) else None
-    return Access(request.key, hosts, request.media_folder, request.remote_hosts)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if request.engine == CONTINUOUS or (request.engine == OWN and get_device_type() != "cpu"):
+        longest = request.limits.max_prompt_tokens + request.limits.max_new_tokens
+        try:
+            worker = ContinuousWorker(generator, most_rows=request.batch_size, most_tokens=max(_CACHED_TOKENS, longest))
+            return AnswerEngine(generator, worker=worker)
+        except UsageError:
+            if request.engine == CONTINUOUS:
+                raise
+    return AnswerEngine(generator, most_rows=request.batch_size)
 
 
 def listen(host: str, port: int) -> socket.socket:

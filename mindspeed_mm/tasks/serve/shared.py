@@ -29,6 +29,7 @@ LONE_FAILURE_S = 60.0
 """What fails on one rank alone leaves the others within a collective that never ends. Ranks finish a batch within
 moments of one another: after so long, a rank knows that the others will not come."""
 _LONGEST_MESSAGE = 300
+_START_AGAIN = "See what the ranks printed, and start the server again."
 _Sent = list[tuple[EncodedQuestion, Sampling]]
 
 
@@ -61,7 +62,7 @@ class SharedModel:
             self._call([(row.question, row.sampling) for row in rows])
             return self._answer(rows)
         except (MachineError, RuntimeError) as error:
-            self.failure = error if isinstance(error, MachineError) else MachineError(f"ranks are gone: {error}")
+            self.failure = error if isinstance(error, MachineError) else _ranks_are_gone(error)
             os.kill(os.getpid(), signal.SIGTERM)  # the server ends, and this error is told
             raise
 
@@ -114,7 +115,11 @@ class SharedModel:
             (failure,) = own_failures
             first_line = (str(failure).splitlines() or [""])[0][:_LONGEST_MESSAGE]
             what = f"rank {self._ranks.rank} failed to answer: {type(failure).__name__}: {first_line}"
-            raise MachineError(what) from error
+            raise MachineError(what, way_out=_START_AGAIN) from error
+
+
+def _ranks_are_gone(error: RuntimeError) -> MachineError:
+    return MachineError(f"ranks are gone: {error}", way_out=_START_AGAIN)
 
 
 def load_shared(source: ModelSource, view: RowsView, plan: Path, ranks: Ranks) -> SharedModel:

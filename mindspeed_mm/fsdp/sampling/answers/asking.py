@@ -102,6 +102,11 @@ class QuestionEncoder:
         )
 
     @property
+    def hears(self) -> bool:
+        """Whether the model takes sounds."""
+        return is_whisper(self.processor) or "audio" in self._plugin.placeholders
+
+    @property
     def end_ids(self) -> list[int]:
         """The tokenizer's end token, and the one by which training ends the model's turns."""
         ends = dict.fromkeys((self.tokenizer.eos_token, self._template.turn_end))

@@ -7,7 +7,7 @@ alone after `torch.manual_seed` with that seed, on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from mindspeed_mm.core.seeds import derive_seed
 
 LEAST_TEMPERATURE = 0.001
 """Of sampling. Far below it, logits that are divided by it overflow, and another token than the likeliest is taken."""
+Chooser = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Ids (1, L) and scores (1, V) → scores whose largest is the next token."""
 MOST_BEAMS = 1024
 """Searches of more gain nothing, and each beam is a row of the batch."""
 
@@ -83,8 +85,10 @@ class TokenChoice:
             value is not None for value in (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         )
         is_sampled = asks or bool(getattr(configured, "do_sample", False))
+        temperature = said("temperature", 1.0) if is_sampled else 0.0
         return cls(
-            temperature=said("temperature", 1.0) if is_sampled else 0.0,
+            # Published configurations say 0.000001 (Qwen2.5-VL), and mean the likeliest token.
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_k=int(said("top_k", 50)),
             top_p=said("top_p", 1.0),
             min_p=said("min_p", 0.0),
@@ -121,6 +125,40 @@ class RowChoices:
         """Probabilities over exponential variates: the largest is a draw (torch.multinomial does the same)."""
         shares = torch.softmax(scores_1V, dim=-1)
         return shares / torch.empty_like(shares).exponential_(1, generator=self._generators[row])
+
+
+class RequestChoices:
+    """Stands for the logits processors of transformers' continuous batching, which share one setting or are dropped:
+    here each request has its own."""
+
+    tensors_required, do_processing = 0, True
+
+    def __init__(self) -> None:
+        self.of: dict[str, Chooser] = {}
+        """By the name of a request; a request without takes the likeliest token."""
+        self.passes = 0
+        self._states: list[Any] = []
+
+    def fill_defaults(self, _storage: torch.Tensor) -> None:
+        """There are none."""
+
+    def check_kwargs(self, _settings: Mapping[str, Any]) -> None:
+        """Requests are added without."""
+
+    def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: torch.Tensor) -> torch.Tensor:
+        """Note the requests whose next token comes out of the pass that begins, in the order of its scores."""
+        self.passes += 1
+        self._states = [each.state for each in requests_in_batch if each.has_new_token]
+        return arg_storage
+
+    def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
+        """Scores (rows, V) → the same, the largest of each row being its next token."""
+        for row, state in enumerate(self._states):
+            choose = self.of.get(state.request_id)
+            if choose is not None:
+                ids_1L = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
+                scores[row : row + 1] = choose(ids_1L, scores[row : row + 1])
+        return scores
 
 
 def _filters(choice: TokenChoice) -> list[Any]:

@@ -75,7 +75,8 @@ class Generator:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self.end_ids = _end_ids(model, encoder)
         """The tokens that end an answer."""
-        self._longest = longest_of(model.config)
+        self.longest = longest_of(model.config)
+        """Tokens that the model takes, question and answer together; None: it does not say."""
 
     def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
         """A question as the model takes it.
@@ -86,9 +87,9 @@ class Generator:
         """
         encoded = self.encoder.encode(question, media)
         tokens = len(encoded.input_ids)
-        if self._longest is not None and tokens >= self._longest:
+        if self.longest is not None and tokens >= self.longest:
             raise QuestionTooLongError(
-                f"the question has {tokens:,} tokens, and the model takes {self._longest:,} with the answer",
+                f"the question has {tokens:,} tokens, and the model takes {self.longest:,} with the answer",
                 where=str(question.place),
                 way_out="Ask something shorter, or show smaller pictures.",
             )
@@ -172,7 +173,7 @@ class Generator:
 
     def _answer_alike(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
         for row in rows:
-            row.begin(self._text_of, self._longest)
+            self.begin(row)
         beams = self._beams(rows)
         if beams > 1 and len({row.most_tokens for row in rows}) > 1:
             # The most tokens steer which beam wins: those of a long question are not to be its neighbours'.
@@ -188,7 +189,15 @@ class Generator:
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
-        return [row.close(self._text_of) for row in rows]
+        return [self.end(row) for row in rows]
+
+    def begin(self, row: LiveAnswer) -> None:
+        """Forget what is there of an answer; `RuntimeError` where somebody has read a part of it."""
+        row.begin(self._text_of, self.longest)
+
+    def end(self, row: LiveAnswer) -> Answer:
+        """An answer whose tokens are all there; what of its text was held back is told."""
+        return row.close(self._text_of)
 
     def thinks(self, question: EncodedQuestion) -> bool:
         """Whether a question ends within a thought, so that the answer begins in it."""

@@ -53,4 +53,5 @@ def _lines(file: Path) -> list[str]:
     try:
         return [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(file)) from error
+        way_out = "Take the file as it is published."
+        raise DataError(f"cannot be read: {error}", where=str(file), way_out=way_out) from error

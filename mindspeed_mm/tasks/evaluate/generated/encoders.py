@@ -101,7 +101,8 @@ def check_kind(folder: Path, kinds: Sequence[str], title: str, key: str) -> None
     """Raise `ModelFolderError` unless a folder holds a model of one of these types."""
     config = folder / "config.json"
     if not config.is_file() or read_json_object(config, ModelFolderError).get("model_type") not in kinds:
-        raise ModelFolderError(f"holds no {title}", where=str(folder), key=key)
+        way_out = f"Name the folder of one, whose config.json says {' or '.join(kinds)}."
+        raise ModelFolderError(f"holds no {title}", where=str(folder), key=key, way_out=way_out)
 
 
 @torch.inference_mode()

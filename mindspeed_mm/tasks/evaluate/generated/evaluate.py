@@ -254,7 +254,8 @@ def _of_given_features(request: GeneratedRequest, found: _Found) -> dict[str, Me
     if len(features) != len(found.own):
         kind = "clips" if len(found.clips) == len(found.own) else "pictures"
         what = f"holds features of {len(features)} {kind}, and there are {len(found.own)}"
-        raise DataError(what, where=str(request.features), key="--features")
+        way_out = "Write one row for each, in the order of their names."
+        raise DataError(what, where=str(request.features), key="--features", way_out=way_out)
     return _distances(features, real, "given features")
 
 

@@ -36,7 +36,7 @@ def read_features(path: Path, key: str) -> torch.Tensor:
     if features_NF.ndim != 2 or len(features_NF) < _FEWEST or not features_NF.isfinite().all():
         shape = "×".join(map(str, features_NF.shape))
         what = f"holds an array of {shape}; features are finite numbers, a row for each of two pictures or more"
-        raise DataError(what, where=str(path), key=key)
+        raise DataError(what, where=str(path), key=key, way_out="Write such an array with numpy.save.")
     return features_NF
 
 

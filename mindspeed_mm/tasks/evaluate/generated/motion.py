@@ -163,7 +163,8 @@ def flow_of(clips: Sequence[Path], flow: Flow) -> dict[str, Measured]:
         try:
             own = flow.speeds(frames_T3HW)
         except ValueError as error:
-            raise DataError(f"is too small for RAFT: {error}", where=str(clip), key="--flow") from error
+            what, way_out = f"is too small for RAFT: {error}", "Leave --flow out, or make larger clips."
+            raise DataError(what, where=str(clip), key="--flow", way_out=way_out) from error
         speeds.append(float(np.mean(own)) if own else 0.0)
         dynamic.append(float(moves(own, *frames.shape[1:3])))
     return {"optical flow, pixels": mean_of(speeds), "dynamic degree": mean_of(dynamic)}

@@ -37,7 +37,7 @@ def find_samples(folder: Path, key: str) -> dict[str, Path]:
                 found[str(path.relative_to(folder).with_suffix(""))] = path
     if not found:
         what = f"is not a folder with pictures or clips ({', '.join(endings)})"
-        raise UsageError(what, where=str(folder), key=key)
+        raise UsageError(what, where=str(folder), key=key, way_out="Name the folder that they are in.")
     return found
 
 

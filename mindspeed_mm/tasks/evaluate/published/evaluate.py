@@ -27,18 +27,22 @@ from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.comparing import PairedTest, compare, shares_by_group
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
+from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.evaluate.published.item import Item
+from mindspeed_mm.tasks.evaluate.published.judged import Found, failures, found_answers, told
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 _SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")
 _FACTS = ("benchmark", "title", "note", "model", "data", "max_new_tokens", "cut_off", "seconds")
-_is_samples = first_line_has(*_SAMPLE_KEYS)
+_JUDGED = "judge"
+"""A further key of samples where there was a judge."""
+_is_samples = any_of(first_line_has(*_SAMPLE_KEYS), first_line_has(*_SAMPLE_KEYS, _JUDGED))
 
 
 def _is_results_of(kind: type[Score | GradedScore]) -> IsOurs:
     parts = [field.name for field in fields(kind)]
-    return is_object_of(("tasks", "overall", *_FACTS), ("lora", "against"), "overall", parts)
+    return is_object_of(("tasks", "overall", *_FACTS), ("lora", "against", _JUDGED), "overall", parts)
 
 
 _is_results = any_of(*map(_is_results_of, (Score, GradedScore)))
@@ -90,6 +94,7 @@ class PublishedRequest:
         config: Says how rows are shown, instead of the run's own.
         against: Folder of the results of another model on the same set.
         plan: A YAML whose section `parallel` spreads the model over the ranks.
+        judge: Finds answers in what was said, where the set's authors let a language model do so.
     """
 
     model: Path
@@ -102,6 +107,7 @@ class PublishedRequest:
     config: Path | None = None
     against: Path | None = None
     plan: Path | None = None
+    judge: Judge | None = None
 
 
 def run(request: PublishedRequest) -> PublishedResult:
@@ -110,19 +116,24 @@ def run(request: PublishedRequest) -> PublishedResult:
     As ranks of one job, processes share the questions; or, with `plan`, the model. All of them return the scores.
 
     Raises:
+        UsageError: There is a judge, and the set's authors ask none.
         MMError: The folder is not a model, the set's files are missing or broken, or `out` cannot be written.
     """
     published = SETS[request.benchmark]
+    _check_judge(request, published)
     source = with_adapters(resolve_model(request.model), request.lora)
     items = published.read(request.data)
     others = _read_others(request, items)
     out = request.out or results_folder(source.run, source.folder) / request.benchmark
     with joined_ranks(WAIT_S) as ranks:
-        ranks.first("looking at the results' folder", lambda: _prepare(out))
+        ranks.first("looking at the results' folder", lambda: _prepare(out, request.judge))
         began = time.monotonic()
         answers = _answers(request, source, items, ranks)
         facts = _facts(request, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
-        samples = [_sample(request.benchmark, published, items[i], answers[i].text) for i in range(len(items))]
+        given = [answers[place].text for place in range(len(items))]
+        found = ranks.first("asking the judge", lambda: _found(request, published, items, given))
+        facts |= _facts_of_judge(request, found)
+        samples = [_sample(request, items[place], given[place], found.get(place)) for place in range(len(items))]
         result = _result(published, samples, facts, others)
         ranks.first("writing the results", lambda: _write(result, samples, out))
     return result
@@ -132,16 +143,46 @@ def _read_others(request: PublishedRequest, items: Sequence[Item]) -> dict[str, 
     """What the model that is compared with got, by question; None where there is none."""
     if request.against is None:
         return None
-    others = _read_shares(request.against, request.benchmark)
+    others = _read_shares(request.against, request.benchmark, is_judged=request.judge is not None)
     if others.keys() != set(map(_group, items)):
-        raise UsageError("was made with other questions", where=str(request.against), key="--against")
+        what, way_out = "was made with other questions", "Evaluate both models on the same files."
+        raise UsageError(what, where=str(request.against), key="--against", way_out=way_out)
     return others
 
 
-def _prepare(out: Path) -> None:
+def _check_judge(request: PublishedRequest, published: PublishedSet) -> None:
+    if request.judge is not None and published.asks_judge is None:
+        judged = " and ".join(name for name, one in SETS.items() if one.asks_judge is not None)
+        what = f"the authors of {published.title} score by their rule alone"
+        raise UsageError(what, key="--judge", way_out=f"Leave it out: those of {judged} ask a language model.")
+
+
+def _prepare(out: Path, judge: Judge | None) -> None:
     check_output_file(out / SAMPLES, _is_samples, "--out")
     check_output_file(out / RESULTS, _is_results, "--out")
     make_writable_folder(out)
+    if judge is not None:
+        judge.check()
+
+
+def _found(
+    request: PublishedRequest, published: PublishedSet, items: Sequence[Item], given: Sequence[str]
+) -> dict[int, Found]:
+    """What the judge finds in answers, by their place."""
+    if request.judge is None or published.asks_judge is None:
+        return {}
+    return found_answers(request.judge, published.asks_judge, items, [words_of(text) for text in given])
+
+
+def _facts_of_judge(request: PublishedRequest, found: Mapping[int, Found]) -> dict[str, Any]:
+    """What results say of a judge; nothing where there is none."""
+    if request.judge is None:
+        return {}
+    vain = failures(found)
+    note = f"{request.judge.model} was asked for the answer in {len(found)} of the texts."
+    if vain:
+        note += f" It failed at {vain} of them, which are read by rules alone; samples.jsonl says why."
+    return {"judge": request.judge.facts(), "note": note}
 
 
 def _answers(request: PublishedRequest, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
@@ -185,10 +226,13 @@ class Questions(Sequence[Question]):
         return self._items[row].question(row)
 
 
-def _sample(name: str, published: PublishedSet, item: Item, given: str) -> dict[str, Any]:
-    share = published.rule(words_of(given), item)
-    values = (name, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
-    return dict(zip(_SAMPLE_KEYS, values, strict=True))
+def _sample(request: PublishedRequest, item: Item, given: str, found: Found | None) -> dict[str, Any]:
+    """What is kept of a question; with a judge, also what it found in the answer."""
+    words = words_of(given)
+    share = SETS[request.benchmark].rule(words if found is None else found.words(words, item), item)
+    values = (request.benchmark, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
+    sample = dict(zip(_SAMPLE_KEYS, values, strict=True))
+    return sample if request.judge is None else sample | {_JUDGED: found and told(found)}
 
 
 def _group(item: Item) -> str:
@@ -209,15 +253,15 @@ def _result(
     return PublishedResult(tasks, published.score(list(shares.values())), facts, test)
 
 
-def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
-    """What another evaluation of the same set found."""
+def _read_shares(folder: Path, benchmark: str, *, is_judged: bool) -> dict[str, float]:
+    """What another evaluation of the same set found, with a judge or without."""
     path = folder / SAMPLES if folder.is_dir() else folder
     samples = []
     try:
         # Not `splitlines`: an answer may hold other marks that end a line.
         for line in path.read_text(encoding="utf-8").strip("\n").split("\n"):
             sample = parse_json(line)
-            if sample.keys() != set(_SAMPLE_KEYS):
+            if sample.keys() - {_JUDGED} != set(_SAMPLE_KEYS):
                 raise ValueError("it has other fields")
             samples.append(sample)
     except (OSError, ValueError, AttributeError) as error:
@@ -225,7 +269,11 @@ def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
             f"holds no results of --benchmark: {error}", where=str(path), key="--against", way_out="Name its folder."
         ) from error
     if {sample["benchmark"] for sample in samples} != {benchmark}:
-        raise UsageError(f"holds results of another set than {benchmark}", where=str(path), key="--against")
+        what, way_out = f"holds results of another set than {benchmark}", "Name the folder of that set's results."
+        raise UsageError(what, where=str(path), key="--against", way_out=way_out)
+    if any((_JUDGED in sample) != is_judged for sample in samples):
+        what = "was scored without a judge" if is_judged else "was scored with a judge"
+        raise UsageError(what, where=str(path), key="--against", way_out="Score both alike: --judge.")
     return shares_by_group(samples)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jiwer
 
@@ -23,6 +23,25 @@ _WORD = re.compile(r"[AI]\s+(?!(?:or|and|is|because|since)\b)[a-z]")
 """A letter that is an article or a pronoun."""
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+AsksJudge = Callable[[str, Item], bool]
+"""Whether a set's authors let a language model find the answer in what was said."""
+
+
+def names_no_option(answer: str, item: Item) -> bool:
+    """MMBench: no option is found by rules."""
+    return chosen_letter(answer, item.options) is None
+
+
+def says_more(answer: str, item: Item) -> bool:
+    """MathVista: what was said is not the answer alone."""
+    said = _plain(answer)
+    if item.options:
+        return said.upper() not in item.options and said not in map(_plain, item.options.values())
+    if item.facts.get("answer_type") in ("integer", "float"):
+        return _number(said) is None
+    return True
 
 
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str | None:

@@ -43,6 +43,8 @@ class PublishedSet:
     rule: Rule
     note: str = ""
     """What a reader of its figures must know."""
+    asks_judge: rules.AsksJudge | None = None
+    """When its authors let a language model find the answer; None: never."""
     is_graded: bool = False
     """Whether answers are right by degrees."""
 
@@ -60,7 +62,8 @@ class PublishedSet:
             UsageError: None of the set's files is there.
         """
         if not data.exists():
-            raise UsageError("there is no such file or folder", where=str(data), key="--data")
+            way_out = f"Relative paths start at '{Path.cwd()}'."
+            raise UsageError("there is no such file or folder", where=str(data), key="--data", way_out=way_out)
         folder = data if data.is_dir() else data.parent
         for pattern, items in self.layouts.items():
             if files := _files_of(data, pattern):
@@ -437,6 +440,7 @@ SETS: dict[str, PublishedSet] = {
         {"MMBench*DEV*.tsv": _tsv(_tsv_choice, _circular)},
         rules.choice,
         "Circular: a question counts as right when every rotation of its options is.",
+        rules.names_no_option,
     ),
     "mathvista_testmini": PublishedSet(
         "MathVista",
@@ -446,7 +450,9 @@ SETS: dict[str, PublishedSet] = {
             )
         },
         rules.typed,
-        "By rules alone: the authors let a language model find the answer in the text, which gives higher figures.",
+        "By rules alone: the authors let a language model find the answer in the text (--judge), which gives higher "
+        "figures.",
+        rules.says_more,
     ),
     "ocrbench": PublishedSet(
         "OCRBench", {"OCRBench*.tsv": _tsv(_tsv_open), "**/test-*.parquet": _parquet(_parquet_open)}, rules.contains

@@ -1,0 +1,77 @@
+"""Sets whose authors let a language model find the answer in what was said, before their rule compares it: MathVista
+(Lu et al. 2024), and MMBench where its rule finds no option (Liu et al. 2024).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.evaluate.published import rules
+from mindspeed_mm.tasks.evaluate.published.item import Item
+
+_INSTRUCTION = (
+    "Somebody was asked the question below, and said what stands below it. What is the answer that was given, whether "
+    "it is right or wrong? Say {form}, and nothing else. If no answer was given, say none.\n\n"
+    "Question: {question}\n\nSaid: {given}"
+)
+_NONE = re.compile(r"\W*none\W*", re.IGNORECASE)
+_FORMS = {
+    "integer": "it as a whole number in digits",
+    "float": "it as a number in digits",
+    "list": "it as a list in brackets",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a judge has found in an answer."""
+
+    said: str | None = None
+    failure: str | None = None
+    """Why it said nothing."""
+
+    def words(self, given: str, item: Item) -> str:
+        """What the set's rule reads: what was found, or all that was said where nothing could be."""
+        if self.said is None:
+            return given
+        if item.options and _NONE.fullmatch(self.said):
+            return ""  # an option may be called so, too
+        return self.said
+
+
+def found_answers(judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], given: Sequence[str]) -> dict[int, Found]:
+    """By place: what a judge finds in the answers that the set's authors would ask about.
+
+    Args:
+        judge: It is asked.
+        asks: Whether they would.
+        items: The questions, read as they are needed.
+        given: What the model said to each, without its thoughts.
+    """
+    asked: dict[int, dict[str, str]] = {}
+    for place, said in enumerate(given):
+        item = items[place]
+        if said and asks(said, item):
+            asked[place] = {"{form}": _form(item), "{question}": item.prompt, "{given}": said}
+    found = judge.replies(_INSTRUCTION, list(asked.values()))
+    return {place: Found(*one) for place, one in zip(asked, found, strict=True)}
+
+
+def _form(item: Item) -> str:
+    if item.options:
+        return "the letter of the option that it is"
+    return _FORMS.get(item.facts.get("answer_type", ""), "it in a few words")
+
+
+def told(found: Found) -> dict[str, Any]:
+    """As samples hold it."""
+    return {"said": found.said, "failure": found.failure}
+
+
+def failures(found: Mapping[int, Found]) -> int:
+    """How many answers a judge was asked about in vain."""
+    return sum(one.failure is not None for one in found.values())
