@@ -68,7 +68,8 @@ def try_out(generator: Generator, ask: Callable[[LiveAnswer, Chooser], Future[An
         said = [future.result().token_ids for _, _, future in asked]
     except Exception as error:  # whatever a model raises that cannot be answered so
         raise unfit(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]) from error
-    # Only now: of two threads that run one model, transformers 5.23 does not keep the passes apart.
+    # Only now: for the length of a pass, transformers 5.23 writes whether it is causal into the model's configuration,
+    # where a pass of another thread reads it.
     for (ids, scores, _), tokens in zip(asked, said, strict=True):
         _check_scores(generator.model, torch.cat(scores.seen), [*ids, *tokens], len(ids))
 
