@@ -197,6 +197,18 @@ def test_collators_come_from_outside_and_declare_their_keys(tokenizer: Any) -> N
         collate([1])
 
 
+@pytest.mark.parametrize("name", [None, "qwen2vl", "pairwise"])
+def test_inputs_that_a_processor_brings_are_allowed_under_any_name(
+    name: str | None, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = build_mm_plugin(processor, PreprocessParameters())
+    monkeypatch.setattr(plugin, "collate", lambda media: {"input_marks": torch.zeros(len(media))} if media else {})
+    rows: list[Any] = [sample(3, 1, [plugin.encode_image(picture())])]
+    if name == "pairwise":
+        rows = [{"sample_id": "p:1", "chosen": rows[0], "rejected": rows[0]}]
+    assert "input_marks" in build_collator(processor, plugin, CollateParam(model_name=name))(rows)
+
+
 def test_names(tokenizer: Any) -> None:
     documented = {"qwen2vl", "qwen3vl", "qwen3omni", "qwen3asr", "internvl", "glm4v_moe", "step3_vl", "llm_pretrain"}
     assert documented | {"whisper", "pairwise"} <= set(DATA_COLLATOR.names())

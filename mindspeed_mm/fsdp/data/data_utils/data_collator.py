@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,10 +34,21 @@ CollatorClass = TypeVar("CollatorClass", bound=Callable[..., Collator])
 PADDING_ON_ACCELERATORS = 8
 """Tokens: matrix products of half precision want sizes that are multiples of it."""
 
+
+@dataclass(frozen=True)
+class _Traits:
+    """What has to be known of a collator beside its class."""
+
+    extra_keys: frozenset[str] = frozenset()
+    packs: bool = False
+    """It can make one row of several samples."""
+    checks_itself: bool = False
+    """It knows the keys that the processor brings, and allows those, too."""
+
+
 DATA_COLLATOR = Registry("data.dataloader_param.collate_param.model_name")
-_EXTRA_KEYS: dict[str, frozenset[str]] = {}
-_PACKING: set[str] = set()
-"""Names of collators that can make one row of several samples."""
+_TRAITS: dict[str, _Traits] = {}
+"""Of the collators, by name; of one that is filed in `DATA_COLLATOR` alone the defaults."""
 
 
 def register_collator(
@@ -54,10 +67,20 @@ def register_collator(
     """
 
     def add(collator: CollatorClass) -> CollatorClass:
-        _EXTRA_KEYS[name] = frozenset(keys)
-        if packs:
-            _PACKING.add(name)
+        _TRAITS[name] = _Traits(frozenset(keys), packs)
         return DATA_COLLATOR.register(name)(collator)
+
+    return add
+
+
+def _register_generic(*names: str, packs: bool = False) -> Callable[[CollatorClass], CollatorClass]:
+    """The same for collators of this module, which check what they make."""
+
+    def add(collator: CollatorClass) -> CollatorClass:
+        for name in names:
+            _TRAITS[name] = _Traits(packs=packs, checks_itself=True)
+            DATA_COLLATOR.register(name)(collator)
+        return collator
 
     return add
 
@@ -81,10 +104,10 @@ def build_collator(
         name = "whisper"
     if name is None:
         return GenericCollator(processor, plugin, collate_param, positions)
-    collator_class = DATA_COLLATOR.get(name)
+    collator_class, traits = DATA_COLLATOR.get(name), _TRAITS.get(name, _Traits())
     if positions is None:
         collator = collator_class(processor, plugin, collate_param)
-    elif name in _PACKING:
+    elif traits.packs:
         collator = collator_class(processor, plugin, collate_param, positions)
     else:
         raise ConfigError(
@@ -93,30 +116,19 @@ def build_collator(
             way_out="Set it to false; or leave collate_param.model_name out, which takes the processor's; or give "
             "the collator a fourth argument and register it with packs=True.",
         )
-    return CheckedCollator(collator, _EXTRA_KEYS.get(name, frozenset()))
+    return collator if traits.checks_itself else partial(_collate_checked, collator, traits.extra_keys)
 
 
-class CheckedCollator:
-    """Checks the keys of what another collator makes."""
-
-    def __init__(self, collator: Collator, extra_keys: frozenset[str] = frozenset()) -> None:
-        self._collator, self._extra_keys = collator, extra_keys
-
-    def __call__(self, samples: Sequence[Any]) -> Batch:
-        """Collate and check."""
-        batch = self._collator(samples)
-        check_batch(batch, self._extra_keys)
-        return batch
+def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Sequence[Any]) -> Batch:
+    """What the collator of somebody else makes, its keys checked."""
+    batch = collator(samples)
+    check_batch(batch, extra_keys)
+    return batch
 
 
-@register_collator("qwen2vl", packs=True)
-@register_collator("qwen3vl", packs=True)
-@register_collator("qwen3omni", packs=True)
-@register_collator("qwen3asr", packs=True)
-@register_collator("internvl", packs=True)
-@register_collator("glm4v_moe", packs=True)
-@register_collator("step3_vl", packs=True)
-@register_collator("llm_pretrain", packs=True)
+@_register_generic(
+    *("qwen2vl", "qwen3vl", "qwen3omni", "qwen3asr", "internvl", "glm4v_moe", "step3_vl", "llm_pretrain"), packs=True
+)
 class GenericCollator:
     """Rows padded to the right, or one packed row, with the keys that the plugin and the samples bring.
 
@@ -214,7 +226,7 @@ def left_padded_rows(rows: Sequence[Mapping[str, np.ndarray]], fills: Mapping[st
     return {name: values.flip(-1) for name, values in padded_rows(turned, fills, 1).items()}
 
 
-@register_collator("whisper")
+@_register_generic("whisper")
 class WhisperCollator(GenericCollator):
     """Speech to text by an encoder-decoder: the tokens are the decoder's, right-padded."""
 
@@ -227,8 +239,7 @@ class WhisperCollator(GenericCollator):
         return batch
 
 
-@register_collator("pairwise")
-@register_collator("qwen2vl_dpo")
+@_register_generic("pairwise", "qwen2vl_dpo")
 class PairwiseCollator:
     """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
