@@ -140,6 +140,10 @@ def check(
     rows: object = None,
     val_rows: object = None,
     nproc: int | None = None,
+    resume: bool | Literal["auto", "never"] = True,
+    weights_only: bool = False,
+    allow_fresh: bool = False,
+    accept_data_change: bool = False,
     **unknown: object,
 ) -> CheckResult:
     """What is wrong with a configuration, from its text to its first batch, as `mm check` finds it.
@@ -152,6 +156,7 @@ def check(
         rows: Training rows, a file or in memory, as in `train`. Nothing is written to `training.save`.
         val_rows: Validation rows, of the same kinds.
         nproc: Number of ranks that the plan is checked for.
+        resume: As `train` will be given it; so are `weights_only`, `allow_fresh` and `accept_data_change`.
 
     Returns:
         `problems` (what, where, key, way out), `warnings`, `memory`, `exit_code`; nothing is raised for what is found.
@@ -160,12 +165,15 @@ def check(
         MMError: An argument is none.
     """
     refuse_unknown(unknown, check)
+    flags = {"weights_only": weights_only, "allow_fresh": allow_fresh, "accept_data_change": accept_data_change}
+    check_flags(**flags)
     check_counts(nproc=nproc)
+    start = {"resume": wants_resume(resume), **flags}
     sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
     given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
     from mindspeed_mm.tasks.given.checking import check_given
 
-    return check_given(given, rows, val_rows, nproc)
+    return check_given(given, rows, val_rows, nproc, start)
 
 
 @_worded

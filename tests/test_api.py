@@ -164,7 +164,7 @@ def test_a_second_interrupt_raises_and_leaves_the_process_alive(config: dict[str
         ({"learning": 1}, "learning", "help(mm.train)"),
         ({"training": 3}, "training", "mapping"),
         ({"training": {"lrr": 1}}, "training.lrr", "Did you mean 'lr'?"),
-        ({"training": {"report_to": [3]}}, "training.report_to.0", ""),
+        ({"training": {"report_to": [3]}}, "training.report_to[0]", ""),
         ({"rows": []}, "train rows", "at least one"),
         ({"rows": {"messages": []}}, "train rows", "list of dicts"),
         ({"rows": [3]}, "", "A row is a dict"),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import click
 
+from mindspeed_mm.cli.resuming import resume_options
 from mindspeed_mm.core.errors import align, count_problems
+from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.tasks.check import check as task
 
 EXAMPLES = """
@@ -27,7 +29,7 @@ Examples:
     "--config-only", is_flag=True, help="Check only the text, keys and values; import no plugin and build nothing."
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
-@click.option("--accept-data-change", is_flag=True, help="Accept features whose rows have changed, as in mm train.")
+@resume_options
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(
@@ -36,16 +38,17 @@ def command(
     overrides: tuple[str, ...],
     config_only: bool,
     nproc: int | None,
-    accept_data_change: bool,
+    start: ResumeOptions,
     as_json: bool,
 ) -> None:
     """Find what is wrong with CONFIG before training, and say how to mend it.
 
     Checked in this order: the configuration, plugins, paths, module patterns against the model (built without weights),
     the first samples, batch keys against the model's forward, and the memory that the first batch will take (on one of
-    --nproc ranks). OVERRIDES are section.key=value, each parsed as YAML.
+    --nproc ranks). What the run would go on from is checked, too, under the options that mm train will be given.
+    OVERRIDES are section.key=value, each parsed as YAML.
     """
-    result = task.run(config, overrides, config_only=config_only, nproc=nproc, accept_data_change=accept_data_change)
+    result = task.run(config, overrides, config_only=config_only, nproc=nproc, options=start)
     click.echo(_as_json(result) if as_json else _as_text(result))
     ctx.exit(result.exit_code)
 

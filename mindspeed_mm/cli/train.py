@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from mindspeed_mm.cli.resuming import resume_options, resume_words
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.tasks import train
 
 EXAMPLES = """
@@ -29,22 +32,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Build everything, then stop before the first step.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps, counted from this start.")
-@click.option(
-    "--resume",
-    type=click.Choice(["auto", "never"]),
-    default="auto",
-    show_default=True,
-    help="auto: continue from the newest checkpoint in training.save; never: refuse a folder that has one.",
-)
-@click.option("--weights-only", is_flag=True, help="Load only a checkpoint's weights and start at step 0.")
-@click.option(
-    "--allow-fresh", is_flag=True, help="Start from the beginning even though no checkpoint in the run folder is valid."
-)
-@click.option(
-    "--accept-data-change",
-    is_flag=True,
-    help="Continue although the data set or its order has changed; train on features although their rows have changed.",
-)
+@resume_options
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def command(
     config: Path,
@@ -52,10 +40,7 @@ def command(
     nproc: int,
     dry_run: bool,
     steps: int | None,
-    resume: str,
-    weights_only: bool,
-    allow_fresh: bool,
-    accept_data_change: bool,
+    start: ResumeOptions,
     as_json: bool,
 ) -> int:
     """Train the model of CONFIG. OVERRIDES are section.key=value, each parsed as YAML.
@@ -63,23 +48,18 @@ def command(
     Running the same command again continues from the newest checkpoint. Ctrl-C or SIGTERM saves one and ends with exit
     code 75; a second one stops at once.
     """
-    switches = {
-        "dry_run": dry_run,
-        "weights_only": weights_only,
-        "allow_fresh": allow_fresh,
-        "accept_data_change": accept_data_change,
-    }
     if starts_ranks(nproc):
-        words = ["--resume", resume]
+        words = resume_words(start)
         if steps:
             words += ["--steps", str(steps)]
+        if dry_run:
+            words.append("--dry-run")
         if as_json:
             words.append("--json")
-        words += [f"--{name.replace('_', '-')}" for name, on in switches.items() if on]
         return train.run_ranks(nproc, config, overrides, words)
     try:
         outcome = train.run(
-            config, overrides, steps=steps, resume=resume == "auto", progress_to_stderr=as_json, **switches
+            config, overrides, steps=steps, dry_run=dry_run, progress_to_stderr=as_json, **asdict(start)
         )
     except Exception as error:
         if train.tell_launcher(error) and isinstance(error, MMError):

@@ -1,7 +1,9 @@
-"""Dotted keys, such as `training.lora.rank`, into a tree of sections."""
+"""Dotted keys, such as `training.lora.rank`, into a tree of sections; an entry of a list is `posttrain.rewards[0]`."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 Tree = TypeVar("Tree")
@@ -41,3 +43,22 @@ def with_value(tree: Tree, key: str, value: object) -> Tree:
     inner = section[name]
     changed: Tree = section.model_copy(update={name: with_value(inner, rest, value) if rest else value})
     return changed
+
+
+def key_of(steps: Iterable[str | int]) -> str:
+    """The dotted key of a path of names and places in lists."""
+    key = ""
+    for step in steps:
+        if isinstance(step, int):
+            key += f"[{step}]"
+        else:
+            key += f".{step}" if key else step
+    return key
+
+
+def steps_of(key: str) -> list[str | int]:
+    """Back from `key_of`."""
+    steps: list[str | int] = []
+    for place, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", key):
+        steps.append(name or int(place))
+    return steps

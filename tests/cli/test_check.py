@@ -16,11 +16,16 @@ from mindspeed_mm.fsdp import data
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.train.run import data as run_data
+from mindspeed_mm.fsdp.train.run import start_checks
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.check import memory as memory_stage
+from tests.helpers.refusal import make_base
 from tests.helpers.runs import mm, train
+from tests.helpers.tiny_generator_run import generator_config, make_pictures
+from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_run import make_tiny_run
-from tests.tasks.extraction_run import make_run
+from tests.tasks.extraction_run import SIZES, make_run, write_yaml
 
 
 class Model(nn.Module):
@@ -39,7 +44,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-ins for the model hub and the data: what they give can be changed by a test."""
     given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
     monkeypatch.setattr(data, "build_mm_dataset", lambda *_, **__: (as_mm_dataset([1]), given.get("validation")))
-    monkeypatch.setattr(data, "build_mm_dataloader", lambda *_, **__: Loader(given))
+    monkeypatch.setattr(run_data, "build_mm_dataloader", lambda *_, **__: Loader(given))
     monkeypatch.setattr(ModelHub, "build", lambda *_, **__: give(given["model"]))
     monkeypatch.setattr(memory_stage, "predict", lambda *_: ([], {}, []))  # it builds the model again
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -78,7 +83,7 @@ ALL = [
     "resume",
     "batch keys",
     "samples",
-    "held-out questions",
+    "first held-out question",
     "memory",
 ]
 
@@ -129,21 +134,11 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "resume": "paths",
         "batch keys": "module patterns",
         "samples": "module patterns",
-        "held-out questions": "paths",
+        "first held-out question": "paths",
         "memory": "features",
     }
     assert result.findings[0].problem.where.endswith("run.yaml:3:19")
     assert "'layers.0'" in result.findings[2].problem.way_out
-
-
-def test_a_failing_validation_set_is_found(parts: dict[str, Any], tmp_path: Path) -> None:
-    class Broken:
-        def __getitem__(self, index: int) -> Any:
-            raise DataError("unreadable", where="val.json:1")
-
-    parts["validation"] = as_mm_dataset(Broken())
-    (finding,) = check.run(write(tmp_path)).findings
-    assert (finding.stage, finding.problem.where) == ("first samples", "val.json:1")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +263,16 @@ def test_a_real_model_and_real_rows_pass(tiny_run: Path) -> None:
     assert (result.findings, result.passed) == ([], ALL)
 
 
+def test_a_failing_validation_set_is_found_where_a_run_validates(tiny_run: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "val.jsonl"
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A box."}]
+    rows.write_text(json.dumps({"messages": turns, "images": ["no.png"]}) + "\n")
+    words = [f"data.dataset_param.basic_parameters.val_dataset={rows}"]
+    (finding,) = check.run(tiny_run, [*words, "training.val_interval=1"]).findings
+    assert (finding.stage, finding.exit_code, rows.name in finding.problem.where) == ("first samples", 4, True)
+    assert check.run(tiny_run, words).findings == []
+
+
 def test_before_features_are_extracted_their_media_are_checked(tmp_path: Path) -> None:
     path = make_run(tmp_path, count=4)
     result = check.run(path)
@@ -309,3 +314,51 @@ def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
     assert draft.is_dir()
     train(yaml, tmp_path / "run", "training.train_iters=2")
     assert not draft.exists()
+
+
+STARTS = (("check", ()), ("train", ("--dry-run",)))
+
+
+def test_what_this_device_cannot_compute_is_a_warning(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "supports_bf16", lambda: False)
+    result = check.run(tiny_run, ["parallel.fsdp_plan.param_dtype=bf16"])
+    assert result.findings == [] and "does not compute in bf16" in result.warnings[0]
+
+
+@pytest.mark.edge("R4")
+def test_a_start_is_checked_with_the_options_that_it_will_be_given(tiny_run: Path, tmp_path: Path) -> None:
+    """What `mm train` takes under them, `mm check` does."""
+    save = tmp_path / "run"
+    train(tiny_run, save, "training.train_iters=1")
+    again = (tiny_run, f"training.load={save}", f"training.save={tmp_path / 'new'}", "training.seed=8")
+    for words, code in (((), 4), (("--weights-only",), 0)):
+        assert [mm(verb, *again, *words, *extra).code for verb, extra in STARTS] == [code, code]
+    next(save.glob("iter_*/trainer_state.json")).write_text("[]")
+    broken = (tiny_run, f"training.save={save}")
+    for words, code in (((), 4), (("--allow-fresh",), 0)):
+        assert [mm(verb, *broken, *words, *extra).code for verb, extra in STARTS] == [code, code]
+
+
+@pytest.mark.edge("R4")
+def test_a_reference_that_follows_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    yaml = make_base(tmp_path, "pairs")
+    train(yaml, tmp_path / "run", "training.train_iters=1")
+    words = (f"training.load={tmp_path / 'run'}", "--weights-only")
+    for reference, code in ((), 2), (("posttrain.reference.sync_steps=2",), 0):
+        assert [mm(verb, yaml, *words, *reference, *extra).code for verb, extra in STARTS] == [code, code]
+
+
+@pytest.mark.edge("R4")
+def test_an_epoch_of_sizes_that_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    """Steps of as many samples, dealt otherwise, take others of them."""
+    make_tiny_flux(tmp_path / "model")
+    make_pictures(tmp_path, 13, SIZES)
+    config = generator_config(tmp_path, {"buckets": [f"{height}x{width}" for height, width in SIZES]})
+    yaml, save = write_yaml(tmp_path / "run.yaml", config), tmp_path / "run"
+    split = ("training.micro_batch_size=1", "training.gradient_accumulation_steps=4")
+    train(yaml, save, "training.train_iters=1", *split)
+    words = (f"training.save={save}", "training.micro_batch_size=4", "training.gradient_accumulation_steps=1")
+    trained, checked = mm("train", yaml, *words), mm("check", yaml, *words, "--nproc", 1)
+    assert (trained.code, checked.code) == (4, 4), checked.out
+    assert "would not take just them" in trained.err and "would not take just them" in checked.out
+    assert mm("check", yaml, *words, "--nproc", 1, "--accept-data-change").code == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mm.core.config_path import value_at, with_value
+from mindspeed_mm.core.config_path import key_of, steps_of, value_at, with_value
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 
@@ -31,3 +31,10 @@ def test_an_unknown_name_is_refused() -> None:
         value_at(Arguments(), "training.lora.size")
     with pytest.raises(KeyError):
         with_value(Arguments(), "training.size", 1)
+
+
+def test_keys_of_entries_of_lists() -> None:
+    key, steps = "posttrain.rewards[1].settings.url", ["posttrain", "rewards", 1, "settings", "url"]
+    assert key_of(steps) == key
+    assert steps_of(key) == steps
+    assert steps_of("a.0") == ["a", "0"] != steps_of("a[0]")

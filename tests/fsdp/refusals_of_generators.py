@@ -6,7 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
+
 from tests.helpers.refusal import BASIC, DATA, LOADER, LORA, PREPROCESS, Refusal, with_file, with_first_row
+from tests.helpers.tiny_generators import TEXT_WIDTH
 
 SAMPLING = "training.sampling"
 SAMPLES = (f"{SAMPLING}.interval=2", "training.save={folder}/run")
@@ -25,6 +28,18 @@ def with_transformer(**changes: object):
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     return spoil
+
+
+def with_older_features(folder: Path) -> None:
+    """Features of the layout that has no empty caption."""
+    (folder / "older").mkdir()
+    lines = []
+    for number in range(4):
+        name = f"{number}.pt"
+        text = {"prompt_ids": torch.zeros(1, 3, TEXT_WIDTH), "prompt_mask": torch.ones(1, 3)}
+        torch.save({"video": torch.zeros(16, 2, 2, 2), **text}, folder / "older" / name)
+        lines.append(json.dumps({"file": name, "cap": "a box"}) + "\n")
+    (folder / "older" / "data.jsonl").write_text("".join(lines))
 
 
 def with_prompts(folder: Path) -> None:
@@ -149,7 +164,28 @@ GENERATORS = (
     Refusal("pictures for a model of language", ("data.dataset_param.dataset_type=generation",), "", "", DATA),
 )
 
+LARGER = (
+    f"{LOADER}.max_tokens_per_batch=32",
+    "training.val_interval=1",
+    "data.val_dataset_param={dataset_type: generation, preprocess_parameters: {height: 32, width: 32}, "
+    "basic_parameters: {dataset: '{folder}/rows.jsonl', dataset_dir: '{folder}'}}",
+)
 MEDIA = (
+    Refusal(
+        "captions that are dropped where features hold no empty one",
+        (f"{BASIC}.features_dir={{folder}}/older", f"{BASIC}.dataset=null"),
+        "the features hold no empty caption",
+        "training.diffusion.caption_dropout",
+        spoil=with_older_features,
+        base="t2v",
+    ),
+    Refusal(
+        "held-out samples that are larger than a batch",
+        LARGER,
+        "has 64 tokens, more than 32",
+        f"{LOADER}.max_tokens_per_batch",
+        base="flux",
+    ),
     Refusal(
         "one side of a size",
         (f"{PREPROCESS}.width=null",),

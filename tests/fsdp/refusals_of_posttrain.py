@@ -12,6 +12,7 @@ from tests.helpers.refusal import (
     DATA,
     ENVIRONMENT,
     LORA,
+    PREPROCESS,
     Refusal,
     with_config,
     with_first_row,
@@ -21,6 +22,8 @@ from tests.helpers.tiny_media_pairs import PAIRS as MEDIA_PAIRS
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 REFERENCE = "posttrain.reference.model_name_or_path"
+WEIGHED = ("posttrain.dpo.weight_alpha=1", "posttrain.dpo.histogram_path={folder}/scores.json")
+STATIC = "tools.profile.static_param"
 ITS_OWN = (f"{REFERENCE}={{folder}}/other",)
 
 
@@ -49,6 +52,16 @@ def with_a_model_without_weights(folder: Path) -> None:
 
 def without_the_answer(row: dict[str, Any]) -> None:
     row["messages"].pop()
+
+
+def without_scores(row: dict[str, Any]) -> None:
+    del row["score"], row["score_rejected"]
+
+
+def with_scores_up_to(folder: Path, highest: float) -> None:
+    """A histogram of two bins."""
+    edges = [0.0, highest / 2, highest]
+    (folder / "scores.json").write_text(json.dumps({"bin_edges": edges, "counts": [3, 1]}))
 
 
 def with_another_generator(folder: Path) -> None:
@@ -90,6 +103,24 @@ PAIRS = (
         base="pairs",
     ),
     Refusal(
+        "pairs that are weighed by scores that they lack",
+        (*MEDIA_PAIRS, *WEIGHED),
+        "the rows have no scores",
+        "posttrain.dpo.weight_alpha",
+        DATA,
+        lambda folder: (with_rows(without_scores)(folder), with_scores_up_to(folder, 1.0)),
+        base="media pairs",
+    ),
+    Refusal(
+        "pairs whose scores lie outside",
+        (*MEDIA_PAIRS, *WEIGHED),
+        "lies in none of its bins (0 to 0.5)",
+        "posttrain.dpo.histogram_path",
+        DATA,
+        lambda folder: with_scores_up_to(folder, 0.5),
+        base="media pairs",
+    ),
+    Refusal(
         "an empty answer",
         (),
         "the answer is empty",
@@ -101,6 +132,38 @@ PAIRS = (
     ),
 )
 ANSWERS = (
+    Refusal(
+        "rewards of a data set of media",
+        ("posttrain.method=nft", *rewarded("jpeg_size"), "training.gradient_accumulation_steps=8"),
+        "draws from prompts, and its rows are none for a generator model",
+        "data.dataset_param.dataset_type",
+        base="flux",
+    ),
+    Refusal(
+        "a reward of pictures for answers to speech",
+        ("data.dataset_param.dataset_type=qwen3_asr", *rewarded("jpeg_size")),
+        "does not judge texts",
+        "posttrain.rewards",
+        base="answers",
+    ),
+    Refusal(
+        "a server for a model without a folder",
+        (
+            *("posttrain.rollout.backend=vllm", "posttrain.rollout.base_url=http://127.0.0.1:9"),
+            *("training.save={folder}/run", "model.model_name_or_path=null", "model.model_id=qwen3_vl"),
+            f"{PREPROCESS}.model_name_or_path={{folder}}/model",
+        ),
+        "is not given, but posttrain.rollout.backend is vllm",
+        "model.model_name_or_path",
+        base="answers",
+    ),
+    Refusal(
+        "a profile of steps behind the last rollout",
+        ("tools.profile.enable=true", f"{STATIC}.start_step=40", f"{STATIC}.end_step=41"),
+        "the run ends after step",
+        f"{STATIC}.start_step",
+        base="answers",
+    ),
     Refusal(
         "no regular expression",
         ('posttrain.rewards=[{name: regex, settings: {pattern: "("}}]',),

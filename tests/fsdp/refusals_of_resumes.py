@@ -9,18 +9,20 @@ from tests.fsdp.refusals_of_generators import SAMPLES, SAMPLING
 from tests.fsdp.refusals_of_settings import with_foreign_files, with_old_style_checkpoint
 from tests.helpers.refusal import DATA, LOADER, LORA, Refusal, with_file, with_first_row
 from tests.helpers.runs import train
+from tests.helpers.tiny_models import make_tiny_qwen3
 
 SAVE = "training.save={folder}/out"
+TWICE = "posttrain.grpo.num_iterations=2"
 OTHER_TEXT = with_first_row(
     messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}], images=[]
 )
 
 
-def with_a_run(afterwards: Callable[[Path], object] = lambda folder: None) -> Callable[[Path], None]:
-    """A run of one step, of which something is changed."""
+def with_a_run(afterwards: Callable[[Path], object] = lambda folder: None, *words: str) -> Callable[[Path], None]:
+    """A run of one step, started with these words, of which something is changed."""
 
     def spoil(folder: Path) -> None:
-        train(folder / "run.yaml", folder / "out", "training.train_iters=1")
+        train(folder / "run.yaml", folder / "out", "training.train_iters=1", *words)
         afterwards(folder)
 
     return spoil
@@ -31,7 +33,53 @@ def damage(folder: Path) -> None:
     next((folder / "out").glob("iter_*/trainer_state.json")).write_text("[]")
 
 
+def deeper(folder: Path) -> None:
+    """Another model of the same kind."""
+    make_tiny_qwen3(folder / "other", num_hidden_layers=3)
+
+
+def without_rollouts(folder: Path) -> None:
+    """What was drawn is gone."""
+    for file in (folder / "out").rglob("rollout*.jsonl"):
+        file.unlink()
+
+
 RESUMES = (
+    Refusal("a used folder", (SAVE, "--resume", "never"), "holds a run already", "training.save", DATA, with_a_run()),
+    Refusal(
+        "weights of the run's own folder",
+        (SAVE, "--weights-only"),
+        "needs a folder of its own",
+        "training.save",
+        DATA,
+        with_a_run(),
+    ),
+    Refusal(
+        "a checkpoint without an optimizer",
+        (SAVE,),
+        "holds no optimizer state",
+        "",
+        DATA,
+        with_a_run(lambda folder: None, "training.no_save_optim=true"),
+    ),
+    Refusal(
+        "a checkpoint of a model of another depth",
+        (SAVE, "model.model_name_or_path={folder}/other"),
+        "model.layers.2.",
+        "",
+        DATA,
+        with_a_run(deeper),
+        base="text",
+    ),
+    Refusal(
+        "a checkpoint within a rollout that is gone",
+        (SAVE, TWICE),
+        "the checkpoint was saved within rollout 0",
+        "posttrain.rollout.keep",
+        DATA,
+        with_a_run(without_rollouts, TWICE),
+        base="answers",
+    ),
     Refusal(
         "another optimizer",
         (SAVE, "training.optimizer=muon"),

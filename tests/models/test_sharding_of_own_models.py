@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding, own_sharding
+from mindspeed_mm.fsdp.distributed.pipeline.apply import check_composition
+from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
+from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
@@ -82,9 +85,12 @@ def test_who_shards() -> None:
     assert own_sharding(custom) is None
     assert own_sharding(own) is not None
     assert own_sharding(nn.Linear(1, 1)) is None
-    check_own_sharding(custom)
+    check_composition(custom, ParallelArguments())
     with pytest.raises(ConfigError, match="YourModel shards itself"):
-        check_own_sharding(own)
+        check_composition(own, ParallelArguments())
+    check_tower_sums(custom, ["blocks"], ())
+    with pytest.raises(ConfigError, match="YourModel shards itself: nothing would sum"):
+        check_tower_sums(own, ["blocks"], ())
 
 
 def test_functions_without_a_model_at_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,26 @@ def check_holds_adapters(checkpoint: CommittedCheckpoint, wanted: bool) -> None:
     TensorIndex(DcpReader(checkpoint.path), checkpoint).check_adapters(wanted)
 
 
+def check_holds_optimizer(checkpoint: CommittedCheckpoint) -> None:
+    """Raise `CheckpointError` when a checkpoint of ours was saved without the state of its optimizer."""
+    if checkpoint.manifest is not None and checkpoint.manifest.optimizer is None:
+        raise CheckpointError("holds no optimizer state", where=str(checkpoint.path), way_out=WEIGHTS_ONLY)
+
+
+def check_tensors(checkpoint: CommittedCheckpoint, model: nn.Module, *, with_optimizer: bool) -> None:
+    """Raise `CheckpointError` when the checkpoint is of another model: known from its index.
+
+    Args:
+        checkpoint: What is to be loaded.
+        model: Whole; parameters may be on meta.
+        with_optimizer: The state of its optimizer is loaded, too.
+    """
+    held = TensorIndex(DcpReader(checkpoint.path), checkpoint)
+    held.match(model_tensors(model), tied_names(model))
+    if with_optimizer:
+        held.check_trained(trainable_parameters(model))
+
+
 class TensorIndex:
     """The tensors that a checkpoint holds, compared with what is wanted of it.
 
@@ -260,26 +280,32 @@ class TensorIndex:
         for copy, first in first_names(model).items():
             if copy in parameters:
                 parameters.setdefault(first, parameters[copy])
-        elsewhere = trainable_parameters(whole_of(model)).keys() - parameters.keys()
-        start = f"{OPTIMIZER}.state."
+        self.check_trained({**trainable_parameters(whole_of(model)), **parameters})
         state: OptimizerState = {}
+        for name, key, entry in self.state_entries():
+            if name in parameters:  # others are trained on other stages
+                room = state_room(optimizer, parameters[name], key, entry.size, entry.properties.dtype)
+                state.setdefault(name, {})[key] = room
+        return state
+
+    def state_entries(self) -> Iterator[tuple[str, str, TensorStorageMetadata]]:
+        """Parameter, key and tensor of the optimizer's state."""
+        start = f"{OPTIMIZER}.state."
         for full_name, entry in self.tensors.items():
-            if not full_name.startswith(start):
-                continue
-            name, _, key = full_name.removeprefix(start).rpartition(".")
-            if name in elsewhere:
-                continue
-            if name not in parameters:
+            if full_name.startswith(start):
+                name, _, key = full_name.removeprefix(start).rpartition(".")
+                yield name, key, entry
+
+    def check_trained(self, trained: Mapping[str, torch.Tensor]) -> None:
+        """Raise `CheckpointError` for the state of a parameter that is not among those that are trained."""
+        for name, _, _ in self.state_entries():
+            if name not in trained:
                 raise CheckpointError(
                     "has optimizer state for a parameter that is not trained here",
                     where=str(self.path),
                     key=name,
                     way_out=WEIGHTS_ONLY,
                 )
-            parameter = parameters[name]
-            room = state_room(optimizer, parameter, key, entry.size, entry.properties.dtype)
-            state.setdefault(name, {})[key] = room
-        return state
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         kept = self.manifest.optimizer if self.manifest else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam
 
 if TYPE_CHECKING:  # annotations only: these import torch and the decoders
@@ -46,6 +47,9 @@ class MMDataset:
     """The samples of each entry of `dataset`, for shares of a mixture; empty: there are no entries."""
     left_out: Mapping[str, str] = {}
     """Place → reason, of rows that were found unusable before the start."""
+    prompts_for: ModelKind | None = None
+    """The kind of model that can be trained on what it makes of these samples itself, which are prompts under `stage:
+    prompt`; None: they are none."""
     collate_fn: Collator | None = None
     """Samples → batch. It comes before `build_collator`."""
 

@@ -31,7 +31,7 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
 from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingPlan
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
-from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh, unsummed_towers
+from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing, share_media
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -118,16 +118,11 @@ class ParallelApplier:
 
         A model's own `fully_shard(fsdp_plan) -> bool` is asked first (`own_sharding`); True means that it has done the
         work.
-
-        Raises:
-            ConfigError: The model shards itself, and its whole towers would not be summed.
         """
         plan = self._resolved(model)
         sharding = plan.sharding
         own_hook = own_sharding(model)
         self._model_shards_itself = own_hook is not None and own_hook(sharding.section)
-        if self._model_shards_itself and sharding.whole_towers:
-            raise unsummed_towers(f"{type(model).__name__} shards itself")
         roots: Sequence[nn.Module] = [model]
         if self._pipeline is not None:
             roots = self._pipeline.stages

@@ -78,15 +78,8 @@ class DenoisingObjective:
         null_text: Mapping[str, torch.Tensor] | None = None,
         encode: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        if arguments.caption_dropout > 0 and null_text is None and encode is None:
-            raise _no_empty_caption(arguments)
-        if arguments.caption_dropout > 0 and encode is None and adapter.task in adapter.text_reads_media:
-            raise ConfigError(
-                f"{arguments.caption_dropout}, but an empty caption is read together with each sample's picture, and "
-                "the features hold it for none",
-                key="training.diffusion.caption_dropout",
-                way_out="Train on raw media (leave features_dir out), or set it to 0.",
-            )
+        encodes, has_empty_caption = encode is not None, null_text is not None
+        check_caption_dropout(adapter, arguments, encodes=encodes, has_empty_caption=has_empty_caption)
         check_path_settings(adapter.noise_path, arguments)
         self._adapter, self._arguments, self._seed = adapter, arguments, seed
         self._path = adapter.noise_path
@@ -270,6 +263,30 @@ def _is_prior(batch: Batch) -> torch.Tensor:
 def real_rows(batch: Batch) -> int:
     """Samples of a batch, without the rows that only fill it up."""
     return len(batch["sample_ids"]) - int(batch.get("blank_rows", 0))
+
+
+def check_caption_dropout(
+    adapter: DiffusionAdapter, arguments: DiffusionArguments, *, encodes: bool, has_empty_caption: bool
+) -> None:
+    """Raise `ConfigError` where captions are dropped and there is no empty one to take their place.
+
+    Args:
+        adapter: The family's conventions.
+        arguments: `training.diffusion`.
+        encodes: Captions are encoded while training.
+        has_empty_caption: The features hold that of the empty caption.
+    """
+    if not arguments.caption_dropout or encodes:
+        return
+    if not has_empty_caption:
+        raise _no_empty_caption(arguments)
+    if adapter.task in adapter.text_reads_media:
+        raise ConfigError(
+            f"{arguments.caption_dropout}, but an empty caption is read together with each sample's picture, and "
+            "the features hold it for none",
+            key="training.diffusion.caption_dropout",
+            way_out="Train on raw media (leave features_dir out), or set it to 0.",
+        )
 
 
 def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:

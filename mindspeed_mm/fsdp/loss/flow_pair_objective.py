@@ -12,7 +12,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, real_rows
-from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_loss, pair_margin, pair_weight, timestep_factor
+from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_loss, pair_margin, pair_weights, timestep_factor
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED_LATENTS
@@ -63,7 +63,7 @@ class FlowPairObjective:
             )
         weights = torch.ones(len(batch["sample_ids"]), dtype=batch["_weights"].dtype)
         if self._histogram is not None:
-            weights = torch.tensor(self._weights(batch, self._histogram), dtype=batch["_weights"].dtype)
+            weights = torch.tensor(pair_weights(self._histogram, batch, self._dpo), dtype=batch["_weights"].dtype)
         weights[real_rows(batch) :] = 0
         return batch | {"_pair_weights": weights}
 
@@ -104,17 +104,6 @@ class FlowPairObjective:
         if self._dpo.pref_ftx:
             found[self.sft_term] = self._dpo.pref_ftx * (error_w * omega * is_real).sum()
         return found
-
-    def _weights(self, batch: Batch, histogram: ScoreHistogram) -> list[float]:
-        if "scores" not in batch:
-            raise DataError(
-                "the rows have no scores, by which posttrain.dpo.weight_alpha weighs pairs",
-                key="posttrain.dpo.weight_alpha",
-                way_out="Give rows score and score_rejected, or set it to 0.",
-            )
-        alpha, beta = self._dpo.weight_alpha, self._dpo.weight_beta
-        scores = batch["scores"].tolist()
-        return [pair_weight(histogram, chosen, rejected, alpha, beta) for chosen, rejected in scores]
 
 
 def as_sides(batch: Batch) -> Batch:

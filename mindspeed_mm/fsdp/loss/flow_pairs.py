@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
 TimestepWeight = Literal["constant", "sigma"]
 _LEAST_PROBABILITY = 1e-3
@@ -131,6 +133,23 @@ def _bins_by_name(content: Any) -> _Bins:
             count_from[start] = float(count)
     edges = tuple(width * (first + number) for number in range(len(count_from) + 1))
     return edges, tuple(count_from[start] for start in sorted(count_from))
+
+
+def pair_weights(histogram: ScoreHistogram, batch: Batch, dpo: DpoArguments) -> list[float]:
+    """(B,) what the pairs of a batch count, by its `scores` (B, 2) of the chosen and of the rejected side.
+
+    Raises:
+        ConfigError: As of `pair_weight`.
+        DataError: The rows have no scores, or one lies in no bin.
+    """
+    if "scores" not in batch:
+        raise DataError(
+            "the rows have no scores, by which posttrain.dpo.weight_alpha weighs pairs",
+            key="posttrain.dpo.weight_alpha",
+            way_out="Give rows score and score_rejected, or set it to 0.",
+        )
+    alpha, beta = dpo.weight_alpha, dpo.weight_beta
+    return [pair_weight(histogram, chosen, rejected, alpha, beta) for chosen, rejected in batch["scores"].tolist()]
 
 
 def pair_weight(histogram: ScoreHistogram, score_w: float, score_l: float, alpha: float, beta: float | None) -> float:

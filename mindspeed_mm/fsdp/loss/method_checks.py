@@ -43,6 +43,12 @@ def check_method(method: str, kind: ModelKind, model: nn.Module, *, has_head: bo
             key=_KEY,
             way_out="Leave it out.",
         )
+    if method == "grpo" and kind.has_tokens and not callable(attribute_at(model, "generate")):
+        raise ConfigError(
+            f"{type(model).__name__} has no `generate`",
+            key=_KEY,
+            way_out="grpo needs a language model of transformers.",
+        )
     found = next(_dropouts(model), None)
     if found is not None:
         name, rate = found

@@ -48,12 +48,6 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.style not in (*DECAYS, "wsd"):
             raise ConfigError(f"'{self.style}' is not one of {', '.join(DECAYS)}, wsd", key="training.lr_decay_style")
-        if self.style == "wsd" and self.decay_ratio >= 1.0:
-            raise ConfigError(
-                "'wsd' decays over the last lr_decay_ratio of all steps: at 1.0 nothing stays stable",
-                key="training.lr_decay_ratio",
-                way_out="Set it to the share of steps that decay, e.g. 0.1.",
-            )
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from mindspeed_mm.core.config_path import steps_of
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.memory import memory_notes
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, settle_keys
@@ -96,6 +97,12 @@ class ResolvedConfig:
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
         """The problems with file and line of their key, where the file has it."""
         return [replace(problem, where=problem.where or self._where(problem.key)) for problem in problems]
+
+    def check_built(self) -> None:
+        """Raise one `ConfigError` that names every key whose feature this version does not have yet."""
+        problems = self.locate(unbuilt_features(self.arguments))
+        if problems:
+            raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
 
     @contextmanager
     def told_as_own(self) -> Iterator[None]:
@@ -280,13 +287,8 @@ def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Pro
 
 def _where(root: Node, key: str) -> str:
     """Where a key, which may name an entry of a list, is given; nowhere when it has its default."""
-    names: list[str | int] = []
-    for name in key.split("."):
-        names.append(int(name) if name.isdigit() else name)
-    holder = takewhile(lambda name: isinstance(name, str), names)
-    if find(root, ".".join(map(str, holder))) is None:
-        return ""
-    return str(place_of(root, names))
+    holder = key.partition("[")[0]
+    return "" if find(root, holder) is None else str(place_of(root, steps_of(key)))
 
 
 def _warn_meaningless(root: Node) -> list[Problem]:

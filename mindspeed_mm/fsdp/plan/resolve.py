@@ -26,7 +26,6 @@ from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
-from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
@@ -45,7 +44,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, resolve_groups
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
 
@@ -55,9 +54,8 @@ HEADLINE = "the model cannot be trained as the configuration says"
 def resolve_plan(
     outline: Outline,
     arguments: Arguments,
-    sizes: ParallelSizes,
+    sizes: ParallelSizes | None = None,
     *,
-    ranks_known: bool = True,
     trains: bool = True,
     errors: CollectedErrors | None = None,
 ) -> ModelPlan:
@@ -66,8 +64,8 @@ def resolve_plan(
     Args:
         outline: The model, whole.
         arguments: The whole configuration.
-        sizes: Of the parallel groups.
-        ranks_known: False: `sizes` are the least that fit, and what depends on the number of data ranks is not judged.
+        sizes: Of the parallel groups; None: the number of ranks is not known. The plan is that of the fewest that fit,
+            and what depends on the number of data ranks is not judged.
         trains: False for a model that is only compared with: there is nothing to optimise.
         errors: What was found against the model before; it is raised with what is found here.
 
@@ -77,6 +75,8 @@ def resolve_plan(
     """
     errors = errors or CollectedErrors()
     model, spec = outline.model, outline.spec
+    ranks_known = sizes is not None
+    sizes = sizes or least_sizes(arguments.parallel)
     features = errors.attempt(
         resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
     )
@@ -93,8 +93,6 @@ def resolve_plan(
     groups = errors.attempt(resolve_groups, model, arguments.training) if trains else GroupPlan({})
     errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
     head = errors.attempt(_resolve_loss, outline, arguments)
-    if arguments.parallel.pipeline_parallel_size > 1:
-        errors.attempt(check_own_sharding, model)
     if parallel is not None and features is not None:
         errors.attempt(_check_stages, parallel, features)
         errors.attempt(_check_state_rows, model, arguments, parallel)
@@ -111,16 +109,6 @@ def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
         f"{type(model).__name__}: nothing is known that stands in for {media} on a rank without any: a step in which "
         f"some micro-batches have {media} and others have none will be refused. {MUST_AGREE}"
     )
-
-
-def resolve_for_least_ranks(
-    outline: Outline, arguments: Arguments, *, errors: CollectedErrors | None = None
-) -> ModelPlan:
-    """The plan where the number of ranks is not known: for the fewest that the sizes fit. What depends on the number of
-    data ranks is not judged. Arguments and errors as of `resolve_plan`."""
-    parallel = arguments.parallel
-    sizes = resolve_parallel_sizes(parallel, least_ranks(parallel))
-    return resolve_plan(outline, arguments, sizes, ranks_known=False, errors=errors)
 
 
 def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:

@@ -18,7 +18,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
-from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, check_caption_dropout
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -244,18 +244,23 @@ class GeneratorFamily(Family):
         """The objective for data sets of features, or of raw media; None among them is passed over.
 
         Raises:
-            ConfigError: `features.loss_cfg` asks for a loss of language models.
+            ConfigError: Captions are dropped, and the features hold no empty one.
         """
         sets = [dataset for dataset in datasets if dataset is not None]
         for dataset in sets:
             self.adapter.note_components(dataset.noted_components)
         self._encodes = any(dataset.is_raw for dataset in sets)
+        diffusion, null_text = self.arguments.training.diffusion, None
+        if sets:  # samples that are trained on may be features, and those for validation not
+            null_text = sets[0].null_text()
+            has_empty_caption = null_text is not None
+            check_caption_dropout(self.adapter, diffusion, encodes=sets[0].is_raw, has_empty_caption=has_empty_caption)
         return DenoisingObjective(
             self.adapter,
-            self.arguments.training.diffusion,
+            diffusion,
             seed=self.arguments.training.seed,
             compute_dtype=self.compute_dtype,
-            null_text=sets[0].null_text() if sets else None,
+            null_text=null_text,
             encode=LiveEncoder(self.adapter, self.encoders) if self._encodes else None,
         )
 

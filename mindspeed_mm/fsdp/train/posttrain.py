@@ -59,10 +59,11 @@ def build_answer_objective(arguments: Arguments, assembled: Assembled, job: Job,
     """Answers that a language model draws.
 
     Raises:
-        MMError: There is no such reference, or no output head.
+        MMError: There is no such reference.
     """
     head = assembled.applied.head
-    reference = _live_reference(arguments, assembled, head, job.device) if head is not None else None
+    assert head is not None  # see `check_method`
+    reference = _live_reference(arguments, assembled, head, job.device)
     return build_policy_objective(arguments, assembled, data, reference)
 
 

@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.reference import assemble_reference
-from mindspeed_mm.fsdp.train.run.data import build_data, build_pass_loader
+from mindspeed_mm.fsdp.train.run.data import build_data, build_pass_loader, build_validation_loader
 from mindspeed_mm.fsdp.train.run.job import Job, joined
 from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs, facts_of_reference
 from mindspeed_mm.fsdp.train.train_engine import move
@@ -35,11 +35,14 @@ def stored_log_probs(arguments: Arguments, say: Callable[[int], None]) -> Stored
     with joined(arguments) as job:
         data = build_data(arguments, job)
         sets = [each for each in (data.train, data.validation) if each is not None]
+        loaders = [build_pass_loader(arguments, job.data_share, data.train)]
+        if data.validation is not None:
+            loaders.append(build_validation_loader(arguments, job.data_share, data.validation))
         stored = StoredLogProbs(facts_of_reference(arguments, sets))
         with job.setup("building the model"):
             work = ReferenceRun(arguments, assemble_reference(arguments, job.device), job)
-        for dataset in sets:
-            for batches in build_pass_loader(arguments, job, dataset).one_pass():
+        for loader in loaders:
+            for batches in loader.one_pass():
                 stored.merge(work.of_all_ranks(batches, dict(stored.facts)))
                 say(len(stored.log_probs))
     return stored

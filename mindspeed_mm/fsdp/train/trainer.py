@@ -23,12 +23,12 @@ from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
-from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.build_engine import build_average, build_engine, continue_from
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -43,8 +43,8 @@ from mindspeed_mm.fsdp.train.run.data import (
     RunLoader,
     build_data,
     build_loader,
-    build_pass_loader,
-    draws_samples,
+    build_validation_loader,
+    go_on_in_data,
     total_steps_of,
 )
 from mindspeed_mm.fsdp.train.run.failures import ending_of, explained
@@ -54,7 +54,8 @@ from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import seed_everything
 from mindspeed_mm.fsdp.train.run.record import RunRecord, trusted_code
-from mindspeed_mm.fsdp.train.run.resume import ResumeOptions, ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.run.resume import ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.fsdp.train.run.start_checks import (
     check_config,
     check_encoders,
@@ -269,13 +270,13 @@ class Trainer:
             from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_loader  # a plain run starts without it
 
             return build_rollout_loader(self.arguments, job, data.train)
-        return build_loader(self.arguments, job, data.train, self.options.packs)
+        return build_loader(self.arguments, job.data_share, data.train, self.options.packs)
 
     def _held_out(self, job: Job, data: RunData) -> Pass | None:
         """Makes passes over the held-out samples; None where there are none. Asked for where validation is due."""
         if data.validation is None:
             return None
-        return build_pass_loader(self.arguments, job, data.validation).one_pass
+        return build_validation_loader(self.arguments, job.data_share, data.validation).one_pass
 
     def _build_objective(self, family: Family, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """What the model is trained for."""
@@ -298,14 +299,10 @@ class Trainer:
 
     def _continue_data(self, loader: RunLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
         """Go on in the data where the checkpoint was saved."""
-        accepts_change = self.options.accept_data_change
-        before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
-        position = DataPosition.from_dict(state["data_position"])
-        note = loader.go_on(position, before, may_skip=accepts_change)
+        assert resume.checkpoint is not None
+        note = go_on_in_data(loader, resume.checkpoint, state, accepts_change=self.options.accept_data_change)
         if note:
             record.note(note)
-        # Rows that were bad may have been repaired if the data changed.
-        loader.learn_bad_samples({} if accepts_change else state["bad_samples"])
 
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         return build_hooks(parts)

@@ -13,24 +13,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, ExitCode, MMError, ModelFolderError, Problem
+from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
-from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_paths
-from mindspeed_mm.fsdp.params.rules.posttrain import reference_kind
-from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, reference_kind
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
+from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 
 if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+    from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
     from mindspeed_mm.fsdp.data.dataset import MMDataset
     from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
     from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
     from mindspeed_mm.fsdp.plan.outline import Outline
+    from mindspeed_mm.fsdp.train.run.data import RunOrder
+    from mindspeed_mm.fsdp.train.run.job import DataShare
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def run(
     *,
     config_only: bool = False,
     nproc: int | None = None,
-    accept_data_change: bool = False,
+    options: ResumeOptions | None = None,
 ) -> CheckResult:
     """Check a configuration.
 
@@ -89,10 +94,9 @@ def run(
         overrides: `section.key=value`, or mappings of sections.
         config_only: Only what needs neither plugins nor torch.
         nproc: Number of ranks that the parallel sizes are checked for; not given: `WORLD_SIZE`, if it is set.
-        accept_data_change: Features may be of rows that have changed.
+        options: What the start of the run would say.
     """
-    check = _Check(given, overrides, nproc)
-    check.accepts_data_change = accept_data_change
+    check = _Check(given, overrides, nproc, options or ResumeOptions())
     check.attempt("configuration", check.configuration)
     if check.nproc:
         check.attempt("parallel sizes", check.parallel_sizes, needs=["configuration"])
@@ -105,7 +109,7 @@ def run(
         check.attempt("resume", check.resume, needs=["paths", "first samples"])
         check.attempt("batch keys", check.batch_keys, needs=["module patterns", "first samples"])
         check.attempt("samples", check.samples, needs=["module patterns"])
-        check.attempt("held-out questions", check.held_out_questions, needs=["paths", "module patterns"])
+        check.attempt("first held-out question", check.first_held_out_question, needs=["paths", "module patterns"])
         # Of ranks that cannot be, nothing is predicted.
         ranks_fit = ["parallel sizes"] if check.nproc else []
         check.attempt("memory", check.memory, needs=[*ranks_fit, "features", "batch keys"])
@@ -115,7 +119,7 @@ def run(
 class _Check:
     """The stages of one check, and what later ones take from earlier ones."""
 
-    def __init__(self, given: Given, overrides: Sequence[Override], nproc: int | None) -> None:
+    def __init__(self, given: Given, overrides: Sequence[Override], nproc: int | None, options: ResumeOptions) -> None:
         self.given = given
         self.overrides = overrides
         world_size = os.environ.get("WORLD_SIZE", "")
@@ -123,14 +127,14 @@ class _Check:
             nproc = int(world_size)
         self.nproc = nproc or 0
         self.result = CheckResult(given if isinstance(given, Path) else Path(CONFIGURATION))
-        self.accepts_data_change = False
+        self.options = options
         self.failed = set[str]()
         self.read: ResolvedConfig | None = None
         # What stages find for those that need them:
         self.outline: Outline
         self.plan: ModelPlan
         self.dataset: MMDataset
-        self.batching: dict[str, object] = {}
+        self.order: RunOrder
         self.batch: Batch = {}
         self.processor: object = None
 
@@ -213,12 +217,20 @@ class _Check:
         from mindspeed_mm.fsdp.train.run.start_checks import check_save_format
         from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 
-        problems = unbuilt_features(self.config.arguments)
-        if problems:
-            raise ConfigError("features", problems=problems)
+        self.config.check_built()
         check_save_format(self.config.arguments)
+        self._warn_of_device()
         check_trackers(self.config.arguments.training.report_to)
         self._profilers()
+
+    def _warn_of_device(self) -> None:
+        """Another device may train: that this one could not is worth a warning."""
+        from mindspeed_mm.fsdp.train.run.start_checks import check_device
+
+        try:
+            check_device(self.config.arguments)
+        except MMError as error:
+            self.result.warnings += [str(problem) for problem in self.config.locate(error.problems)]
 
     def _profilers(self) -> None:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
@@ -249,9 +261,8 @@ class _Check:
         errors = CollectedErrors()
         self.outline = build_outline(arguments, errors=errors)
         errors.attempt(check_stored_weights, self.outline, arguments)
-        sizes, ranks_known = self._sizes()
         try:
-            self.plan = resolve_plan(self.outline, arguments, sizes, ranks_known=ranks_known, errors=errors)
+            self.plan = resolve_plan(self.outline, arguments, self._sizes(), errors=errors)
         except MMError:
             for error in errors.errors:
                 self.add(error)
@@ -260,34 +271,33 @@ class _Check:
         if reference_kind(arguments) in ("adapters_off", "frozen"):
             self._collect([partial(check_reference, arguments, self.outline.model)])
 
-    def _sizes(self) -> tuple[ParallelSizes, bool]:
-        """Sizes of the groups, and whether they are those of the run: of the fewest ranks that fit, where nobody says
-        how many there are or what was said does not fit, which is told already."""
-        parallel = self.config.arguments.parallel
-        if self.nproc and "parallel sizes" in self.result.passed:
-            return resolve_parallel_sizes(parallel, self.nproc), True
-        return resolve_parallel_sizes(parallel, least_ranks(parallel)), False
+    def _sizes(self) -> ParallelSizes | None:
+        """Sizes of the groups; None where nobody says how many ranks there are, or they do not fit, which is told
+        already."""
+        if "parallel sizes" not in self.result.passed:
+            return None
+        return resolve_parallel_sizes(self.config.arguments.parallel, self.nproc)
+
+    def _data_share(self) -> DataShare:
+        """The first rank's share of the samples: of the fewest ranks that fit, where their number is not known."""
+        from mindspeed_mm.fsdp.train.run.job import DataShare
+
+        return DataShare(ranks=(self._sizes() or least_sizes(self.config.arguments.parallel)).dp)
 
     def first_samples(self) -> None:
-        """The data set opens and its first batch is made."""
-        from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
-        from mindspeed_mm.fsdp.train.hooks.profiled_steps import check_steps_of_profiles
+        """The data set opens and its first batch is made; that of validation, too."""
+        from mindspeed_mm.fsdp.data import build_mm_dataset
+        from mindspeed_mm.fsdp.train.run.data import build_loader, build_validation_loader
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
 
-        arguments = self.config.arguments
-        if arguments.posttrain.rewards:
-            from mindspeed_mm.fsdp.train.rollouts.build import rewards_with_servers
-
-            judged = _MADE.get(arguments.data.dataset_param.dataset_type or "")
-            self._collect([partial(rewards_with_servers, arguments, judged=judged)])
-        if draws_from_prompts(arguments):
+        arguments = in_one_process(self.config.arguments)
+        if draws_samples(arguments):
             self._first_rollout()
             return
-        seed = arguments.training.seed
         param = self._before_extraction(arguments.data.dataset_param)
         dataset, validation = build_mm_dataset(
             param,
-            seed=seed,
+            seed=arguments.training.seed,
             val_dataset_param=arguments.data.val_dataset_param,
             encode_ahead=False,
         )
@@ -296,39 +306,40 @@ class _Check:
         if reference_kind(arguments) == "stored":
             sets = [each for each in (dataset, validation) if each]
             self._collect([partial(self._stored_reference, sets)])
+        self.result.warnings += check_rows_of_features((dataset, validation), accept=self.options.accept_data_change)
+        share = self._data_share()
+        loader = build_loader(arguments, share, dataset)
+        self._keep_data(dataset, loader)
+        self.batch = next(iter(loader))[0]
         if arguments.posttrain.dpo.histogram_path:
-            self._collect([partial(self._histogram, arguments.posttrain.dpo.histogram_path)])
-        self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
-        in_this_process = {"num_workers": 0, "prefetch_factor": None}
-        loader = build_mm_dataloader(
-            dataset,
-            arguments.data.dataloader_param.model_copy(update=in_this_process),
-            micro_batch_size=arguments.training.micro_batch_size,
-            gradient_accumulation_steps=arguments.training.gradient_accumulation_steps,
-            dp_rank=0,
-            dp_size=self._sizes()[0].dp,
-            seed=seed,
-            dataset_param=arguments.data.dataset_param,
-        )
-        epochs = arguments.training.train_epochs
-        steps = arguments.training.train_iters if epochs is None else loader.steps_for(epochs)
-        self._collect([partial(check_steps_of_profiles, arguments.tools, steps)])
-        self.dataset, self.batching = dataset, loader.batching
-        self.batch, self.processor = next(iter(loader))[0], dataset.processor
-        if validation is not None:
-            validation[0]
+            self._collect([partial(self._weigh_pairs, arguments.posttrain.dpo.histogram_path)])
+        if validation is not None and arguments.training.val_interval:
+            next(build_validation_loader(arguments, share, validation).one_pass(), None)
+
+    def _keep_data(self, dataset: MMDataset, order: RunOrder) -> None:
+        """What later stages take from the data; profiles are of steps that there are."""
+        from mindspeed_mm.fsdp.train.hooks.profiled_steps import check_steps_of_profiles
+        from mindspeed_mm.fsdp.train.run.data import total_steps_of
+
+        self.dataset, self.order, self.processor = dataset, order, dataset.processor
+        self.total_steps = total_steps_of(self.config.arguments, order)
+        self._collect([partial(check_steps_of_profiles, self.config.arguments.tools, self.total_steps)])
 
     def _first_rollout(self) -> None:
         """The prompts open, and are enough; what is drawn from them is as large as it may be."""
         from mindspeed_mm.fsdp.models.structure.positions import longest_of
-        from mindspeed_mm.tasks.check.rollouts import check_server, first_answers, first_blanks, opened_prompts
+        from mindspeed_mm.fsdp.train.rollouts.build import build_rollout_order, rewards_with_servers
+        from mindspeed_mm.tasks.check.rollouts import check_server, first_answers, first_blanks, open_prompts
 
         arguments = self.config.arguments
-        self._collect([partial(check_server, arguments)])
-        self.dataset, self.batching, prompts = opened_prompts(arguments, self._sizes()[0].dp)
-        self.processor = self.dataset.processor
-        if arguments.data.dataset_param.dataset_type == "generation_prompts":
-            self._collect([self.dataset.check_encoders])
+        kind = kind_of_folder(arguments.model.model_name_or_path)
+        self._collect([partial(rewards_with_servers, arguments, kind), partial(check_server, arguments)])
+        dataset = open_prompts(arguments)
+        order = build_rollout_order(arguments, self._data_share(), dataset)
+        self._keep_data(dataset, order)
+        prompts = next(iter(order.prompts))[0]["prompts"]
+        if not kind.has_tokens:
+            self._collect([dataset.check_encoders])
             self.batch = first_blanks(arguments)
             return
         longest = longest_of(self.outline.model.config) if "module patterns" in self.result.passed else None
@@ -340,11 +351,11 @@ class _Check:
 
         opened_reference(self.config.arguments, sets)
 
-    def _histogram(self, path: str) -> None:
-        """The histogram by which pairs are weighed can be read."""
-        from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+    def _weigh_pairs(self, path: str) -> None:
+        """The histogram by which pairs are weighed can be read, and the first ones have scores that lie in it."""
+        from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_weights
 
-        ScoreHistogram.read(path)
+        pair_weights(ScoreHistogram.read(path), self.batch, self.config.arguments.posttrain.dpo)
 
     def _before_extraction(self, param: DatasetParam) -> DatasetParam:
         """Where features are still to be made, the media that they will be made of are looked at instead."""
@@ -359,33 +370,48 @@ class _Check:
         return found
 
     def resume(self) -> None:
-        """What `training.save` or `training.load` holds can be gone on from, by its manifest and the sizes of its
-        files; their content is compared when it is read."""
+        """What `training.save` or `training.load` holds can be gone on from, by its manifest, its index, the state of
+        the loop and the sizes of its files; their content is compared when it is read."""
         training = self.config.arguments.training
         if not (training.save or training.load):
             return
-        from mindspeed_mm.fsdp.train.run.resume import ResumeOptions, find_resume_point
+        from mindspeed_mm.fsdp.train.run.resume import find_resume_point
 
         verify = "none" if training.verify_checkpoint == "none" else "size"
         as_checked = training.model_copy(update={"verify_checkpoint": verify, "save_async": False})
         arguments = self.config.arguments.model_copy(update={"training": as_checked})
-        options = ResumeOptions(accept_data_change=self.accepts_data_change)
         # A run may be saving there right now: nothing is cleared.
         silent: Callable[[str], None] = lambda _line: None  # noqa: E731
-        find_resume_point(arguments, options, self._context(), note=silent, say=silent, clears_drafts=False)
+        point = find_resume_point(
+            arguments, self.options, self._context(), note=silent, say=silent, clears_drafts=False
+        )
+        if point.checkpoint is None or point.iteration >= self.total_steps:
+            return
+        if "module patterns" in self.result.passed:
+            self._collect([partial(point.check_tensors, self.outline.model)])
+        state = point.read_loop_state()
+        if state is not None:
+            self._collect([partial(self._go_on_in_data, point.checkpoint, state)])
+
+    def _go_on_in_data(self, checkpoint: CommittedCheckpoint, state: LoopState) -> None:
+        """The place in the data can be kept: where samples of several sizes share steps, of as many ranks as these."""
+        from mindspeed_mm.fsdp.data import DataPosition
+        from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
+        from mindspeed_mm.fsdp.train.run.data import go_on_in_data
+
+        if self._sizes() is not None:
+            go_on_in_data(self.order, checkpoint, state, accepts_change=self.options.accept_data_change)
+        elif isinstance(self.order, RolloutOrder):
+            self.order.check_kept(DataPosition.from_dict(state["data_position"]))
 
     def _context(self) -> dict[str, object]:
         from mindspeed_mm.fsdp.train.run.context import run_context
         from mindspeed_mm.fsdp.train.run.introduction import global_batch
 
-        training, parallel = self.config.arguments.training, self.config.arguments.parallel
-        data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
-        samples = global_batch(training, data_ranks) or None
-        batching = dict(self.batching)
-        if batching and not draws_from_prompts(self.config.arguments):
-            batching["micro_batches_per_step"] = training.gradient_accumulation_steps * data_ranks
+        sizes = self._sizes()
+        samples = global_batch(self.config.arguments.training, sizes.dp) if sizes is not None else None
         context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
-        return context | {"batching": batching}
+        return context | {"batching": self.order.batching}
 
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
@@ -411,6 +437,17 @@ class _Check:
             )
         if has_tokens:
             self._forward_on_meta(given)
+        elif not draws_samples(self.config.arguments):
+            self._dropped_captions()
+
+    def _dropped_captions(self) -> None:
+        """The empty caption is there, where captions are dropped."""
+        from mindspeed_mm.fsdp.loss.denoising import check_caption_dropout
+
+        assert self.adapter is not None
+        dataset, diffusion = self.dataset, self.config.arguments.training.diffusion
+        has_empty_caption = dataset.null_text() is not None
+        check_caption_dropout(self.adapter, diffusion, encodes=dataset.is_raw, has_empty_caption=has_empty_caption)
 
     def _forward_on_meta(self, given: set[str]) -> None:
         """Give the model the first batch without data: a `forward` that takes any keyword says only then what it lacks.
@@ -468,8 +505,8 @@ class _Check:
 
         check_sampling(self.adapter, training.sampling, training.save)
 
-    def held_out_questions(self) -> None:
-        """What is asked while training can be read and shown, and the model answers."""
+    def first_held_out_question(self) -> None:
+        """What is asked while training can be read, its first question shown, and the model answers."""
         arguments = self.config.arguments
         if not arguments.training.evaluate.interval:
             return
@@ -488,14 +525,13 @@ class _Check:
         self.result.warnings += warnings
 
 
-def draws_from_prompts(arguments: Arguments) -> bool:
-    """Whether a model is trained on what it makes of prompts itself."""
-    methods = {"huggingface": ("grpo",), "generation_prompts": ("grpo", "nft")}
-    return arguments.posttrain.method in methods.get(arguments.data.dataset_param.dataset_type or "", ())
+def in_one_process(arguments: Arguments) -> Arguments:
+    """The configuration without worker processes for its data."""
+    alone = {"num_workers": 0, "prefetch_factor": None}
+    loader = arguments.data.dataloader_param.model_copy(update=alone)
+    return arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataloader_param": loader})})
 
 
-_MADE: dict[str, Literal["texts", "pictures"]] = {"huggingface": "texts", "generation_prompts": "pictures"}
-"""Type of a data set → what a model makes of its prompts."""
 _ABOUT_KEYS = re.compile(
     r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
 )

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.plan.apply import EVERYTHING
 from mindspeed_mm.fsdp.plan.outline import Outline
@@ -63,6 +64,8 @@ def check_reference(arguments: Arguments, policy: nn.Module) -> None:
         MMError: It cannot be built, has no weights, or reads other tokens than the policy.
     """
     folder = arguments.posttrain.reference.model_name_or_path
+    if has_moving_reference(arguments.posttrain):
+        return  # it begins as a copy of the policy, whatever that starts from
     check_start(arguments)
     if folder is None:
         return

@@ -11,33 +11,16 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
-from mindspeed_mm.fsdp.train.rollouts.build import build_prompt_loader
 from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, check_media_served
 from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths, row_of
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
-def opened_prompts(arguments: Arguments, data_ranks: int) -> tuple[MMDataset, dict[str, Any], list[Any]]:
-    """The prompts of a run.
-
-    Args:
-        arguments: The configuration.
-        data_ranks: Ranks that have rows of their own.
-
-    Returns:
-        The data set, what a resume compares of how prompts are put together, and the prompts of a rank's first step.
-
-    Raises:
-        DataError: There are fewer than a rollout takes, or one is off.
-    """
-    training, grpo = arguments.training, arguments.posttrain.grpo
+def open_prompts(arguments: Arguments) -> MMDataset:
+    """The prompts of a run."""
     param = prompts_of(arguments.data).dataset_param
-    dataset, _ = build_mm_dataset(param, seed=training.seed, val_dataset_param=None, encode_ahead=False)
-    loader = build_prompt_loader(arguments, dataset, 0, data_ranks)
-    own = {"num_generations": grpo.num_generations, "steps_per_generation": grpo.steps_per_generation}
-    batching = {**loader.batching, **own, "iterations": grpo.num_iterations}
-    return dataset, batching, next(iter(loader))[0]["prompts"]
+    return build_mm_dataset(param, seed=arguments.training.seed, val_dataset_param=None, encode_ahead=False)[0]
 
 
 def check_server(arguments: Arguments) -> None:

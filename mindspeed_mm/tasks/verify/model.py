@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.plan.outline import build_outline
-from mindspeed_mm.fsdp.plan.resolve import resolve_for_least_ranks
+from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.verify.setup import change_line
 from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropout
@@ -47,7 +47,7 @@ def check_real_model(arguments: Arguments, comparable: Arguments) -> None:
         comparable: With an attention kernel that is here.
     """
     judged = comparable.model_copy(update={"parallel": arguments.parallel})
-    resolve_for_least_ranks(build_outline(judged), judged)
+    resolve_plan(build_outline(judged), judged)
 
 
 def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> Iterator[Candidate]:
@@ -91,7 +91,7 @@ def real_model(arguments: Arguments, folder: Path) -> Candidate:
 def can_be_built(arguments: Arguments) -> bool:
     """Whether the model's class takes its configuration, and the plan the model; if not, another candidate is tried."""
     try:
-        resolve_for_least_ranks(build_outline(arguments), arguments)
+        resolve_plan(build_outline(arguments), arguments)
     except REFUSALS:
         return False
     return True

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_mm.core.errors import ConfigError, ExitCode
+from mindspeed_mm.core.errors import ExitCode
 from mindspeed_mm.core.model_kinds import kind_of_folder
-from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -52,10 +51,9 @@ def run(
     began = time.monotonic()
     if fault is not None:
         find_fault(fault)  # a word that is none is answered first
-    config = load_with_plugins(config_path, overrides)
+    config = load_with_plugins(config_path, overrides, ranks=nproc)
     arguments = config.arguments
-    if problems := config.locate(unbuilt_features(arguments)):
-        raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
+    config.check_built()
     without_save = arguments.training.model_copy(update={"save": None})
     for error in check_paths(arguments.model_copy(update={"training": without_save})):
         raise error

@@ -10,7 +10,8 @@ import pytest
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.params.rules.all import check_cross_section, unbuilt_features
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 
 YAML = """
 model: {model_name_or_path: model}

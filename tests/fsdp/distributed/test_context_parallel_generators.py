@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample, apply_to_generator
+from mindspeed_mm.fsdp.distributed.context.plan import resolve_context_plan
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
@@ -236,3 +237,16 @@ def test_fewer_tokens_than_ranks_are_refused() -> None:
     groups: Any = SimpleNamespace(ring_size=2, ulysses_size=3)
     with pytest.raises(DataError, match=r"a sample of 5 tokens \(text\) cannot be spread over 6 ranks"):
         SpreadSample(groups).place("text", 5)
+
+
+def test_a_processor_that_attends_otherwise_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    model, _ = load(str(make_tiny_flux(tmp_path)))
+    assert resolve_context_plan(model, ring=2, ulysses=1) is not None
+
+    class Other:
+        def __call__(self, attn: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    model.transformer_blocks[0].attn.processor = Other()
+    with pytest.raises(ConfigError, match="Other attends neither by"):
+        resolve_context_plan(model, ring=2, ulysses=1)

@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.method_checks import check_generator_settings, check_rewarded_generator
+from mindspeed_mm.core.model_kinds import LANGUAGE
+from mindspeed_mm.fsdp.loss.method_checks import check_generator_settings, check_method, check_rewarded_generator
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments
 
 
@@ -37,6 +38,15 @@ def test_an_entropy_of_tokens_that_there_are_not() -> None:
     with pytest.raises(ConfigError, match=r"0\.01, but samples of a generator are made of no tokens") as caught:
         check_generator_settings(GrpoArguments(entropy_coef=0.01))
     assert "posttrain.grpo.entropy_coef" in str(caught.value)
+
+
+def test_a_model_that_answers_has_to_generate() -> None:
+    model = nn.Identity()
+    check_method("dpo", LANGUAGE, model, has_head=True)
+    with pytest.raises(ConfigError, match="Identity has no `generate`"):
+        check_method("grpo", LANGUAGE, model, has_head=True)
+    model.generate = lambda: None  # type: ignore[assignment]
+    check_method("grpo", LANGUAGE, model, has_head=True)
 
 
 def test_one_stream_from_a_prompt_is_taught() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.all import check_cross_section, unbuilt_features
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 
 
@@ -43,7 +44,7 @@ BASIC = "data.dataset_param.basic_parameters"
         ({"training.lr": 1e-5, "training.lr_min": 1e-4}, "training.lr_min", "above training.lr"),
         ({"training.lr": 1e-5, "training.lr_start": 1e-4}, "training.lr_start", "above training.lr"),
         ({"training.lr_decay_style": "wsd", "training.lr_warmup_ratio": 0.1}, "training.lr_decay_ratio", "all steps"),
-        ({"training.lr_scaling_plan": [{"match": "("}]}, "training.lr_scaling_plan.0.match", "regular expression"),
+        ({"training.lr_scaling_plan": [{"match": "("}]}, "training.lr_scaling_plan[0].match", "regular expression"),
         (
             {"model.train_from_scratch": True, "training.load": "x", "training.load_format": "hf"},
             "model.train_from_scratch",

@@ -23,7 +23,8 @@ def lora(**keys: Any) -> dict[str, Any]:
 def tree(posttrain: dict[str, Any], others: dict[str, Any] | None = None) -> Arguments:
     others = others or {}
     training = {"micro_batch_size": 8, **others.get("training", {})}
-    return Arguments.model_validate({"posttrain": posttrain, **others, "training": training})
+    given = {"model": {"model_name_or_path": "model"}, "posttrain": posttrain, **others, "training": training}
+    return Arguments.model_validate(given)
 
 
 PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
@@ -82,6 +83,7 @@ SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "transformers",
     ),
     ({"rollout": {"base_url": "http://a"}}, {}, "rollout.base_url", "backend"),
+    ({"rollout": SERVED}, {**SAVED, "model": {}}, "model_name_or_path", "starts from"),
 ]
 
 

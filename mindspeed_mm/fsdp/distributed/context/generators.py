@@ -245,31 +245,44 @@ def check_tokens(model: nn.Module, latent_shape: tuple[int, ...], ring: int, uly
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
+def check_attention(model: nn.Module) -> None:
+    """Raise `ConfigError` for a generator that cannot be spread over ranks: it does not say where it is cut, or a
+    processor of it attends by no function that is known here."""
+    for pattern in require_sample_plan(model).attention:
+        for module in _matched(model, pattern):
+            processor = module.processor
+            if not (_attends_by(processor, _DISPATCH) or _attends_by(processor, _SDPA)):
+                raise ConfigError(
+                    f"{type(processor).__name__} attends neither by {_DISPATCH} nor by {_SDPA}",
+                    key=KEYS,
+                    way_out="Set both sizes to 1.",
+                )
+
+
+def _call_of(processor: object) -> Any:
+    """The function that a processor is."""
+    return inspect.unwrap(type(processor).__call__)  # type: ignore[operator]
+
+
+def _attends_by(processor: object, function: str) -> bool:
+    return function in _call_of(processor).__code__.co_names
+
+
 def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Streams) -> None:
     """Let a module's attention processor attend across ranks while a sample is spread.
 
     Args:
-        module: Of diffusers, with a `processor`; it gets one of its own.
+        module: Of diffusers, with a `processor` (see `check_attention`); it gets one of its own.
         sample: Says when.
         streams: What attends to itself there.
-
-    Raises:
-        ConfigError: The processor attends by no function that is known here.
     """
     processor = copy.copy(module.processor)
-    call: Any = inspect.unwrap(type(processor).__call__)
-    used = set(call.__code__.co_names)
+    call = _call_of(processor)
     others: dict[str, Any] = {}
-    if _DISPATCH in used:
+    if _attends_by(processor, _DISPATCH):
         others[_DISPATCH] = _dispatching(sample, streams, call.__globals__[_DISPATCH])
-    if _SDPA in used:
+    if _attends_by(processor, _SDPA):
         others["F"] = _functions_with(_by_heads(sample, streams))
-    if not others:
-        raise ConfigError(
-            f"{type(processor).__name__} attends neither by {_DISPATCH} nor by {_SDPA}",
-            key=KEYS,
-            way_out="Set both sizes to 1.",
-        )
     own_class = type(type(processor).__name__, (type(processor),), {"__call__": function_with(call, others)})
     processor.__class__ = own_class
     module.processor = processor

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.context.decoders import context_problems, find_decoder
-from mindspeed_mm.fsdp.distributed.context.generators import check_tokens, require_sample_plan
+from mindspeed_mm.fsdp.distributed.context.generators import check_attention, check_tokens
 from mindspeed_mm.fsdp.distributed.context.towers import can_be_spread
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -49,7 +49,7 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     if ring * ulysses == 1:
         return None
     if facts_of(model).kind.spreads_samples:
-        require_sample_plan(model)
+        check_attention(model)
         return ContextPlan(ring, ulysses, spreads_samples=True)
     if problems := context_problems(attribute_at(find_decoder(model), "config")):
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)

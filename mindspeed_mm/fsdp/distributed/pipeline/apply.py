@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
 from mindspeed_mm.fsdp.distributed.pipeline.schedules import check_schedule
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
+from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
 from mindspeed_mm.fsdp.models.structure.share import Share, meta_copy
@@ -28,7 +29,6 @@ from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.stages import RouterPassing
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.fsdp.utils.model_parts import has_all
 
 
 class Pipeline:
@@ -143,11 +143,11 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",
             way_out="Set one of them to 1.",
         )
-    if has_all(model, "fully_shard"):
+    if own_sharding(model) is not None:
         raise ConfigError(
-            f"{type(model).__name__} shards itself, which is not possible stage by stage",
+            f"{type(model).__name__} shards itself, and stages of a pipeline are sharded one by one",
             key=KEY,
-            way_out="Set it to 1.",
+            way_out="Set it to 1; or leave that to fsdp_plan.apply_modules, and the model without code for it.",
         )
 
 

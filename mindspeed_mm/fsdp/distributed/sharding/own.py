@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
@@ -21,14 +20,3 @@ def own_sharding(model: nn.Module) -> Callable[[FsdpPlan], bool] | None:
     if decides is not None and not decides():
         return None
     return attribute_at(model, "fully_shard")
-
-
-def check_own_sharding(model: nn.Module) -> None:
-    """Raise `ConfigError` when a model that is to be cut into stages shards itself: it would shard the whole."""
-    decides = attribute_at(model, "shards_itself")
-    if decides is not None and decides():
-        raise ConfigError(
-            f"{type(model).__name__} shards itself (_fully_shard), and stages of a pipeline are sharded one by one",
-            key="parallel.pipeline_parallel_size",
-            way_out="Set it to 1, or leave _fully_shard as it is and name the modules in fsdp_plan.apply_modules.",
-        )

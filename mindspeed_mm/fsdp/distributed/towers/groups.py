@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.parallel_state import job_mesh
+from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -62,7 +63,8 @@ def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
 
 
 def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:
-    """Raise `ConfigError` when something trained in a tower is left out of sharding: nothing would sum its gradients.
+    """Raise `ConfigError` when something trained in a tower is left out of sharding, or the model shards itself:
+    nothing would sum its gradients.
 
     Args:
         model: Built.
@@ -76,11 +78,13 @@ def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[
         if touches_tower and is_trained:
             trained.append(name)
     if trained:
-        raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
+        raise _unsummed(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
+    if towers and own_sharding(model) is not None:
+        raise _unsummed(f"{type(model).__name__} shards itself")
 
 
-def unsummed_towers(why: str) -> ConfigError:
-    """What is raised where sharding cannot sum a tower's gradients over the ranks that split the decoder."""
+def _unsummed(why: str) -> ConfigError:
+    """Sharding cannot sum a tower's gradients over the ranks that split the decoder."""
     return ConfigError(
         f"1, but {why}: nothing would sum the tower's gradients over the ranks that split the decoder",
         key=f"{KEY}.tensor_parallel_size",

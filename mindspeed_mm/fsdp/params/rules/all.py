@@ -1,4 +1,4 @@
-"""Rules that hold between keys, and the list of features that this version does not have."""
+"""Rules that hold between keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
 from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
 from mindspeed_mm.fsdp.params.rules.speed import speed_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
-from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 from mindspeed_mm.fsdp.params.value_types import Section
-
-__all__ = ["check_cross_section", "unbuilt_features"]
 
 
 def check_cross_section(arguments: Arguments) -> list[Problem]:
@@ -116,7 +113,7 @@ def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
         try:
             re.compile(entry.match)
         except re.error as error:
-            key = f"training.lr_scaling_plan.{index}.match"
+            key = f"training.lr_scaling_plan[{index}].match"
             yield Problem(f"'{entry.match}' is not a regular expression: {error}", key=key)
 
 

@@ -87,6 +87,11 @@ def _gives_rows(dataset: DatasetParam) -> bool:
     return bool(basic.dataset) and dataset.dataset_type == "huggingface"
 
 
+def draws_samples(arguments: Arguments) -> bool:
+    """Whether the model is trained on what it samples itself."""
+    return arguments.posttrain.method in ("grpo", "nft")
+
+
 def needs_reference(posttrain: PosttrainArguments) -> bool:
     """Whether the method compares the policy with a reference."""
     if posttrain.method == "dpo":
@@ -442,6 +447,13 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             "is not given, but the server reads new weights from a folder of the run",
             key="training.save",
             way_out="Name a folder that the server sees under the same path.",
+        )
+    if has_server and not arguments.model.model_name_or_path:
+        yield Problem(
+            f"is not given, but posttrain.rollout.backend is {rollout.backend}, which is sent whole folders: they take "
+            "what is not trained from that of the model",
+            key="model.model_name_or_path",
+            way_out="Name the folder that training starts from.",
         )
     lora = arguments.training.lora
     if has_server and lora.enable and (lora.quantize or lora.frozen_adapters):

@@ -71,6 +71,15 @@ def least_ranks(parallel: ParallelArguments) -> int:
     return together
 
 
+def least_sizes(parallel: ParallelArguments) -> ParallelSizes:
+    """Sizes for the fewest ranks that fit.
+
+    Raises:
+        ConfigError: As of `resolve_parallel_sizes`.
+    """
+    return resolve_parallel_sizes(parallel, least_ranks(parallel))
+
+
 def resolve_parallel_sizes(parallel: ParallelArguments, world_size: int) -> ParallelSizes:
     """Sizes of all groups for this number of ranks.
 

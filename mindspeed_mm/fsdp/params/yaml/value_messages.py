@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from mindspeed_mm.core.config_path import key_of
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.value_types import show
@@ -37,8 +38,7 @@ def problems_of(error: ValidationError, root: Node) -> list[Problem]:
 def _problem(details: ErrorDetails, root: Node) -> Problem:
     location = details["loc"]
     what, way_out = _sentence(details["type"], details["input"], details.get("ctx") or {}, details["msg"])
-    key = ".".join(str(step) for step in location)
-    return Problem(what, str(place_of(root, location)), key, way_out)
+    return Problem(what, str(place_of(root, location)), key_of(location), way_out)
 
 
 def _sentence(kind: str, value: Any, context: dict[str, Any], message: str) -> tuple[str, str]:

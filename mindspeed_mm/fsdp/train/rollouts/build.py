@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.checkpoint.merged_hf import save_merged_hf
 from mindspeed_mm.fsdp.data import MMDataLoader, build_mm_dataloader
@@ -43,12 +43,13 @@ from mindspeed_mm.fsdp.train.reference import FrozenModel
 from mindspeed_mm.fsdp.train.reference_start import reference_start
 from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
+from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
 from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, ServedRollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters
 from mindspeed_mm.fsdp.train.run.data import RunData
-from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.run.job import DataShare, Job
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -63,10 +64,27 @@ _OF_MEDIA = re.compile(
 
 
 def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> RolloutLoader:
-    """The loader of a run that trains on its own samples."""
+    """The loader of a run that trains on its own samples. Raises as `build_rollout_order`."""
+    order = build_rollout_order(arguments, job.data_share, prompts)
+    settings = _mark_of_settings(arguments, prompts) if order.folder is not None else ""
+    return RolloutLoader(order, job, keeps_all=arguments.posttrain.rollout.keep, settings=settings)
+
+
+def build_rollout_order(arguments: Arguments, share: DataShare, prompts: MMDataset) -> RolloutOrder:
+    """Which prompts make a rollout, and which steps it serves.
+
+    Args:
+        arguments: The whole configuration.
+        share: The prompts of this rank.
+        prompts: Of the run.
+
+    Raises:
+        ConfigError: The order is unknown, or the samples of the data set are no prompts for this model.
+        DataError: There are fewer prompts than a rollout takes.
+    """
     training, posttrain = arguments.training, arguments.posttrain
     grpo = posttrain.grpo
-    loader = build_prompt_loader(arguments, prompts, job.state.data_rank, job.state.data_size, job.data_group)
+    check_prompts(arguments, prompts)
     plan = RolloutPlan(
         grpo.num_generations,
         grpo.steps_per_generation,
@@ -75,29 +93,34 @@ def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> 
         aggregation=grpo.multi_objective_aggregation,
         ahead=posttrain.rollout.ahead,
     )
-    keeps, folder, settings = posttrain.rollout.keep, None, ""
     # Where a rollout is one step, checkpoints stand between rollouts, and none is needed again.
-    if training.save and (keeps or plan.uses > 1):
-        folder, settings = Path(training.save), _mark_of_settings(arguments, prompts)
-    return RolloutLoader(loader, plan, job, folder=folder, keeps_all=keeps, settings=settings)
+    folder = Path(training.save) if training.save and (posttrain.rollout.keep or plan.uses > 1) else None
+    return RolloutOrder(_build_prompt_loader(arguments, share, prompts), plan, folder)
 
 
-def build_prompt_loader(
-    arguments: Arguments, prompts: MMDataset, rank: int, ranks: int, group: dist.ProcessGroup | None = None
-) -> MMDataLoader:
-    """The loader of the prompts of a rollout: a batch of them for each step that its samples are spread over.
+def check_prompts(arguments: Arguments, dataset: MMDataset) -> None:
+    """Raise `ConfigError` unless the samples of a data set are prompts for the model that is trained."""
+    kind = kind_of_folder(arguments.model.model_name_or_path)
+    if dataset.prompts_for is not kind:
+        raise ConfigError(
+            f"'{arguments.data.dataset_param.dataset_type}', but {arguments.posttrain.method} draws from prompts, and "
+            f"its rows are none for a {kind.name} model",
+            key="data.dataset_param.dataset_type",
+            way_out=PROMPTS_OF_KINDS[kind],
+        )
 
-    Args:
-        arguments: The whole configuration.
-        prompts: Of the run.
-        rank: Among those that draw for different prompts.
-        ranks: How many there are.
-        group: Of these ranks.
 
-    Raises:
-        ConfigError: The order is unknown.
-        DataError: There are fewer prompts than a rollout takes.
-    """
+PROMPTS_OF_KINDS = {
+    LANGUAGE: "Set huggingface, for rows of conversations, or with a prompt and a solution.",
+    GENERATOR: "Set generation_prompts, and name a .txt or .json file of prompts.",
+}
+"""Kind of model → where it finds prompts."""
+MADE_BY_KINDS: dict[ModelKind, Literal["texts", "pictures"]] = {LANGUAGE: "texts", GENERATOR: "pictures"}
+"""Kind of model → what it makes of prompts."""
+
+
+def _build_prompt_loader(arguments: Arguments, share: DataShare, prompts: MMDataset) -> MMDataLoader:
+    """The loader of the prompts of a rollout: a batch of them for each step that its samples are spread over."""
     training, grpo = arguments.training, arguments.posttrain.grpo
     samples = training.micro_batch_size * training.gradient_accumulation_steps
     param = arguments.data.dataloader_param
@@ -109,11 +132,11 @@ def build_prompt_loader(
             packs=False,
             micro_batch_size=samples // grpo.num_generations,
             gradient_accumulation_steps=grpo.steps_per_generation,
-            dp_rank=rank,
-            dp_size=ranks,
+            dp_rank=share.rank,
+            dp_size=share.ranks,
             seed=training.seed,
             dataset_param=arguments.data.dataset_param,
-            group=group,
+            group=share.group,
         )
 
 
@@ -163,17 +186,9 @@ def build_policy_objective(
         assembled: The policy.
         data: Of the run.
         reference: Of the KL term.
-
-    Raises:
-        ConfigError: The model has no output head.
     """
     head = assembled.applied.head
-    if head is None:
-        raise ConfigError(
-            f"{type(assembled.model).__name__} has no output head that makes logits of a vocabulary",
-            key="posttrain.method",
-            way_out="grpo is for causal language models.",
-        )
+    assert head is not None  # see `check_method`
     rollout = arguments.posttrain.rollout
     seeing = [assembled.model]
     if isinstance(reference, FrozenModel):
@@ -199,15 +214,9 @@ def build_text_rollouts(
     """What draws answers.
 
     Raises:
-        ConfigError: The model does not generate, or a reward is unknown.
+        ConfigError: A reward is unknown.
     """
     model, dataset, training = assembled.model, data.train, arguments.training
-    if not callable(getattr(model, "generate", None)):
-        raise ConfigError(
-            f"{type(model).__name__} has no `generate`",
-            key="posttrain.method",
-            way_out="grpo needs a language model of transformers.",
-        )
     rollout = arguments.posttrain.rollout
     rule = DrawRule(
         training.seed,
@@ -225,7 +234,7 @@ def build_text_rollouts(
         build_collator(dataset.processor, dataset.plugin, arguments.data.dataloader_param.collate_param),
         objective,
         rule,
-        rewards_with_servers(arguments, job.device, "texts"),
+        rewards_with_servers(arguments, LANGUAGE, job.device),
         micro_batch_size=training.micro_batch_size,
         batch_size=rollout.batch_size or training.micro_batch_size,
         end_ids=end_ids(model, dataset),
@@ -286,16 +295,15 @@ def build_rewards(
     return rewards
 
 
-def rewards_with_servers(
-    arguments: Arguments, device: torch.device | str = "cpu", judged: Literal["texts", "pictures"] | None = None
-) -> list[Reward]:
-    """The same; the servers that they need have been asked, by one rank, whether they are there.
+def rewards_with_servers(arguments: Arguments, kind: ModelKind, device: torch.device | str = "cpu") -> list[Reward]:
+    """The same for what a kind of model makes; the servers that they need have been asked, by one rank, whether they
+    are there.
 
     Raises:
         ConfigError: One is unknown, does not take its settings, or judges something else.
         MachineError: A server is not there.
     """
-    rewards = build_rewards(arguments, device, judged)
+    rewards = build_rewards(arguments, device, MADE_BY_KINDS[kind])
     for reward in rewards:
         Ranks().first(f"asking the server of the reward '{reward.name}'", reward.check_server)
     return rewards

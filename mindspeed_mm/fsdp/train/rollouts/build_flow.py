@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.datasets.generation_prompts.prompt_dataset import PromptDataset
 from mindspeed_mm.fsdp.loss.flow_objectives import RewardObjective
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
@@ -39,18 +39,9 @@ def build_flow_rollouts(
     denoise: Denoiser,
     encoders: DiffusionPipeline,
 ) -> FlowRollouts:
-    """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one.
-
-    Raises:
-        ConfigError: The data are no prompts.
-    """
+    """What draws and judges samples of a generator; an `OldPolicy` draws them where there is one."""
     prompts = data.train.origin
-    if not isinstance(prompts, PromptDataset):
-        raise ConfigError(
-            f"'{arguments.data.dataset_param.dataset_type}', but {arguments.posttrain.method} draws from prompts",
-            key="data.dataset_param.dataset_type",
-            way_out="Set generation_prompts, and name a .txt or .json file of prompts.",
-        )
+    assert isinstance(prompts, PromptDataset)  # see `check_prompts`
     context = assembled.applied.context
 
     def own(batch: Batch) -> Batch:
@@ -63,7 +54,7 @@ def build_flow_rollouts(
         FlowModel(assembled.model, denoise, encoders, own, job.device, reference, old),
         objective,
         arguments.posttrain,
-        rewards_with_servers(arguments, job.device, "pictures"),
+        rewards_with_servers(arguments, GENERATOR, job.device),
         size=prompts.size,
         seed=arguments.training.seed,
         micro_batch_size=arguments.training.micro_batch_size,

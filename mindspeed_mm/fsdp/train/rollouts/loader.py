@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
+from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.loss.advantages import Advantages, group_advantages
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
 from mindspeed_mm.fsdp.train.rollouts import files
 from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics, scores_of_lines
-from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan, RolloutSource
+from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
+from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
 from mindspeed_mm.fsdp.train.rollouts.weights import weights_mark
 from mindspeed_mm.fsdp.train.run.job import Job
 
@@ -75,26 +74,17 @@ class RolloutLoader:
     """Draws samples and yields their micro-batches, one optimizer step at a time.
 
     Args:
-        prompts: Yields the prompts of a rollout: a batch (`prompts`) for each step of it.
-        plan: How rollouts become steps.
+        order: Which prompts make a rollout, and which steps it serves.
         job: This rank.
-        folder: Where rollouts are kept; None: nowhere.
         keeps_all: Leave the files of rollouts that are used up.
         settings: Tells the settings and rows that decide what is drawn, and what it is worth, from others.
     """
 
-    def __init__(
-        self,
-        prompts: MMDataLoader,
-        plan: RolloutPlan,
-        job: Job,
-        *,
-        folder: Path | None,
-        keeps_all: bool = True,
-        settings: str = "",
-    ) -> None:
-        self._prompts, self._plan, self._job = prompts, plan, job
-        self._folder, self._keeps_all, self._settings = folder, keeps_all, settings
+    def __init__(self, order: RolloutOrder, job: Job, *, keeps_all: bool = True, settings: str = "") -> None:
+        self._order, self._job = order, job
+        self._prompts, self._plan, self._folder = order.prompts, order.plan, order.folder
+        self._keeps_all, self._settings = keeps_all, settings
+        prompts = order.prompts
         self.source: RolloutSource | None = None
         """Set when the model stands, before the first step."""
         self._model: nn.Module | None = None
@@ -114,9 +104,7 @@ class RolloutLoader:
     @property
     def batching(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
-        plan = self._plan
-        own = {"num_generations": plan.group_size, "steps_per_generation": plan.steps, "iterations": plan.iterations}
-        return {**self._prompts.batching, **own}
+        return self._order.batching
 
     most_tokens: int | None = None
 
@@ -148,12 +136,12 @@ class RolloutLoader:
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs of prompts are done."""
-        return self._prompts.steps_for(epochs) * self._plan.uses
+        return self._order.steps_for(epochs)
 
     def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
-        """Take up a position that was saved."""
-        note = self._prompts.go_on(replace(position, rollout=None), before, may_skip=may_skip)
-        self.position = replace(self._prompts.position, rollout=position.rollout)
+        """Take up a position that was saved; raises as `RolloutOrder.go_on`."""
+        note = self._order.go_on(position, before, may_skip=may_skip)
+        self.position = self._order.position
         return note
 
     def take_metrics(self) -> dict[str, float]:
@@ -173,8 +161,8 @@ class RolloutLoader:
         place, number = self.position.rollout, 0
         if place is not None:
             number = place.number + 1
-            if place.used < self._plan.uses:
-                yield from self._steps(self._resumed(place), self._prompts.position, place.used)
+        if self._order.is_within(place):
+            yield from self._steps(self._resumed(place), self._prompts.position, place.used)
         for rollout, after in self._rollouts(number):
             yield from self._steps(rollout, after, 0)
 
@@ -356,15 +344,7 @@ class RolloutLoader:
 
     def _resumed(self, place: RolloutPlace) -> Rollout:
         """The rollout that a run stopped within."""
-        stored = files.read_rollout(self._folder, place.number) if self._folder is not None else None
-        if stored is None or stored.digest != place.digest:
-            state = "is not the one that the checkpoint was saved with" if stored else "is missing or broken"
-            raise CheckpointError(
-                f"the checkpoint was saved within rollout {place.number}, and its file {state}",
-                where=str(files.rollout_file(self._folder or Path(), place.number)),
-                key="posttrain.rollout.keep",
-                way_out="Put the file back, or resume from an earlier checkpoint.",
-            )
+        stored = self._order.stored(place)
         prompts = []
         for step in range(self._plan.steps):
             one_of_each_group = self._own_lines(stored, step)[:: self._plan.group_size]

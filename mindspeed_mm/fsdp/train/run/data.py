@@ -8,28 +8,48 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
-from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
+from mindspeed_mm.fsdp.train.run.job import DataShare, Job
 
 Pass = Callable[[], Iterator[list[Batch]]]
 """Makes a pass over samples: step after step, this rank's micro-batches."""
 
 
-class RunLoader(Protocol):
+class RunOrder(Protocol):
+    """The steps of a run's training data: how many there are, and where a resumed run goes on."""
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What decides how samples are put together, and must be the same when a run is resumed."""
+        ...
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps until `epochs` epochs are done."""
+        ...
+
+    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+        """Take up a position that was saved; returns what to say of it, empty when nothing changes."""
+        ...
+
+    def learn_bad_samples(self, found: dict[str, str]) -> None:
+        """What all ranks found, or a run found before it was stopped."""
+        ...
+
+
+class RunLoader(RunOrder, Protocol):
     """What a run asks of its training data: `MMDataLoader`, or another source of the micro-batches of steps."""
 
     dataset: MMDataset
     position: DataPosition
     counts: DataCounts
     mix: MixShares | None
-
-    @property
-    def batching(self) -> dict[str, Any]:
-        """What decides how samples are put together, and must be the same when a run is resumed."""
-        ...
 
     @property
     def most_tokens(self) -> int | None:
@@ -53,18 +73,6 @@ class RunLoader(Protocol):
 
     def describe(self) -> str:
         """For the log."""
-        ...
-
-    def steps_for(self, epochs: float) -> int:
-        """Optimizer steps until `epochs` epochs are done."""
-        ...
-
-    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
-        """Take up a position that was saved; returns what to say of it, empty when nothing changes."""
-        ...
-
-    def learn_bad_samples(self, found: dict[str, str]) -> None:
-        """What all ranks found, or a run found before it was stopped."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
@@ -98,11 +106,6 @@ def build_data(arguments: Arguments, job: Job) -> RunData:
     return RunData(train, validation)
 
 
-def draws_samples(arguments: Arguments) -> bool:
-    """Whether the model is trained on what it samples itself."""
-    return arguments.posttrain.method in ("grpo", "nft")
-
-
 def prompts_of(data: DataArguments) -> DataArguments:
     """The section with its rows as prompts, and none that are held out: what is sampled is measured by rewards."""
     param = data.dataset_param
@@ -111,12 +114,12 @@ def prompts_of(data: DataArguments) -> DataArguments:
     return data.model_copy(update={"dataset_param": param, "val_dataset_param": None})
 
 
-def build_loader(arguments: Arguments, job: Job, dataset: MMDataset, packs: bool | None = None) -> MMDataLoader:
+def build_loader(arguments: Arguments, share: DataShare, dataset: MMDataset, packs: bool | None = None) -> MMDataLoader:
     """The loader of the training data, from the beginning on.
 
     Args:
         arguments: The whole configuration.
-        job: This rank.
+        share: Of this rank.
         dataset: The training data.
         packs: Put the samples of a micro-batch into one row, or each into its own; None: as configured.
     """
@@ -127,16 +130,25 @@ def build_loader(arguments: Arguments, job: Job, dataset: MMDataset, packs: bool
         packs=packs,
         micro_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        dp_rank=job.state.data_rank,
-        dp_size=job.state.data_size,
+        dp_rank=share.rank,
+        dp_size=share.ranks,
         seed=training.seed,
         dataset_param=arguments.data.dataset_param,
-        group=job.data_group,
+        group=share.group,
     )
 
 
-def build_pass_loader(arguments: Arguments, job: Job, dataset: MMDataset) -> MMDataLoader:
-    """A loader for whole passes over a data set, beside the training: validation, or a look at the data before it."""
+def build_pass_loader(
+    arguments: Arguments, share: DataShare, dataset: MMDataset, section: DatasetParam | None = None
+) -> MMDataLoader:
+    """A loader for whole passes over a data set, beside the training: validation, or a look at the data before it.
+
+    Args:
+        arguments: The whole configuration.
+        share: Of this rank.
+        dataset: Training data, or those of `section`.
+        section: The section that the data set was built of; None: that of the training data.
+    """
     training, param = arguments.training, arguments.data.dataloader_param
     return build_mm_dataloader(
         dataset,
@@ -144,18 +156,46 @@ def build_pass_loader(arguments: Arguments, job: Job, dataset: MMDataset) -> MMD
         param.model_copy(update={"num_workers": 0, "drop_last": False}),
         micro_batch_size=training.val_micro_batch_size or training.micro_batch_size,
         gradient_accumulation_steps=1,
-        dp_rank=job.state.data_rank,
-        dp_size=job.state.data_size,
+        dp_rank=share.rank,
+        dp_size=share.ranks,
         seed=training.seed,
-        dataset_param=arguments.data.dataset_param,
-        group=job.data_group,
+        dataset_param=section or arguments.data.dataset_param,
+        group=share.group,
         for_passes=True,
     )
 
 
-def total_steps_of(arguments: Arguments, loader: RunLoader) -> int:
+def build_validation_loader(arguments: Arguments, share: DataShare, dataset: MMDataset) -> MMDataLoader:
+    """The loader for passes over the held-out samples."""
+    return build_pass_loader(arguments, share, dataset, arguments.data.val_dataset_param)
+
+
+def total_steps_of(arguments: Arguments, order: RunOrder) -> int:
     """Optimizer steps of the whole run."""
     training = arguments.training
     if training.train_epochs is None:
         return training.train_iters
-    return max(1, loader.steps_for(training.train_epochs))
+    return max(1, order.steps_for(training.train_epochs))
+
+
+def go_on_in_data(order: RunOrder, checkpoint: CommittedCheckpoint, state: LoopState, *, accepts_change: bool) -> str:
+    """Go on in the data where a checkpoint was saved.
+
+    Args:
+        order: Of the training data.
+        checkpoint: Of a run.
+        state: That it holds.
+        accepts_change: The data may have changed since.
+
+    Returns:
+        What to say of it; empty when nothing changes.
+
+    Raises:
+        CheckpointError: The place in the data cannot be kept.
+        DataError: Too many rows are bad.
+    """
+    position = DataPosition.from_dict(state["data_position"])
+    note = order.go_on(position, checkpoint.context.get("batching"), may_skip=accepts_change)
+    # Rows that were bad may have been repaired if the data changed.
+    order.learn_bad_samples({} if accepts_change else state["bad_samples"])
+    return note

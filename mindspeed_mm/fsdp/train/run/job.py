@@ -53,6 +53,18 @@ def without_limit(_name: str, _limit_s: float) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
+class DataShare:
+    """Which of the samples a rank has."""
+
+    rank: int = 0
+    """Among the ranks that hold different samples."""
+    ranks: int = 1
+    """How many these are."""
+    group: dist.ProcessGroup | None = None
+    """These ranks; None: this one asks no other."""
+
+
+@dataclass(frozen=True)
 class Job:
     """What a rank knows once the ranks have met."""
 
@@ -73,6 +85,11 @@ class Job:
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different samples; None when there is only one."""
         return self.state.axis_group("dp") if self.state.data_size > 1 else None
+
+    @property
+    def data_share(self) -> DataShare:
+        """The samples of this rank."""
+        return DataShare(self.state.data_rank, self.state.data_size, self.data_group)
 
     @property
     def phase(self) -> Phase:

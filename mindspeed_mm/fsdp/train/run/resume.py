@@ -14,7 +14,13 @@ from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.committed import verify_converted
-from mindspeed_mm.fsdp.checkpoint.loading import RESTORE, check_holds_adapters
+from mindspeed_mm.fsdp.checkpoint.loading import (
+    RESTORE,
+    check_holds_adapters,
+    check_holds_optimizer,
+    check_tensors,
+    load_state,
+)
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
@@ -23,22 +29,9 @@ from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.path import missing_input
+from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """The part of the command line that decides where a run starts."""
-
-    resume: bool = True
-    """Continue from the newest checkpoint in `training.save`; else refuse a folder that has one."""
-    weights_only: bool = False
-    """Take the weights of the checkpoint in `training.load` and start at step 0."""
-    allow_fresh: bool = False
-    """Start from the beginning although checkpoints exist and none is valid."""
-    accept_data_change: bool = False
-    """Continue although the data set is not the one that the checkpoint was trained on."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,29 @@ class ResumePoint:
             return None
         state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
         take_from_base(model)
-        if self.weights_only:
+        return None if self.weights_only else self._checked(state)
+
+    def read_loop_state(self) -> LoopState | None:
+        """The loop's state alone, as `load` returns it, but for random numbers."""
+        if self.checkpoint is None or self.weights_only:
             return None
+        return self._checked(load_state(self.checkpoint))
+
+    def check_tensors(self, model: nn.Module) -> None:
+        """Raise what `load` would for a checkpoint of another model, from its index alone.
+
+        Args:
+            model: As its folder and the configuration have it, whole; parameters may be on meta.
+
+        Raises:
+            CheckpointError: The checkpoint holds other tensors, or the state of an optimizer of others.
+        """
+        if self.checkpoint is not None and self.reader is not None:
+            reads_optimizer = self.with_optimizer and not self.reader.training.no_load_optim
+            check_tensors(self.checkpoint, model, with_optimizer=reads_optimizer)
+
+    def _checked(self, state: Mapping[str, Any]) -> LoopState:
+        assert self.checkpoint is not None
         _check_state(state, self.checkpoint.path / TRAINER_STATE)
         return cast(LoopState, state)
 
@@ -153,10 +167,19 @@ def _from_own(
             key="training.save",
             way_out=f"Say training.save=<new folder> training.load={manager.save_folder} --weights-only.",
         )
-    for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
-        note(line)
+    _check_goes_on(checkpoint, options, context, note, with_optimizer=not manager.training.no_load_optim)
     say(f"resume from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, manager)
+
+
+def _check_goes_on(
+    checkpoint: CommittedCheckpoint, options: ResumeOptions, context: RunContext, note: Note, *, with_optimizer: bool
+) -> None:
+    """Raise `CheckpointError` unless this is the run that saved the checkpoint, and it holds what the run needs."""
+    for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
+        note(line)
+    if with_optimizer:
+        check_holds_optimizer(checkpoint)
 
 
 def _from_elsewhere(
@@ -190,7 +213,6 @@ def _from_elsewhere(
         reader.ranks.first("reading the index", lambda: check_holds_adapters(checkpoint, wants_adapters))
         say(f"weights from {checkpoint.path}; the run starts at step 0")
     else:
-        for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
-            note(line)
+        _check_goes_on(checkpoint, options, context, note, with_optimizer=True)
         say(f"continue from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)

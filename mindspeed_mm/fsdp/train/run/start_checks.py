@@ -17,7 +17,6 @@ from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
-from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_save_folder
 from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type, supports_bf16
@@ -29,7 +28,7 @@ def check_config(config: ResolvedConfig) -> None:
     Raises:
         MMError: A feature is not built, a tracker is not installed, or the run folder cannot be written.
     """
-    refuse_unbuilt(config)
+    config.check_built()
     training = config.arguments.training
     check_trackers(training.report_to)
     if training.save:
@@ -45,13 +44,6 @@ def check_save_format(arguments: Arguments) -> None:
             key="training.save_format",
             way_out="Set model.model_name_or_path, or save_format=dcp.",
         )
-
-
-def refuse_unbuilt(config: ResolvedConfig) -> None:
-    """Raise one error that names every key whose feature this version does not have yet."""
-    problems = config.locate(unbuilt_features(config.arguments))
-    if problems:
-        raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
 
 
 def check_device(arguments: Arguments) -> None:

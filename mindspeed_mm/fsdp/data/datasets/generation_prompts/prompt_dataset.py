@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -106,6 +107,7 @@ class PromptDataset(MMDataset):
 
     is_deterministic = True
     is_raw = True
+    prompts_for = GENERATOR
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam

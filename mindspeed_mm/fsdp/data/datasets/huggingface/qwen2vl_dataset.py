@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline
@@ -59,6 +60,7 @@ class Qwen2VLDataset(MMDataset):
 
     is_deterministic = True
     has_rows = True
+    prompts_for: ModelKind | None = LANGUAGE
     train_media = False
     """Media in the model's turns are answers."""
 

@@ -50,6 +50,8 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         ModelFolderError: The folder is not one of Qwen3-Omni with a talker.
     """
 
+    prompts_for = None
+
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:
