@@ -419,7 +419,8 @@ def test_a_judge_finds_what_the_authors_ask_it_for(
         found = run(out=tmp_path / "out")
         texts = [request["messages"][0]["content"][0]["text"] for _, request in server.asked]
         assert len(texts) == 1 + 3 and not any("think" in text for text in texts)
-        assert "the letter of the option" in texts[1] and "A. left" in texts[1] and "number in digits" in texts[2]
+        (side,), (quotient,) = ([text for text in texts if part in text] for part in ("not A", "3 / 2"))
+        assert "the letter of the option" in side and "A. left" in side and "number in digits" in quotient
         samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
         assert [sample["share"] for sample in samples] == [1.0, 1.0, 1.0, 0.0]
         assert [sample["judge"] and sample["judge"]["said"] for sample in samples] == ["**B**", None, "1.5", None]
