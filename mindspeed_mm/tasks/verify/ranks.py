@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,7 @@ def _without_accelerators() -> Iterator[None]:
 
 def _main(pipe: connection.Connection, place: _Process, function: str, job: object) -> None:
     gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
@@ -184,6 +186,14 @@ def _main(pipe: connection.Connection, place: _Process, function: str, job: obje
     pipe.close()
     # An interpreter that shuts down with gloo's threads alive aborts now and then.
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """A command that is killed can end nobody: its ranks would compute on, and wait for one another."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(place: _Process, function: str, job: object, tell: Tell) -> object:
