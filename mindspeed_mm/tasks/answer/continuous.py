@@ -27,7 +27,9 @@ _LOOK_S = 0.1
 
 
 @dataclass(eq=False)
-class _Place:
+class _AnswerInWork:
+    """A row that is answered, and who waits for it."""
+
     row: LiveAnswer
     future: Future[Answer] = field(default_factory=Future)
     has_begun: bool = False
@@ -53,7 +55,7 @@ class ContinuousWorker:
         # A row fills its last page only in part.
         self._pages = math.ceil(min(most_tokens, most_rows * longest) / _PAGE_TOKENS) + most_rows
         self._chooser, self._counts, self._busy_since_s = RequestChoices(), WorkCounts(), 0.0
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _AnswerInWork] = {}
         self._numbers = itertools.count()
         self._lock, self._ended, self._closed = threading.RLock(), threading.Event(), False
         try:
@@ -133,7 +135,7 @@ class ContinuousWorker:
                 self._manager.stop()
                 self._manager = self._started()
             self._generator.begin(row)
-            name, place = str(next(self._numbers)), _Place(row)
+            name, place = str(next(self._numbers)), _AnswerInWork(row)
             if not self._places:
                 self._busy_since_s = time.monotonic()
             self._places[name] = place
