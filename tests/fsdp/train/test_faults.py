@@ -238,10 +238,10 @@ def test_reader_of_the_output_that_goes_away(yaml: Path, tmp_path: Path) -> None
 def test_validation_that_fails_finds_the_weights_committed(
     yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evaluate(*_: Any) -> Any:
+    def validate(*_: Any) -> Any:
         raise DataError("is broken", where="picture.png")
 
-    monkeypatch.setattr(TrainEngine, "evaluate", evaluate)
+    monkeypatch.setattr(TrainEngine, "validate", validate)
     word = f"data.dataset_param.basic_parameters.val_dataset={yaml.parent / 'rows.jsonl'}"
     said = mm("train", yaml, f"training.save={tmp_path}", word, "training.val_interval=100", "training.save_async=true")
     assert (said.code, "picture.png" in said.err) == (4, True)
@@ -314,11 +314,11 @@ def test_warnings_of_rows_are_in_the_log_and_the_events(
 def test_time_of_validation_counts_for_the_time_left_only(
     yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evaluate(*_: Any) -> dict[str, float]:
+    def validate(*_: Any) -> dict[str, float]:
         time.sleep(0.4)
         return {"loss": 1.0}
 
-    monkeypatch.setattr(TrainEngine, "evaluate", evaluate)
+    monkeypatch.setattr(TrainEngine, "validate", validate)
     word = f"data.dataset_param.basic_parameters.val_dataset={yaml.parent / 'rows.jsonl'}"
     train(yaml, tmp_path, word, "training.val_interval=1", "--steps", 3)
     logged = [line for line in lines(tmp_path / "metrics.jsonl") if "loss" in line]
