@@ -31,13 +31,13 @@ TRAINING = {
 DPO = {"beta": 0.2, "loss_type": ["sigmoid"], "label_smoothing": 0.1, "pref_ftx": 0.5}
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder: Path, collator: str = "qwen2vl_dpo") -> None:
     """`model.json` and `data.json` as the scripts of Qwen2-VL have them, which name no stage."""
     dataset = PAIRS | {
         "preprocess_parameters": {"model_name_or_path": "./model"},
         "basic_parameters": {"dataset": "rows.jsonl", "dataset_dir": "."},
     }
-    loader = {"collate_param": {"model_name": "qwen2vl_dpo", "ignore_pad_token_for_loss": True}, "shuffle": True}
+    loader = {"collate_param": {"model_name": collator, "ignore_pad_token_for_loss": True}, "shuffle": True}
     (folder / "data.json").write_text(json.dumps({"dataset_param": dataset, "dataloader_param": loader}))
     (folder / "model.json").write_text(json.dumps({"init_from_hf_path": "./model"}))
 
@@ -51,13 +51,31 @@ def losses(run: Path) -> list[dict[str, Any]]:
 def test_the_entry_trains_as_the_yaml_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     yaml = make_tiny_pairs(tmp_path, posttrain={"method": "dpo", "dpo": DPO}, training=TRAINING)
-    write_files(tmp_path)
+    write_files(tmp_path, collator="qwen2vl")  # that of single answers, which other stages of such files name
     train(yaml, "by_yaml")
     monkeypatch.setattr(sys, "argv", ["posttrain_qwen2vl_dpo.py", *FLAGS.split()])
     posttrain_qwen2vl_dpo.main()
     by_flags, by_yaml = losses(Path("by_flags")), losses(Path("by_yaml"))
     assert by_flags == by_yaml and len(by_flags) == 3
     assert by_flags[0]["loss"] != by_flags[2]["loss"]
+
+
+def test_a_launch_that_is_refused_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+
+    def said(flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["posttrain_qwen2vl_dpo.py", *flags.split()])
+        with pytest.raises(SystemExit):
+            posttrain_qwen2vl_dpo.main()
+        assert not Path("by_flags").exists()
+        return capsys.readouterr().err
+
+    assert "--mm-data  is not given: there is nothing to train on" in said(FLAGS.replace("--mm-data data.json", ""))
+    assert "--ref-model  'nothing' does not exist" in said(FLAGS.replace("--ref-model model", "--ref-model nothing"))
+    assert "rows.jsonl" in said(FLAGS)
 
 
 def test_a_script_s_entry_says_what_it_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,8 @@ class NftObjective(RewardObjective):
 
     def describe(self) -> str:
         """For the log."""
-        return f"negative-aware fine-tuning, β {self._arguments.beta:g}"
+        described = f"negative-aware fine-tuning, β {self._arguments.beta:g}"
+        return f"{described}, KL × {self._kl_weight:g}" if self.needs_reference else described
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the micro-batch."""

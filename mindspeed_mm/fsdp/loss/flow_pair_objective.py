@@ -22,6 +22,8 @@ BETA = 2000.0
 """Of `posttrain.dpo.beta: null`."""
 Switch = Callable[[], AbstractContextManager[nn.Module | None]]
 """Enters the reference, and gives the model to call meanwhile; None: the policy, which is changed inside."""
+_WEIGHED_STEPS = {"constant": "", "sigma": " · 200 σ"}
+"""`timestep_weight` → what β is multiplied by, for the log."""
 
 
 class FlowPairObjective:
@@ -37,12 +39,16 @@ class FlowPairObjective:
         denoising: Draws noise and times, encodes, and takes errors.
         dpo: The section.
         reference: See `Switch`.
+        reference_name: For the log.
     """
 
     term, sft_term = "loss", "sft"
 
-    def __init__(self, denoising: DenoisingObjective, dpo: DpoArguments, reference: Switch) -> None:
+    def __init__(
+        self, denoising: DenoisingObjective, dpo: DpoArguments, reference: Switch, reference_name: str = ""
+    ) -> None:
         self._denoising, self._dpo, self._reference = denoising, dpo, reference
+        self._reference_name = reference_name
         self._beta = BETA if dpo.beta is None else dpo.beta
         self._histogram: ScoreHistogram | None = None
         if dpo.histogram_path:
@@ -81,7 +87,12 @@ class FlowPairObjective:
 
     def describe(self) -> str:
         """For the log."""
-        return f"preferences, beta {self._beta:g}, {self._denoising.describe()}"
+        described = f"preferences, beta {self._beta:g}{_WEIGHED_STEPS[self._dpo.timestep_weight]}"
+        if self._dpo.pref_ftx:
+            described += f" + {self._dpo.pref_ftx:g} · errors of the chosen"
+        if self._histogram is not None:
+            described += f", pairs weighed by rarity, alpha {self._dpo.weight_alpha:g}"
+        return f"{described}, reference: {self._reference_name}, {self._denoising.describe()}"
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the pairs of this micro-batch."""

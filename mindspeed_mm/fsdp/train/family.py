@@ -229,11 +229,13 @@ class GeneratorFamily(Family):
             return self.denoising(data.train, data.validation)
         if posttrain.method == "dpo":
             from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
+            from mindspeed_mm.fsdp.train.reference import describe_reference
             from mindspeed_mm.fsdp.train.rollouts.build_flow import generator_reference
 
             reference = generator_reference(self.arguments, assembled, job.device)
             assert reference is not None
-            return FlowPairObjective(self.denoising(data.train, data.validation), posttrain.dpo, reference)
+            denoising = self.denoising(data.train, data.validation)
+            return FlowPairObjective(denoising, posttrain.dpo, reference, describe_reference(self.arguments))
         from mindspeed_mm.fsdp.loss.flow_objectives import FlowPolicyObjective, NftObjective
 
         if posttrain.method == "grpo":

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.train.reference import (
     assemble_reference,
     check_same_inputs,
     check_start,
+    describe_reference,
 )
 from mindspeed_mm.fsdp.train.rollouts.build import build_policy_objective
 from mindspeed_mm.fsdp.train.run.data import RunData
@@ -93,7 +94,7 @@ def _live_reference(
             check_start(arguments)
             return AdaptersOff(head)
         case "frozen" if assembled.average is not None and has_moving_reference(arguments.posttrain):
-            return FollowingModel(head, assembled.average, arguments.posttrain.reference)
+            return FollowingModel(head, assembled.average, describe_reference(arguments))
         case "frozen":
             return _frozen(arguments, assembled, device)
     return None
@@ -104,8 +105,7 @@ def _frozen(arguments: Arguments, assembled: Assembled, device: torch.device) ->
     check_same_inputs(assembled.model, second.model, arguments.posttrain.reference.model_name_or_path)
     if assembled.applied.towers is not None and second.applied.towers is not None:
         assembled.applied.towers.followers.append(second.applied.towers)
-    name = arguments.posttrain.reference.model_name_or_path or "the model that training starts from"
-    return FrozenModel(second, name)
+    return FrozenModel(second, describe_reference(arguments))
 
 
 BUILDERS: dict[tuple[str, ModelKind], Build] = {

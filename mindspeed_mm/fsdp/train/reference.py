@@ -15,9 +15,11 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.posttrain_args import ReferenceArguments
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.reference_start import FOLDER_KEY, reference_start, told_of_reference
+
+_ADAPTERS_OFF = "the model with its adapters off"
 
 
 class AdaptersOff:
@@ -46,7 +48,7 @@ class AdaptersOff:
 
     def describe(self) -> str:
         """For the log."""
-        return "the model with its adapters off"
+        return _ADAPTERS_OFF
 
 
 class FrozenModel:
@@ -54,12 +56,12 @@ class FrozenModel:
 
     Args:
         assembled: From `assemble_reference`.
-        name: For the log.
+        described: From `describe_reference`.
     """
 
-    def __init__(self, assembled: Assembled, name: str) -> None:
+    def __init__(self, assembled: Assembled, described: str) -> None:
         assert assembled.applied.head is not None
-        self._head, self._name = assembled.applied.head, name
+        self._head, self._described = assembled.applied.head, described
         self.model = assembled.model
 
     def log_probs(
@@ -77,7 +79,7 @@ class FrozenModel:
 
     def describe(self) -> str:
         """For the log."""
-        return f"a frozen copy of {self._name}"
+        return self._described
 
 
 class FollowingModel:
@@ -87,11 +89,11 @@ class FollowingModel:
     Args:
         head: Of the policy.
         copy: What is kept.
-        settings: The section.
+        described: From `describe_reference`.
     """
 
-    def __init__(self, head: HeadLoss, copy: Ema, settings: ReferenceArguments) -> None:
-        self._head, self._copy, self._settings = head, copy, settings
+    def __init__(self, head: HeadLoss, copy: Ema, described: str) -> None:
+        self._head, self._copy, self._described = head, copy, described
 
     def log_probs(
         self,
@@ -109,7 +111,17 @@ class FollowingModel:
 
     def describe(self) -> str:
         """For the log."""
-        return f"a copy that takes {self._settings.mixup_alpha:g} of the policy every {self._settings.sync_steps} steps"
+        return self._described
+
+
+def describe_reference(arguments: Arguments) -> str:
+    """For the log: which policy a model that is asked while training is."""
+    settings = arguments.posttrain.reference
+    if reference_kind(arguments) == "adapters_off":
+        return _ADAPTERS_OFF
+    if has_moving_reference(arguments.posttrain):
+        return f"a copy that takes {settings.mixup_alpha:g} of the policy every {settings.sync_steps} steps"
+    return f"a frozen copy of {settings.model_name_or_path or 'the model that training starts from'}"
 
 
 def assemble_reference(arguments: Arguments, device: torch.device) -> Assembled:

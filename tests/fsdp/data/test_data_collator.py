@@ -27,9 +27,9 @@ def sample(length: int, trained: int, images: Sequence[Any] = (), name: str = "r
     return {"sample_id": name, "input_ids": ids, "labels": labels, "media": list(images), "shrunk": False}
 
 
-def collator(owner: Any, positions: Any = None, **options: Any) -> Any:
+def collator(owner: Any, positions: Any = None, *, pairs: bool = False, **options: Any) -> Any:
     plugin = build_mm_plugin(owner, PreprocessParameters())
-    return build_collator(owner, plugin, CollateParam(**options), positions=positions)
+    return build_collator(owner, plugin, CollateParam(**options), positions=positions, pairs=pairs)
 
 
 @pytest.mark.edge("U6")
@@ -124,7 +124,7 @@ def test_pairs_are_two_batches_in_one(processor: Any) -> None:
         {"sample_id": "p:1", "chosen": sample(5, 2, [image]), "rejected": sample(3, 1, [image])},
         {"sample_id": "p:2", "chosen": sample(4, 2), "rejected": sample(6, 1)},
     ]
-    batch = collator(processor, model_name="pairwise", pad_to_multiple_of=2)(pairs)
+    batch = collator(processor, pairs=True, pad_to_multiple_of=2)(pairs)
     assert batch["sample_ids"] == ["p:1", "p:2"]
     assert batch["pairs"] == 2 and batch["input_ids"].shape == (4, 6)
     assert batch["attention_mask"].sum(1).tolist() == [5, 4, 3, 6]
@@ -138,7 +138,7 @@ def test_pairs_whose_answers_show_other_media_hold_all_of_it(processor: Any) -> 
     plugin = build_mm_plugin(processor, PreprocessParameters())
     first, second = (plugin.encode_image(picture()) for _ in range(2))
     pair = {"sample_id": "p:1", "chosen": sample(5, 2, [first]), "rejected": sample(3, 1, [second])}
-    batch = collator(processor, model_name="pairwise")([pair])
+    batch = collator(processor, pairs=True)([pair])
     assert "shared_media" not in batch
     assert len(batch["pixel_values"]) == 2 * len(collator(processor)([pair["chosen"]])["pixel_values"])
 
@@ -148,7 +148,7 @@ def test_a_collator_that_cannot_pack_says_so(tokenizer: Any, name: str) -> None:
     if name not in DATA_COLLATOR:
         register_collator(name)(type("Outside", (), {"__init__": lambda self, *_: None}))
     with pytest.raises(ConfigError, match="does not put samples into one row"):
-        collator(tokenizer, TextPositions(), model_name=name)
+        collator(tokenizer, TextPositions(), model_name=name, pairs=name == "pairwise")
 
 
 def test_a_collator_from_outside_may_pack(tokenizer: Any) -> None:
@@ -197,16 +197,19 @@ def test_collators_come_from_outside_and_declare_their_keys(tokenizer: Any) -> N
         collate([1])
 
 
-@pytest.mark.parametrize("name", [None, "qwen2vl", "pairwise"])
-def test_inputs_that_a_processor_brings_are_allowed_under_any_name(
-    name: str | None, processor: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("name", [None, "qwen2vl", "internvl", "pairwise", "qwen2vl_dpo"])
+def test_a_collator_of_any_name_takes_single_answers_pairs_and_what_a_processor_brings(
+    name: str | None, pairs: bool, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = build_mm_plugin(processor, PreprocessParameters())
     monkeypatch.setattr(plugin, "collate", lambda media: {"input_marks": torch.zeros(len(media))} if media else {})
     rows: list[Any] = [sample(3, 1, [plugin.encode_image(picture())])]
-    if name == "pairwise":
+    if pairs:
         rows = [{"sample_id": "p:1", "chosen": rows[0], "rejected": rows[0]}]
-    assert "input_marks" in build_collator(processor, plugin, CollateParam(model_name=name))(rows)
+    batch = build_collator(processor, plugin, CollateParam(model_name=name), pairs=pairs)(rows)
+    assert "input_marks" in batch and batch.get("pairs") == (1 if pairs else None)
+    assert len(batch["input_ids"]) == (2 if pairs else 1)
 
 
 def test_names(tokenizer: Any) -> None:

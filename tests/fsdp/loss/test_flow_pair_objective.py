@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import pytest
@@ -20,6 +20,9 @@ from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
 from mindspeed_mm.tasks.extract import extract
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_media_pairs import LORA, PAIRS, make_tiny_media_pairs
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,9 @@ class Errors:
 
     def prepare(self, batch: dict[str, Any], *, training: bool = True) -> dict[str, Any]:
         return batch
+
+    def describe(self) -> str:
+        return "noise"
 
     def errors(self, model: Line, batch: dict[str, Any]) -> torch.Tensor:
         x, noise, sigma = batch["latents"], batch["_noise"], batch["_time"].reshape(-1, 1, 1, 1)
@@ -82,7 +88,8 @@ def objective(reference: Line, **dpo: Any) -> FlowPairObjective:
 
     from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
-    return FlowPairObjective(Errors(), DpoArguments(**dpo), lambda: nullcontext(reference))  # type: ignore[arg-type]
+    dpo_arguments, errors = DpoArguments(**dpo), cast("DenoisingObjective", Errors())
+    return FlowPairObjective(errors, dpo_arguments, lambda: nullcontext(reference), "a line")
 
 
 def test_the_loss_is_the_paper_s() -> None:
@@ -100,6 +107,16 @@ def test_the_loss_is_the_paper_s() -> None:
     found["loss"].backward()
     assert policy.factor.grad is not None and reference.factor.grad is None
     assert float(policy.factor.grad) == pytest.approx((above - below) / (2 * step), rel=1e-6)
+
+
+def test_the_log_tells_what_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "h.json").write_text('{"bin_edges": [0, 1], "counts": [1]}')
+    weighed = {"weight_alpha": 0.5, "histogram_path": str(tmp_path / "h.json")}
+    described = objective(Line(0), timestep_weight="sigma", pref_ftx=1, **weighed).describe()
+    assert described == (
+        "preferences, beta 2000 · 200 σ + 1 · errors of the chosen, pairs weighed by rarity, alpha 0.5, "
+        "reference: a line, noise"
+    )
 
 
 def test_other_noise_for_the_rejected_side_is_seen() -> None:
@@ -137,7 +154,8 @@ def test_a_run_on_raw_media_and_on_features(yaml: Path, tmp_path: Path) -> None:
     words = (*PAIRS, *LORA, "training.train_iters=2", "training.lr=1e-2", "posttrain.dpo.beta=200")
     said = mm("check", yaml, *words)
     assert said.code == 0, said.out + said.err
-    train(yaml, tmp_path / "raw", *words)
+    told = train(yaml, tmp_path / "raw", *words)
+    assert "preferences, beta 200, reference: the model with its adapters off, flow matching" in told
     first, last = [line for line in lines(tmp_path / "raw" / "metrics.jsonl") if "loss" in line]
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) and first["loss"] != last["loss"]
     extract.run(yaml, PAIRS, out=tmp_path / "features")

@@ -86,20 +86,31 @@ def _register_generic(*names: str, packs: bool = False) -> Callable[[CollatorCla
 
 
 def build_collator(
-    processor: object, plugin: MediaPlugin, collate_param: CollateParam, *, positions: PositionRule | None = None
+    processor: object,
+    plugin: MediaPlugin,
+    collate_param: CollateParam,
+    *,
+    positions: PositionRule | None = None,
+    pairs: bool = False,
 ) -> Collator:
-    """The collator that the configuration names, or the generic one.
+    """The collator that the configuration names, or the generic one. Of the suite's own, whose names stand for models,
+    the rows say which form it takes: of single answers or of pairs.
 
     Args:
         processor: Processor or tokenizer.
         plugin: The media plugin that encoded the samples.
         collate_param: `dataloader_param.collate_param`.
         positions: Pack all samples of a micro-batch into one row, and count their tokens by this rule.
+        pairs: The samples are preference pairs.
 
     Raises:
         ConfigError: The collator cannot pack.
     """
     name = collate_param.model_name
+    if pairs and (name is None or _TRAITS.get(name, _Traits()).checks_itself):
+        name = _OF_PAIRS[0]
+    elif name in _OF_PAIRS and not pairs:
+        name = None
     if name is None and is_whisper(processor):
         name = "whisper"
     if name is None:
@@ -239,7 +250,10 @@ class WhisperCollator(GenericCollator):
         return batch
 
 
-@_register_generic("pairwise", "qwen2vl_dpo")
+_OF_PAIRS = ("pairwise", "qwen2vl_dpo")
+
+
+@_register_generic(*_OF_PAIRS)
 class PairwiseCollator:
     """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of

@@ -166,9 +166,8 @@ class Qwen2VLDataset(MMDataset):
             )
         if self.basic_parameters.stage == "prompt":
             return collated_prompts
-        if self.basic_parameters.stage == "rm" and collate_param.model_name is None:
-            collate_param = collate_param.model_copy(update={"model_name": "pairwise"})
-        return build_collator(self.processor, self.plugin, collate_param, positions=positions)
+        pairs = self.basic_parameters.stage == "rm"
+        return build_collator(self.processor, self.plugin, collate_param, positions=positions, pairs=pairs)
 
     def view_notes(self) -> list[str]:
         """What is given of how media are seen, and what the model's folder says instead, for the log."""
