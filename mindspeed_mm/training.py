@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.arguments import fill_absent, parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.run_ownership import leaving_no_unbegun_run
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
@@ -125,7 +127,7 @@ def _own(function: UserFunction) -> UserFunction | None:
 
 
 def _train(args: Namespace, callbacks: Callbacks) -> None:
-    translated = translate(args)
+    translated = translate(args, reads_data=callbacks.data_provider is None)
     config = _with_own_class(translated.config, translated.model_json.get("model_id"))
     _add_sections(args, translated)
     has_folder = config.arguments.model.model_name_or_path is not None
@@ -147,7 +149,9 @@ def _train(args: Namespace, callbacks: Callbacks) -> None:
     trainer.notes = translated.notes
     if callbacks.forward_step is not None and args.calculate_per_sample_loss:
         trainer.notes += ("--calculate-per-sample-loss has no effect: your own forward step computes the loss.",)
-    trainer.train()
+    save = config.arguments.training.save
+    with leaving_no_unbegun_run(Path(save) if save else None):
+        trainer.train()
 
 
 def get_args() -> Namespace:

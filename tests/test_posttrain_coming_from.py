@@ -14,7 +14,8 @@ from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.provider.flags import by_spelling
-from mindspeed_mm.tasks.dancegrpo.flags import build_parser
+from mindspeed_mm.tasks.config import run_flags
+from mindspeed_mm.tasks.dancegrpo.flags import build_parser, configuration, read_flags
 from tests.helpers.tiny_pairs import make_tiny_pairs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "posttrain_coming_from.md").read_text(encoding="utf-8")
@@ -63,6 +64,27 @@ def test_flags_of_scripts_exist() -> None:
     known = set(by_spelling()) | set(build_parser()._option_string_actions)
     told = [name for theirs, _ in table(OF_FLAGS) for name in named(theirs) if name.startswith("--")]
     assert len(told) > 15 and set(told) <= known
+
+
+def test_its_json_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pairs_data, pairs_model, dance_data, dance_model = re.findall(r"```json\n(.*?)```", OF_FLAGS, flags=re.DOTALL)
+    Path("data.json").write_text(pairs_data)
+    Path("model.json").write_text(pairs_model)
+    words = "--lr 1e-5 --train-iters 1 --micro-batch-size 1 --mm-data data.json --mm-model model.json"
+    translated = run_flags(["torchrun", "posttrain_sora_dpo.py", *words.split()], {})
+    arguments = translated.arguments
+    assert arguments.data.dataset_param.preprocess_parameters["height"] == 480
+    assert arguments.model.model_name_or_path == "weights/Wan2.1-T2V-1.3B-Diffusers"
+    assert (arguments.posttrain.dpo.beta, arguments.posttrain.dpo.timestep_weight) == (2000, "sigma")
+    assert not translated.notes
+    Path("data.json").write_text(dance_data)
+    Path("model.json").write_text(dance_model)
+    flags = "--load flux --save out --mm-data data.json --mm-model model.json --train-iters 1 --h 8 --w 8"
+    flags += " --sampling_steps 4 --eta 0.3 --use_group --use_hpsv2"
+    made = configuration(read_flags(flags.split()).options)
+    assert made["data"]["dataset_param"]["basic_parameters"]["dataset"] == "data/videos2caption.json"
+    assert made["posttrain"]["rewards"][0]["settings"]["path"] == "weights/hps/HPS_v2.1_compressed.pt"
 
 
 @pytest.mark.slow

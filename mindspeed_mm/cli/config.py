@@ -64,7 +64,8 @@ def command(
         if config is not None:
             raise click.UsageError(f"{config} stands before {_FROM_FLAGS}: it takes no other configuration.", context)
         translated = task.run_flags(context.meta[_FROM_FLAGS], os.environ)
-        resolved, notes = translated.config, translated.notes
+        resolved = translated.config
+        notes = (*translated.notes, *task.notes_on_inputs(resolved))
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", context)
     else:

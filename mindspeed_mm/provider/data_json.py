@@ -3,15 +3,20 @@ features of a generator."""
 
 from __future__ import annotations
 
-from mindspeed_mm.fsdp.params.data_args import DataloaderParam
-from mindspeed_mm.fsdp.params.yaml.tree import Node, find, text_at
+from collections.abc import Collection, Iterator
+
+from mindspeed_mm.fsdp.params.cards import dataset_cards
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at
 from mindspeed_mm.fsdp.params.yaml.wan_files import MEDIA_KEYS
-from mindspeed_mm.provider.json_tree import entries_at, place_at
+from mindspeed_mm.provider.json_tree import entries_at, entries_of, place_at
 from mindspeed_mm.provider.reading import Reading
 
 _DATASET = "data.dataset_param"
 PROCESSOR = f"{_DATASET}.preprocess_parameters.model_name_or_path"
 """The key of the folder that conversations are read with."""
+_ROWS = {"data_path": "dataset", "data_folder": "dataset_dir"}
+"""Keys of `basic_parameters` of MindSpeed-MM's generators → here, where the names differ."""
 _MEDIA = ("t2v", "i2v", "t2i", "video", "image")
 _OLDER = ("multimodal", "deepseekvl2", "lumina", "audio", "bagel", "dancegrpo")
 
@@ -21,10 +26,10 @@ def put_data(reading: Reading, root: Node) -> None:
     kind = text_at(root, "dataset_param.dataset_type") or "huggingface"
     if kind == "feature":
         _put_generation(reading, root)
-        _put_features(reading, root)
+        _note_left_out(reading, root, _put_features(reading, root), "media were prepared when they were extracted")
     elif kind in _MEDIA:
         _put_generation(reading, root)
-        _put_media(reading, root)
+        _note_left_out(reading, root, _put_media(reading, root), "docs/generation.md says how media are prepared")
     elif kind in _OLDER:
         reading.draft.problem(
             f"dataset_type '{kind}' reads rows of an older layout",
@@ -51,28 +56,51 @@ def _put_generation(reading: Reading, root: Node) -> None:
         )
 
 
-def _put_features(reading: Reading, root: Node) -> None:
-    """Features that were extracted before: their folder holds the index, too."""
-    for name in ("data_folder", "data_path"):
+def _put_features(reading: Reading, root: Node) -> Collection[str]:
+    """Features that were extracted before: their folder holds the index, too. Returns the names of what is taken."""
+    names = ("data_folder", "data_path")
+    for name in names:
         entry = find(root, f"dataset_param.basic_parameters.{name}")
         if entry is not None and isinstance(entry.node.value, str):
             value = entry.node.value if name == "data_folder" else entry.node.value.rpartition("/")[0] or "."
             reading.draft.put(f"{_DATASET}.basic_parameters.features_dir", value, entry.node.place)
-            return
-    reading.draft.problem("names no data_folder", root.place, "It is the folder of the features.")
+            break
+    else:
+        reading.draft.problem("names no data_folder", root.place, "It is the folder of the features.")
+    return [f"basic_parameters.{name}" for name in names]
 
 
-def _put_media(reading: Reading, root: Node) -> None:
-    """Clips or pictures with captions."""
-    names = {"data_path": "dataset", "data_folder": "dataset_dir", "data_storage_mode": "data_storage_mode"}
-    for theirs, ours in names.items():
-        entry = find(root, f"dataset_param.basic_parameters.{theirs}")
-        if entry is not None and entry.node.value:
-            reading.draft.put_node(f"{_DATASET}.basic_parameters.{ours}", entry.node)
-    for theirs, ours in MEDIA_KEYS.items():
-        entry = find(root, f"dataset_param.preprocess_parameters.{theirs}")
-        if entry is not None and entry.node.value is not None:
-            reading.draft.put_node(f"{_DATASET}.preprocess_parameters.{ours}", entry.node)
+def _put_media(reading: Reading, root: Node) -> Collection[str]:
+    """Clips or pictures with captions, by MindSpeed-MM's names or by ours. Returns the names of what is taken."""
+    ours = {*dataset_cards()["generation"], *map("basic_parameters.{}".format, BasicParameters.model_fields)}
+    taken = []
+    for section, names in (("basic_parameters", _ROWS), ("preprocess_parameters", MEDIA_KEYS)):
+        for theirs, entry in entries_at(root, f"dataset_param.{section}").items():
+            key = f"{section}.{names.get(theirs, theirs)}"
+            if theirs not in names and key not in ours:
+                continue
+            taken.append(f"{section}.{theirs}")
+            if plain(entry.node) not in (None, ""):
+                reading.draft.put(f"{_DATASET}.{key}", plain(entry.node), entry.node.place)
+    return taken
+
+
+def _note_left_out(reading: Reading, root: Node, taken: Collection[str], reason: str) -> None:
+    """Name the settings of rows that nothing has taken: one that is misspelt would be missed otherwise."""
+    left_out = [name for name in _settings(root) if name not in taken]
+    if left_out:
+        have = "has" if len(left_out) == 1 else "have"
+        reading.draft.note(f"{root.place.source}: {', '.join(left_out)} {have} no effect: {reason}.")
+
+
+def _settings(root: Node) -> Iterator[str]:
+    """Every setting of the file but those of the loader, as a dotted name inside `dataset_param`."""
+    for name, entry in entries_at(root, "dataset_param").items():
+        if name.endswith("_parameters"):
+            yield from (f"{name}.{inside}" for inside in entries_of(entry.node))
+        elif name != "dataset_type":
+            yield name
+    yield from (name for name in entries_of(root) if name not in ("dataset_param", "dataloader_param"))
 
 
 def processor_folder(reading: Reading) -> str | None:

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_DATA = "train_valid_test_dataset_provider"
 _FUNCTIONS = {
-    "train_valid_test_dataset_provider": 0,
+    _DATA: 0,
     "model_provider": 1,
     "forward_step_func": 3,
 }
 """Parameter of `pretrain` that takes a function → its place."""
+_TRAIN_BY_PRETRAIN = ("pretrain_", "posttrain_", "finetune_")
+"""How entries of the suite begin whose rows are those of data.json."""
 _OTHERS = ("megatron", "mindspeed")
 _RUNNER = "-m mindspeed_mm.megatron_names"
 
@@ -26,12 +29,9 @@ def notes_on_entry(path: Path, *, has_runner: bool = False) -> list[str]:
     """
     if path.suffix != ".py" or not path.is_file() or path.resolve().is_relative_to(_PACKAGE):
         return []
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return []
+    tree = _read(path)
     notes = []
-    if own := _own_functions(tree):
+    if own := list(dict.fromkeys(_own_functions(tree).values())):
         notes.append(
             f"{path} hands functions of its own to pretrain ({', '.join(own)}): they stay behind. mm train builds the "
             "model, reads the data and computes the loss as the YAML says."
@@ -44,13 +44,27 @@ def notes_on_entry(path: Path, *, has_runner: bool = False) -> list[str]:
     return notes
 
 
-def _own_functions(tree: ast.Module) -> list[str]:
-    """Names of the functions that the script defines and hands to `pretrain`."""
+def reads_mm_data(path: Path) -> bool:
+    """Whether a script is an entry of the suite's, by its name, and hands `pretrain` no data of its own."""
+    is_entry = path.name.startswith(_TRAIN_BY_PRETRAIN) and (_PACKAGE / path.name).is_file()
+    return is_entry and _DATA not in _own_functions(_read(path))
+
+
+def _read(path: Path) -> ast.Module:
+    """The script's tree; an empty one of a file that cannot be read."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return ast.Module([], [])
+
+
+def _own_functions(tree: ast.Module) -> dict[str, str]:
+    """Parameter of `pretrain` → the function that the script defines and hands to it."""
     defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return [name for name in _handed(tree) if name in defined]
+    return {parameter: name for parameter, name in _handed(tree) if name in defined}
 
 
-def _handed(tree: ast.Module) -> Iterator[str]:
+def _handed(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -65,7 +79,7 @@ def _handed(tree: ast.Module) -> Iterator[str]:
                 continue
             for node in ast.walk(given):
                 if isinstance(node, ast.Name):
-                    yield node.id
+                    yield name, node.id
 
 
 def _called(function: ast.expr) -> str:

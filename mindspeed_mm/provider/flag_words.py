@@ -11,12 +11,14 @@ from functools import cache
 from mindspeed_mm.core.errors import MMError, Problem
 from mindspeed_mm.provider.flags import FLAGS
 
-_SECTIONS = "model|data|parallel|training|features|tools"
+_SECTIONS = "model|data|parallel|training|features|tools|inference|posttrain"
 _SETTING = re.compile(rf"\b((?:{_SECTIONS})(?:\.\w+)+)=(<[^>]*>|\[[^\]]*\]|[^\s,;:]*[^\s,;:.])")
 """`training.save=<new folder>`, as messages say what to add to a command."""
 _WORD = re.compile(rf"(?<![\w.=/-])(?:(?:{_SECTIONS})(?:\.\w+)+|[a-z0-9]+(?:_[a-z0-9]+)+)\b(?![.\w]*=)")
 """A key, whole or its last part where that is no everyday word."""
 _SET = "--mm-set"
+_OF_FILE = "data.dataset_param.basic_parameters.dataset"
+"""A key that data.json says as a rule, under the same name; --data-path is a flag of a few scripts."""
 
 
 @contextmanager
@@ -41,8 +43,9 @@ def flag_of_key() -> dict[str, str]:
     is none that data.json says."""
     found: dict[str, str] = {}
     for flag in FLAGS:
-        for key in filter(None, (flag.key, flag.sets)):
-            found.setdefault(key, f"--{flag.name}")
+        for key in (flag.key, flag.sets):
+            if key and key != _OF_FILE:
+                found.setdefault(key, f"--{flag.name}")
     last_parts = Counter(key.rpartition(".")[2] for key in found)
     short = {}
     for key, name in found.items():

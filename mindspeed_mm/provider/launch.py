@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.provider.flags import by_spelling
 
 _RUNNER = "mindspeed_mm.megatron_names"
 _NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
@@ -36,6 +37,10 @@ _OWN_WORDS = re.compile(r"[\"']?\$[@*][\"']?")
 """What a script is called with; here those words stand behind the script's name."""
 _UNKNOWN = re.compile("\0(.*?)\0")
 """What stands for a value that only a shell can tell, with the name of its variable."""
+_NEVER_SET = "?"
+"""Stands behind the name of a variable that the script does not set and the environment does not have."""
+_UNSET = re.compile("\0(\\w+)[?]\0")
+_SET_BY_COMMANDS = re.compile(r"\b(?:for|read(?:\s+-\w+)*)\s+(\w+)")
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -56,6 +61,8 @@ class Launch(NamedTuple):
     """The script that is started."""
     has_runner: bool = False
     """Whether `mindspeed_mm.megatron_names` starts it."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how the script was read."""
 
     @property
     def trains(self) -> bool:
@@ -76,9 +83,11 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
         ConfigError: The script cannot be read.
     """
     if words and words[0].endswith(".sh"):
-        launch = read_launch(_command_of(Path(words[0]), environment), environment)
+        command, empty = _without_empty(_command_of(Path(words[0]), environment))
+        launch = read_launch(command, environment)
         _check_known(launch.flags, words[0])
-        return launch._replace(flags=[*launch.flags, *words[1:]])
+        notes = [f"{words[0]}: {name} is set nowhere in it, and taken as empty." for name in empty]
+        return launch._replace(flags=[*launch.flags, *words[1:]], notes=tuple(notes))
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
     if not scripts:
         return Launch("", list(words))
@@ -102,17 +111,39 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
 
 
+def _without_empty(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without those that are variables which nothing has set, and the names of these: a shell leaves them
+    out. What stands behind a flag may be its value, which only the environment of the run can tell."""
+    kept: list[str] = []
+    names: list[str] = []
+    for word in words:
+        unset = _UNSET.fullmatch(word)
+        if unset and kept and not _wants_value(kept[-1]):
+            names.append(unset[1])
+        else:
+            kept.append(word)
+    return kept, list(dict.fromkeys(names))
+
+
+def _wants_value(word: str) -> bool:
+    flag = by_spelling().get(word)
+    return word.startswith("-") and "=" not in word and (flag is None or flag.kind != "switch")
+
+
 def _check_known(words: Sequence[str], script: str) -> None:
     """Raise where a flag's value is one that only a shell can tell."""
     for word in words:
         mark = _UNKNOWN.search(word)
         if mark is None:
             continue
-        unknown = mark[1]
+        unknown = mark[1].removesuffix(_NEVER_SET)
         way_out = "Write its value into the script."
         if unknown.isidentifier():
             way_out = f"Set it before the command: {unknown}=… mm config --from-flags {script}."
-        raise UsageError(f"{unknown} is worked out while the script runs", where=script, way_out=way_out)
+        why = "is worked out while the script runs"
+        if mark[1].endswith(_NEVER_SET):
+            why = "is set nowhere in the script"
+        raise UsageError(f"{unknown} {why}", where=script, way_out=way_out)
 
 
 def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
@@ -125,6 +156,8 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
         launch = _LAUNCH.fullmatch(statement)
         if launch and depth == 0:
             return _launch_words(launch[1], values, environment, path)
+        for name in _SET_BY_COMMANDS.findall(statement):
+            values.setdefault(name, f"\0{name}\0")
         assignment = _ASSIGNMENT.match(statement)
         if assignment:
             name, in_quotes, literal, bare = assignment.groups()
@@ -191,11 +224,12 @@ def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, st
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
-        if name.endswith("ARGS") and name not in values:  # a group that a copied script names and does not have
-            default = ""
-        if default is None:
-            default = f"\0{name}\0"
-        return values.get(name) or environment.get(name) or default
+        known = values.get(name) or environment.get(name)
+        if known or default is not None:
+            return known or default
+        is_empty = name in values or name in environment
+        is_group = name.endswith("ARGS")  # of flags, which a copied script names and does not have
+        return "" if is_empty or is_group else f"\0{name}{_NEVER_SET}\0"
 
     def total(match: re.Match[str]) -> str:
         inner = _VARIABLE.sub(value, match[1])

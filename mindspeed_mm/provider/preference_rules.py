@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain
 from mindspeed_mm.provider.draft import derived
-from mindspeed_mm.provider.json_tree import place_at
+from mindspeed_mm.provider.json_tree import entries_at, place_at
 from mindspeed_mm.provider.reading import Reading
 
 _DATA = "data.dataset_param"
@@ -17,6 +17,8 @@ _KEYS = {
     "pref_ftx": "posttrain.dpo.pref_ftx",
 }
 """Flag → the key that takes its value."""
+_WEIGHING = ("weight_alpha", "weight_beta", "histogram_path")
+"""Keys of `dpo` of model.json that weigh pairs."""
 _LOSS_BETA = 2000.0
 """`dpo.loss_beta` of model.json where it is not given."""
 _DPO_BETA = 0.1
@@ -30,8 +32,12 @@ def put_media_pairs(reading: Reading, root: Node) -> None:
         if section is not None:
             reading.draft.note(f"{section.node.place}: dpo has no effect: this entry trains without pairs.")
         return
+    unknown = [name for name in entries_at(root, "dpo") if name not in (*_WEIGHING, "loss_beta")]
+    if section is not None and unknown:
+        draft = reading.draft
+        draft.note(f"{section.node.place}: {', '.join(unknown)} of dpo: no such setting of pairs, so it has no effect.")
     values = {}
-    for name in ("weight_alpha", "weight_beta", "histogram_path"):
+    for name in _WEIGHING:
         entry = find(root, f"dpo.{name}")
         if entry is not None:
             values[name] = plain(entry.node)

@@ -105,13 +105,20 @@ def from_flags(argv: Sequence[str], environment: Mapping[str, str]) -> ResolvedC
     return translate(parse(argv, environment)).config
 
 
-def translate(namespace: Namespace, plugin_keys: PluginKeys | None = None, *, for_training: bool = True) -> Translated:
+def translate(
+    namespace: Namespace,
+    plugin_keys: PluginKeys | None = None,
+    *,
+    for_training: bool = True,
+    reads_data: bool = False,
+) -> Translated:
     """The configuration that a namespace of flags stands for.
 
     Args:
         namespace: As `mindspeed_mm.arguments.parse_args` returns it.
         plugin_keys: Keys that imported plugins declared; see `load_config`.
         for_training: Ask for what every training needs: `--lr`, `--train-iters`, `--micro-batch-size`.
+        reads_data: Ask for the data, too: the entry has none of its own.
 
     Raises:
         ConfigError: Every problem of flags and files at once, each with its flag or its file and line.
@@ -124,6 +131,8 @@ def translate(namespace: Namespace, plugin_keys: PluginKeys | None = None, *, fo
     _fill_defaults(reading)
     if for_training:
         _check_required(reading)
+        if reads_data:
+            _check_data(reading)
     config = _checked(reading, plugin_keys)
     return Translated(config, model_json, data_json, tools_json, (*_idle_notes(reading), *reading.draft.notes))
 
@@ -195,6 +204,15 @@ def _check_required(reading: Reading) -> None:
     for key, flag in _REQUIRED.items():
         if reading.draft.value(key) is None:
             reading.draft.problem("is not given", flag, "Add it.")
+
+
+def _check_data(reading: Reading) -> None:
+    """Rows or features are named, in whatever way."""
+    is_set = any(str(word).startswith("data.") for word in reading.value("mm_set", ()))
+    has_file = reading.has("mm_data") or "data" in reading.given.sections
+    rows = [reading.draft.value(f"data.dataset_param.basic_parameters.{name}") for name in ("dataset", "features_dir")]
+    if not (is_set or has_file or any(rows)):
+        reading.draft.problem("is not given: there is nothing to train on", "--mm-data", "Name the file, data.json.")
 
 
 def _checked(reading: Reading, plugin_keys: PluginKeys | None) -> ResolvedConfig:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
-from mindspeed_mm.provider.entry_script import notes_on_entry
+from mindspeed_mm.fsdp.params.rules.path import missing_inputs
+from mindspeed_mm.provider.entry_script import notes_on_entry, reads_mm_data
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.parse import parse
 from mindspeed_mm.provider.translate import Translated, translate
@@ -35,8 +36,18 @@ def run_flags(words: Sequence[str], environment: Mapping[str, str]) -> Translate
         ConfigError: Every problem of flags and files.
     """
     launch = read_launch(words, environment)
-    translated = translate(parse(launch.flags, environment), for_training=launch.trains)
-    return replace(translated, notes=(*translated.notes, *notes_on_entry(launch.path, has_runner=launch.has_runner)))
+    namespace = parse(launch.flags, environment)
+    translated = translate(namespace, for_training=launch.trains, reads_data=reads_mm_data(launch.path))
+    on_script = (*launch.notes, *notes_on_entry(launch.path, has_runner=launch.has_runner))
+    return replace(translated, notes=(*translated.notes, *on_script))
+
+
+def notes_on_inputs(config: ResolvedConfig) -> list[str]:
+    """Folders and files that a launch names and that are not on this machine, where a run may not be meant to be."""
+    notes = []
+    for error in missing_inputs(config.arguments):
+        notes += map(str, config.locate(error.problems))
+    return notes
 
 
 def as_text(config: ResolvedConfig, only_given: bool = False) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.cli.main import run
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.provider.flags import FLAGS
 from mindspeed_mm.provider.translate import Translated, from_flags
@@ -113,11 +113,38 @@ def test_a_script_that_only_a_shell_can_work_out(tmp_path: Path) -> None:
         ("A=x/z # words\n", "${A}"),
         ("", "${B:-x/z}"),
         ("A=x/z\n# --trust-remote-code \\\nD=1\n", "$A $ROPE_ARGS"),
+        ('B=""\n', "x/z $B --bf16 ${NOWHERE}"),
     ],
 )
 def test_forms_of_a_shell(tmp_path: Path, text: str, save: str) -> None:
     found = of_script(tmp_path, f"{text}python b.py {NEEDED} --save {save} 2>&1 | tee log_$(date).txt\n")
     assert found.arguments.training.save in ("x/z", "x/$y")
+
+
+def test_a_variable_that_nothing_sets_is_empty_unless_a_flag_needs_it(tmp_path: Path) -> None:
+    found = of_script(tmp_path, f"python b.py {NEEDED} $EXTRA --save x\n")
+    assert found.arguments.training.save == "x" and "EXTRA is set nowhere in it" in "".join(found.notes)
+    assert of_script(tmp_path, f"python b.py {NEEDED} $EXTRA\n", {"EXTRA": "--save y"}).arguments.training.save == "y"
+    with pytest.raises(UsageError, match=r"PLACE is set nowhere in the script\. Set it before the command: PLACE="):
+        of_script(tmp_path, f"python b.py {NEEDED} --save $PLACE\n")
+    with pytest.raises(UsageError, match="X is worked out while the script runs"):
+        of_script(tmp_path, f"read X\npython b.py {NEEDED} $X\n")
+
+
+def test_a_launch_without_data_is_refused_as_its_run_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--mm-data  is not given: there is nothing to train on"):
+        of_script(tmp_path, f"torchrun posttrain_qwen2vl_dpo.py {NEEDED}\n")
+    own = "def f(*_): ...\npretrain(f, None, None, None)\n"
+    (tmp_path / "pretrain_vlm.py").write_text(own)  # data of its own
+    assert of_script(tmp_path, f"torchrun {tmp_path}/pretrain_vlm.py {NEEDED}\n").arguments.training.lr == 1
+
+
+def test_the_command_tells_of_inputs_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*NEEDED.split(), "--posttrain-method", "dpo", "--ref-model", "nothing", "--load", "neither"]
+    assert run(["config", "--from-flags", *words]) == 0
+    said = capsys.readouterr().err
+    assert "note: --ref-model  posttrain.reference.model_name_or_path  'nothing' does not exist" in said
+    assert "note: --load  training.load  'neither' does not exist" in said
 
 
 def test_entries(tmp_path: Path) -> None:

@@ -311,6 +311,25 @@ def test_rows_of_generators() -> None:
     assert [sizes[name] for name in ("num_frames", "height", "width", "fps")] == [5, 16, 32, 8]
 
 
+def test_rows_of_generators_by_our_names_and_what_is_left_out() -> None:
+    sizes = {"height": 8, "width": 8, "train_pipeline": {}, "max_heigth": 9}
+    basic = {"data_path": "rows.jsonl", "caption_column": "words", "val_rate": 0.5}
+    dataset = {"dataset_type": "t2v", "basic_parameters": basic, "preprocess_parameters": sizes, "tokenizer_config": {}}
+    write("data", {"dataset_param": dataset, "val_dataset_param": {}})
+    translated = run(wan_folder())
+    found: Any = translated.arguments.data.dataset_param
+    assert (found.preprocess_parameters["height"], found.preprocess_parameters["width"]) == (8, 8)
+    rows = found.basic_parameters
+    assert (rows.dataset, rows["caption_column"], rows.val_rate) == ("rows.jsonl", "words", 0.5)
+    assert (
+        "data.json: preprocess_parameters.train_pipeline, preprocess_parameters.max_heigth, tokenizer_config, "
+        "val_dataset_param have no effect: docs/generation.md says how media are prepared." in translated.notes
+    )
+    sizes["max_height"] = 16
+    write("data", {"dataset_param": dataset})
+    assert "16, but data.json:" in problem(wan_folder())
+
+
 def test_features_of_generators() -> None:
     dataset: Any = media("feature").data.dataset_param
     assert (dataset.basic_parameters.features_dir, dataset.basic_parameters.dataset) == ("clips", None)

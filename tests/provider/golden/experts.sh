@@ -6,4 +6,4 @@ torchrun --nproc_per_node=16 pretrain_vlm.py --expert-model-parallel-size 4 --mo
     --optimizer muon --weight-decay-exclude-modules norm --lr-scale-modules router --lr-mult 0.1 \
     --lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-fraction 0.1 --recompute-granularity selective \
     --recompute-skip-core-attention --swap-attention --finetune --load weights --no-shuffle \
-    --trust-remote-code --encoder-dp-balance
+    --trust-remote-code --encoder-dp-balance --mm-data rows_data.json

@@ -39,4 +39,4 @@ GPT_ARGS="
     --lora-target-modules linear_qkv linear_proj
 "
 torchrun $DISTRIBUTED_ARGS pretrain_transformers.py $GPT_ARGS \
-    --mm-model transformers_model.json --save runs/fsdp2 --ckpt-format torch_dcp
+    --mm-model transformers_model.json --mm-data rows_data.json --save runs/fsdp2 --ckpt-format torch_dcp

@@ -20,4 +20,4 @@ OUTPUT_ARGS="
     --tensorboard-dir tb --log-throughput --enable-one-logger --profile --profile-step-start 4 --profile-step-end 6 \
     --profile-ranks 0 1 --mm-set training.on_nonfinite=skip
 "
-torchrun $DISTRIBUTED_ARGS pretrain_vlm.py $GPT_ARGS $OUTPUT_ARGS --distributed-backend nccl
+torchrun $DISTRIBUTED_ARGS pretrain_vlm.py $GPT_ARGS $OUTPUT_ARGS --mm-data rows_data.json --distributed-backend nccl

@@ -29,18 +29,25 @@ _INPUTS: dict[str, type[MMError]] = {
 def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMError]:
     """Inputs that do not exist, and a run folder that may not be written; `config` is the YAML. Data files are the data
     set's own to find."""
-    errors: list[MMError] = []
-    for key, kind in _INPUTS.items():
-        errors += _check_input(arguments, key, kind)
-    missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
-    if missing_model:  # the processor's folder follows from it: said once
-        errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
-        errors = missing_model + errors
+    errors = missing_inputs(arguments)
     for check in _check_outputs(arguments, config):
         try:
             check()
         except MMError as error:
             errors.append(error)
+    return errors
+
+
+def missing_inputs(arguments: Arguments, section: str = "") -> list[MMError]:
+    """Inputs that do not exist; of those below a section, where one is named."""
+    errors: list[MMError] = []
+    for key, kind in _INPUTS.items():
+        if key.startswith(section):
+            errors += _check_input(arguments, key, kind)
+    missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
+    if missing_model:  # the processor's folder follows from it: said once
+        errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
+        errors = missing_model + errors
     return errors
 
 

@@ -17,7 +17,7 @@ from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
-from mindspeed_mm.fsdp.params.rules.path import check_save_folder
+from mindspeed_mm.fsdp.params.rules.path import check_save_folder, missing_inputs
 from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type, supports_bf16
 
@@ -26,7 +26,8 @@ def check_config(config: ResolvedConfig) -> None:
     """What can be refused before anything is joined, read or built.
 
     Raises:
-        MMError: A feature is not built, a tracker is not installed, or the run folder cannot be written.
+        MMError: A feature is not built, a tracker is not installed, the run folder cannot be written, or a reference's
+            folder is missing.
     """
     config.check_built()
     training = config.arguments.training
@@ -34,6 +35,8 @@ def check_config(config: ResolvedConfig) -> None:
     if training.save:
         check_save_folder(Path(training.save), config.path)
     check_save_format(config.arguments)
+    for error in missing_inputs(config.arguments, "posttrain."):  # read when the trained model is built already
+        raise error
 
 
 def check_save_format(arguments: Arguments) -> None:
