@@ -212,7 +212,9 @@ def _check_data(reading: Reading) -> None:
     has_file = reading.has("mm_data") or "data" in reading.given.sections
     rows = [reading.draft.value(f"data.dataset_param.basic_parameters.{name}") for name in ("dataset", "features_dir")]
     if not (is_set or has_file or any(rows)):
-        reading.draft.problem("is not given: there is nothing to train on", "--mm-data", "Name the file, data.json.")
+        reading.draft.problem(
+            "is not given: there is nothing to train on", "--mm-data", "Name the file of the rows, e.g. data.json."
+        )
 
 
 def _checked(reading: Reading, plugin_keys: PluginKeys | None) -> ResolvedConfig:

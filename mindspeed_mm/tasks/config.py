@@ -44,7 +44,7 @@ def run_flags(words: Sequence[str], environment: Mapping[str, str]) -> Translate
 
 def notes_on_inputs(config: ResolvedConfig) -> list[str]:
     """Folders and files that a launch names and that are not on this machine, where a run may not be meant to be."""
-    notes = []
+    notes: list[str] = []
     for error in missing_inputs(config.arguments):
         notes += map(str, config.locate(error.problems))
     return notes

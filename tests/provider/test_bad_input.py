@@ -284,7 +284,7 @@ def test_a_script_with_functions_of_its_own() -> None:
     by_runner = run_flags(["torchrun", "-m", "mindspeed_mm.megatron_names", "mine.py", *NEEDED.split()], {}).notes
     assert by_runner == (own,)
     entry = Path(mindspeed_mm.__file__).parent / "pretrain_vlm.py"
-    assert run_flags(["torchrun", str(entry), *NEEDED.split()], {}).notes == ()
+    assert run_flags(["torchrun", str(entry), *NEEDED.split(), "--mm-data", "data.json"], {}).notes == ()
 
 
 def test_types_that_two_places_say() -> None:

@@ -316,7 +316,8 @@ def test_rows_of_generators_by_our_names_and_what_is_left_out() -> None:
     basic = {"data_path": "rows.jsonl", "caption_column": "words", "val_rate": 0.5}
     dataset = {"dataset_type": "t2v", "basic_parameters": basic, "preprocess_parameters": sizes, "tokenizer_config": {}}
     write("data", {"dataset_param": dataset, "val_dataset_param": {}})
-    translated = run(wan_folder())
+    model = wan_folder()
+    translated = run(model)
     found: Any = translated.arguments.data.dataset_param
     assert (found.preprocess_parameters["height"], found.preprocess_parameters["width"]) == (8, 8)
     rows = found.basic_parameters
@@ -327,7 +328,7 @@ def test_rows_of_generators_by_our_names_and_what_is_left_out() -> None:
     )
     sizes["max_height"] = 16
     write("data", {"dataset_param": dataset})
-    assert "16, but data.json:" in problem(wan_folder())
+    assert "16, but data.json:" in problem(model)
 
 
 def test_features_of_generators() -> None:
