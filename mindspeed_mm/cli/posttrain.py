@@ -79,9 +79,10 @@ def _trained(method: str, words: tuple[str, ...]) -> int:
 @click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Number of prompts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
 def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
-    """Show what RUN, the folder of a run with posttrain.method grpo, has sampled.
+    """Show what RUN, the folder of a run with posttrain.method grpo or nft, has sampled.
 
-    Each prompt is followed by its samples, the best one first: reward, advantage, text.
+    Each prompt is followed by its samples, the best one first: reward, advantage, and the text or, of a picture or
+    clip, the name.
     """
     view = rollouts_task.run(run, number, prompts)
     if as_json:

@@ -91,12 +91,14 @@ def write_page(path: Path, page: str, key: str = "") -> None:
     atomic_write_text(target, page)
 
 
-def first_line_has(*keys: str) -> IsOurs:
-    """Whether a file begins with a JSON object on one line that has these keys and no others."""
+def first_line_has(*keys: str, beside_others: bool = False) -> IsOurs:
+    """Whether a file begins with a JSON object on one line that has these keys, and no others unless it may."""
 
     def is_ours(head: bytes) -> bool:
         record = _object_in(head.split(b"\n", 1)[0])
-        return record is not None and record.keys() == set(keys)
+        if record is None:
+            return False
+        return set(keys) <= record.keys() if beside_others else record.keys() == set(keys)
 
     return is_ours
 

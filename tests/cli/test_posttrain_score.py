@@ -67,6 +67,50 @@ def test_texts_are_scored(folder: Path) -> None:
     assert [line["score"] for line in lines(folder / "scores.jsonl")] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("out", "histogram", "key", "told"),
+    [
+        ("rows.jsonl", "histogram.json", "--out", "that this command reads"),
+        ("scores.jsonl", "run.yaml", "--histogram", "that this command reads"),
+        ("scores.jsonl", "scores.jsonl", "--histogram", "or writes otherwise"),
+        ("mine.jsonl", "histogram.json", "--out", "this command did not write"),
+        ("scores.jsonl", "mine.jsonl", "--histogram", "this command did not write"),
+    ],
+)
+def test_only_what_it_wrote_is_written_over(folder: Path, out: str, histogram: str, key: str, told: str) -> None:
+    (folder / "mine.jsonl").write_text('{"prompt": "a", "score": 1}\n')
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = mm(
+        "posttrain", "score", folder / "run.yaml", folder / "rows.jsonl", "--out", folder / out,
+        "--histogram", folder / histogram,
+    )  # fmt: skip
+    assert said.code == 2 and key in said.err and told in said.err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_its_own_files_are_written_over_but_not_where_they_are_read(folder: Path) -> None:
+    words = ("--out", folder / "scores.jsonl", "--histogram", folder / "histogram.json")
+    for _ in range(2):
+        assert mm("posttrain", "score", folder / "run.yaml", folder / "rows.jsonl", *words).code == 0
+    said = mm("posttrain", "score", folder / "run.yaml", folder / "scores.jsonl", *words)
+    assert said.code == 2 and "that this command reads" in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nope.png", "not found. Relative paths start at the folder of ROWS"),
+        ("../nope.png", "outside the folder of ROWS"),
+    ],
+)
+def test_a_picture_that_is_not_there_has_its_row(folder: Path, name: str, told: str) -> None:
+    rows = [{"prompt": "a", "file": "a.png"}, {"prompt": "b", "file": "b.png", "file_rejected": name}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = mm("posttrain", "score", folder / "run.yaml", folder / "rows.jsonl", "--out", folder / "scores.jsonl")
+    assert said.code == 4 and "rows.jsonl:2  file_rejected" in said.err and told in said.err
+    assert "dataset_dir" not in said.err and "media_roots" not in said.err
+
+
 def test_what_cannot_be_scored_is_told(folder: Path) -> None:
     out = folder / "scores.jsonl"
     (folder / "rows.jsonl").write_text('{"prompt": "a"}\n')

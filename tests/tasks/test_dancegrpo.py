@@ -73,6 +73,21 @@ def test_flags_mean_a_yaml(tmp_path: Path) -> None:
     assert found["training"] == expected["training"] | of_the_run
 
 
+def test_a_file_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
+    files(tmp_path)
+    (tmp_path / "hps.txt").write_text("my notes\n")
+    with pytest.raises(UsageError, match=r"hps_reward_save.*this command did not write"):
+        run(words(tmp_path))
+    assert (tmp_path / "hps.txt").read_text() == "my notes\n" and not (tmp_path / f"run.{CONFIGURATION}").exists()
+
+
+def test_a_launch_without_a_reward_names_the_flag(tmp_path: Path) -> None:
+    given = [word for word in words(tmp_path) if word != "--use_hpsv2"]
+    with pytest.raises(UsageError, match=r"--use_hpsv2.*jpeg_size"):
+        read_flags(given)
+    read_flags([*given, "posttrain.rewards=[{name: jpeg_size}]"])
+
+
 @pytest.mark.slow
 def test_flags_train_as_a_yaml_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ruamel.yaml import YAML

@@ -11,6 +11,9 @@ It is given this rank's own samples in one call and returns a number for each, N
 are texts, or PIL pictures (a list of them for a clip) where a generator is trained. A reward that names
 `completion_ids` is given the token ids of texts, too. `settings` in the YAML are its own keywords. An instance that
 asks a server may have `check_server`, which `mm check` and the start of training call.
+
+A reward that names `completions` and no `rows` is called as TRL calls its own: by keyword, each column of the rows as a
+list, of those that it names or, where it has `**kwargs`, of all.
 """
 
 from __future__ import annotations
@@ -113,9 +116,12 @@ class Reward:
             return self._checked(self._judged(judged), judged)
 
     def _judged(self, judged: Judged) -> object:
-        more = {name: getattr(judged, name) for name in self.extra}
+        given: tuple[Sequence[Any], ...] = (judged.prompts, judged.completions, judged.rows)
+        named: dict[str, Sequence[Any]] = {name: getattr(judged, name) for name in self.extra}
+        if _takes_columns(self.judge):
+            given, named = (), self._columns(judged)
         try:
-            return self.judge(judged.prompts, judged.completions, judged.rows, **more)
+            return self.judge(*given, **named)
         except (MMError, MemoryError, torch.OutOfMemoryError):  # the run tells what took the memory
             raise
         except Exception as error:  # of a function of the user's, or of settings that it cannot work with
@@ -124,6 +130,24 @@ class Reward:
                 f"failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})",
                 f"It was given {self._given(judged)}; repair it, or its settings.",
             ) from error
+
+    def _columns(self, judged: Judged) -> dict[str, Sequence[Any]]:
+        """What is judged and columns of the rows, under the names that a judge has for them."""
+        judge, found = self.judge, dict[str, Sequence[Any]]()
+        for row in judged.rows:
+            for name in row.keys() - found.keys():
+                found[name] = [each.get(name) for each in judged.rows]
+        own = sorted(found)
+        found |= {"prompts": judged.prompts, "completions": judged.completions, "completion_ids": judged.completion_ids}
+        settings = judge.keywords.keys() if isinstance(judge, partial) else ()
+        named, takes_all = _keywords(judge), _takes_any_keyword(judge)
+        columns = {name: each for name, each in found.items() if name not in settings and (takes_all or name in named)}
+        if missing := [name for name in _needed(judge) if name not in columns]:
+            raise self._wrong(
+                f"needs {', '.join(missing)}, which the rows do not have",
+                f"They have {', '.join(own) or 'no columns'}; a reward that names rows is given whole rows.",
+            )
+        return columns
 
     @staticmethod
     def _given(judged: Judged) -> str:
@@ -178,6 +202,7 @@ def build_reward(name: str, weight: float = 1.0, options: Mapping[str, Any] | No
     made, options = reward_register.get(name), dict(options or {})
     _check_options(name, made, options)
     judge: Judge = made(**options) if isinstance(made, type) else partial(made, **options)
+    _check_call(name, judge)
     return Reward(name, weight, judge, _extra_of(judge), key)
 
 
@@ -209,22 +234,62 @@ def takes_setting(name: str, setting: str) -> bool:
 
 
 def _check_options(name: str, made: Callable[..., object], options: Mapping[str, Any]) -> None:
-    given = dict(options)
+    signature, given = inspect.signature(made), dict(options)
+    judged: tuple[None, ...] = ()
     if not inspect.isclass(made):  # a function gets what is judged in the same call
-        given |= dict.fromkeys(("prompts", "completions", "rows", *_extra_of(made)))
+        if _takes_columns(made):
+            given = dict.fromkeys(_needed(made)) | given
+            # `**kwargs` are columns: a setting has a name of its own.
+            signature = signature.replace(
+                parameters=[each for each in _parameters(made) if each.kind != each.VAR_KEYWORD]
+            )
+        else:
+            judged, given = (None,) * 3, dict.fromkeys(_extra_of(made)) | given
     try:
-        inspect.signature(made).bind(**given)
+        signature.bind(*judged, **given)
     except TypeError as error:
         taken = [each for each in _keywords(made) if each not in ("prompts", "completions", "rows", "completion_ids")]
-        raise ConfigError(
-            f"the reward '{name}' cannot be built: {error}",
-            key=KEY,
-            way_out=f"It takes {', '.join(taken) or 'no keywords'} beside name and weight.",
-        ) from error
+        way_out = f"It takes {', '.join(taken) or 'no keywords'} beside name and weight."
+        if judged and "completions" not in _keywords(made):
+            way_out = _CALLED
+        raise ConfigError(f"the reward '{name}' cannot be built: {error}", key=KEY, way_out=way_out) from error
+
+
+def _check_call(name: str, judge: Judge) -> None:
+    """Raise `ConfigError` for an instance that cannot be called with what is judged."""
+    if _takes_columns(judge):
+        return
+    try:
+        inspect.signature(judge).bind(None, None, None, **dict.fromkeys(_extra_of(judge)))
+    except TypeError as error:
+        raise ConfigError(f"the reward '{name}' cannot be called: {error}", key=KEY, way_out=_CALLED) from error
+
+
+_CALLED = "A reward takes (prompts, completions, rows), or (prompts, completions, **columns) as TRL's do."
+
+
+def _parameters(made: Callable[..., object]) -> list[inspect.Parameter]:
+    return [each for name, each in inspect.signature(made).parameters.items() if name != "self"]
 
 
 def _keywords(made: Callable[..., object]) -> list[str]:
-    return [name for name in inspect.signature(made).parameters if name != "self"]
+    return [each.name for each in _parameters(made) if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+
+
+def _needed(judge: Callable[..., object]) -> list[str]:
+    """Parameters without a default."""
+    named = set(_keywords(judge))
+    return [each.name for each in _parameters(judge) if each.name in named and each.default is each.empty]
+
+
+def _takes_any_keyword(judge: Callable[..., object]) -> bool:
+    return any(each.kind == each.VAR_KEYWORD for each in _parameters(judge))
+
+
+def _takes_columns(judge: Callable[..., object]) -> bool:
+    """Whether it is called as TRL calls rewards."""
+    named = _keywords(judge)
+    return "completions" in named and "rows" not in named
 
 
 def _extra_of(judge: Callable[..., object]) -> frozenset[str]:

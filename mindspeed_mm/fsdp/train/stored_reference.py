@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.reference_start import reference_start
 
 FILE = "reference.safetensors"
 KEY = "posttrain.reference.path"
 AGAIN = "Run mm posttrain reference with this configuration again."
 _DIGEST_BYTES = 16
+_BEGINNING = re.compile(rb'\{"__metadata__":\{"(facts|ids|sha256)":')
+"""Of the header, behind its length."""
 
 
 @dataclass
@@ -69,7 +73,8 @@ class StoredLogProbs:
         make_writable_folder(path.parent)
         with atomic_file(path) as draft:
             tensors = {"log_probs": numbers, "digests": digests}
-            write_safetensors(tensors, draft, {"facts": json.dumps(self.facts), "ids": json.dumps(names)})
+            notes = {"facts": json.dumps(self.facts), "ids": json.dumps(names)}
+            write_safetensors(tensors, draft, notes | {"sha256": _checksum(tensors, notes)})
 
     @classmethod
     def load(cls, path: Path) -> StoredLogProbs:
@@ -88,9 +93,11 @@ class StoredLogProbs:
         try:
             with safe_open(path, "pt") as file:
                 notes = file.metadata() or {}
-                numbers, digests = file.get_tensor("log_probs").tolist(), file.get_tensor("digests").tolist()
-            names, facts = json.loads(notes["ids"]), json.loads(notes["facts"])
-            stored = cls(facts)
+                tensors = {name: file.get_tensor(name) for name in ("log_probs", "digests")}
+            if _checksum(tensors, notes) != notes["sha256"]:
+                raise ValueError("its content does not fit its checksum")
+            names, stored = json.loads(notes["ids"]), cls(json.loads(notes["facts"]))
+            numbers, digests = tensors["log_probs"].tolist(), tensors["digests"].tolist()
             for name, (chosen, rejected), digest in zip(names, numbers, digests, strict=True):
                 stored.log_probs[name], stored.digests[name] = (chosen, rejected), bytes(digest)
             return stored
@@ -98,6 +105,21 @@ class StoredLogProbs:
             raise ConfigError(
                 f"is not a file of stored log-probabilities: {error}", where=str(path), key=KEY, way_out=AGAIN
             ) from None
+
+
+def is_stored_log_probs(head: bytes) -> bool:
+    """Whether a file begins as those of `StoredLogProbs.save` do."""
+    return _BEGINNING.match(head, 8) is not None
+
+
+def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
+    """Of the numbers and of what tells whose they are."""
+    found = hashlib.sha256()
+    for name in ("log_probs", "digests"):
+        found.update(tensors[name].numpy().tobytes())
+    for name in ("facts", "ids"):
+        found.update(notes[name].encode())
+    return found.hexdigest()
 
 
 class StoredReference:
@@ -165,7 +187,13 @@ def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[
     facts = {"rows or their template": "+".join(hashes)}
     if folder:
         facts["weights"] = base_weights_mark(Path(folder))
-    return facts | {"posttrain.dpo.ld_alpha": str(arguments.posttrain.dpo.ld_alpha)}
+    low = arguments.training.quantization_plan
+    return facts | {
+        "posttrain.dpo.ld_alpha": str(arguments.posttrain.dpo.ld_alpha),
+        "parallel.fsdp_plan.param_dtype": arguments.parallel.fsdp_plan.param_dtype or "fp32",
+        "training.lora.quantize": str(reference_start(arguments).training.lora.quantize),
+        "training.quantization_plan": "None" if low is None else low.model_dump_json(),
+    }
 
 
 def opened_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> StoredLogProbs:
@@ -177,9 +205,11 @@ def opened_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> StoredL
     path = path_of_reference(arguments)
     stored = StoredLogProbs.load(path)
     for name, fact in facts_of_reference(arguments, sets).items():
-        if stored.facts.get(name) != fact:
+        found = stored.facts.get(name)
+        if found != fact:
+            values = f" ({found}, and the run has {fact})" if "." in name else ""  # of a key; others are hashes
             raise ConfigError(
-                f"the stored log-probabilities of the reference are of other {name}",
+                f"the stored log-probabilities of the reference are of other {name}{values}",
                 where=str(path),
                 key=KEY,
                 way_out=AGAIN,

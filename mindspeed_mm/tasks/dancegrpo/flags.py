@@ -125,6 +125,12 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
         raise UsageError(
             "is missing: samples are compared with others of their prompt", key="--use_group", way_out="Give it."
         )
+    if not options.use_hpsv2 and not any(word.startswith("posttrain.rewards") for word in overrides):
+        raise UsageError(
+            "is missing, and so is any other reward",
+            key="--use_hpsv2",
+            way_out="Give it, with reward in the file of --mm-model; or add 'posttrain.rewards=[{name: jpeg_size}]'.",
+        )
     if options.selective_checkpointing != 1 and options.gradient_checkpointing:
         raise UsageError(
             f"{options.selective_checkpointing:g}: blocks are recomputed all or as patterns say",

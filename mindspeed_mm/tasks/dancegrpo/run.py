@@ -12,6 +12,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
 
 CONFIGURATION = "dancegrpo.yaml"
@@ -35,6 +36,8 @@ def run(words: Sequence[str]) -> Path:
     if is_first:
         for note in flags.notes:
             print(f"note: {note}", file=sys.stderr)
+    if options.hps_reward_save is not None:
+        check_output_file(options.hps_reward_save, _is_rewards, "--hps_reward_save")
     text = io.StringIO()
     YAML().dump(configuration(options), text)
     options.save.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +49,15 @@ def run(words: Sequence[str]) -> Path:
     if options.hps_reward_save is not None and is_first:
         write_rewards(options.save, options.hps_reward_save)
     return Path(options.save)
+
+
+def _is_rewards(head: bytes) -> bool:
+    """Whether a file begins with a number on a line, as `write_rewards` writes them."""
+    try:
+        float(head.split(b"\n", 1)[0])
+    except ValueError:
+        return False
+    return True
 
 
 def write_rewards(run_folder: Path, path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
@@ -37,10 +38,9 @@ def run(
     config = _load(config_path, overrides)
     # Imported here: a wrong YAML is answered before torch is loaded.
     from mindspeed_mm.fsdp.train.reference_pass import stored_log_probs
-    from mindspeed_mm.fsdp.train.stored_reference import path_of_reference
 
     with config.told_as_own():
-        path = path_of_reference(config.arguments)
+        path = _output(config)
         stored = stored_log_probs(config.arguments, say)
         if os.environ.get("RANK", "0") == "0":
             stored.save(path)
@@ -49,10 +49,21 @@ def run(
 
 def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str]) -> int:
     """The same in `nproc` processes on this host; returns their exit code."""
-    _load(config_path, overrides)  # a wrong YAML is answered once, not by every rank
+    config = _load(config_path, overrides)  # what is wrong is answered once, not by every rank
+    with config.told_as_own():
+        _output(config)
     from mindspeed_mm.tasks.launch.launcher import launch
 
     return launch(nproc, ["posttrain", "reference", str(config_path), *overrides, *options], None)
+
+
+def _output(config: ResolvedConfig) -> Path:
+    """The file that may be written."""
+    from mindspeed_mm.fsdp.train.stored_reference import KEY, is_stored_log_probs, path_of_reference
+
+    path = path_of_reference(config.arguments)
+    check_output_file(path, is_stored_log_probs, KEY)
+    return path
 
 
 def _load(config_path: Path, overrides: Sequence[str]) -> ResolvedConfig:

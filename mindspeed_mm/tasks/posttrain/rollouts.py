@@ -19,7 +19,10 @@ class RolloutSample:
     """One sample of a rollout."""
 
     prompt: str
-    text: str
+    text: str | None
+    """None where a picture or clip was drawn."""
+    key: str
+    """Its name."""
     reward: float | None
     advantage: float
     scores: tuple[float | None, ...]
@@ -42,7 +45,8 @@ class RolloutView:
             for sample in group:
                 reward = "null" if sample.reward is None else f"{sample.reward:.3g}"
                 cut = " (cut)" if sample.truncated else ""
-                shown.append(f"  {reward:>8} {sample.advantage:>+7.2f}  {_short(sample.text)}{cut}")
+                told = sample.key if sample.text is None else _short(sample.text)
+                shown.append(f"  {reward:>8} {sample.advantage:>+7.2f}  {told}{cut}")
         return shown
 
 
@@ -71,7 +75,7 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
     raise UsageError(
         f"{what}: {told}",
         where=str(folder),
-        way_out="Name the folder of a run with posttrain.method: grpo and posttrain.rollout.keep: true.",
+        way_out="Name the folder of a run with posttrain.method: grpo or nft and posttrain.rollout.keep: true.",
     )
 
 
@@ -88,11 +92,12 @@ def _groups(samples: Sequence[Any]) -> list[list[RolloutSample]]:
         groups.setdefault(name, []).append(
             RolloutSample(
                 each["prompt"],
-                each["text"],
+                each.get("text"),
+                each["key"],
                 each["reward"],
                 each["advantage"],
                 tuple(each["scores"]),
-                each["truncated"],
+                each.get("truncated", False),
             )
         )
     return [sorted(group, key=lambda sample: -sample.advantage) for group in groups.values()]

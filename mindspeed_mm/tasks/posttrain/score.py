@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.artifacts import atomic_file, atomic_write_text
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError, told_as
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from mindspeed_mm.core.file_writing import IsOurs
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
     from mindspeed_mm.fsdp.posttrain_rewards.registry import Reward
 
 _PROMPTS = ("prompt", "captions", "caption", "cap")
 _TEXTS = ("completion", "text", "response")
 _PICTURE = "file"
+_is_scored = first_line_has("score", "scores", beside_others=True)
+_is_histogram = first_line_has("bin_edges", "counts")
 _AT_A_TIME = 64
 """Rows whose samples are in memory together."""
 
@@ -60,8 +64,12 @@ def run(
         say: Told how many rows are done.
 
     Raises:
-        MMError: The configuration has no rewards, or a row no sample; nothing is written then.
+        MMError: The configuration has no rewards, a row no sample, or a file to write is somebody else's; nothing is
+            written then.
     """
+    out = _output(out, "--out", (config_path, rows), _is_scored)
+    if histogram is not None:
+        histogram = _output(histogram, "--histogram", (config_path, rows, out), _is_histogram)
     arguments = load_with_plugins(config_path, overrides).arguments
     if not arguments.posttrain.rewards:
         raise ConfigError(
@@ -90,6 +98,18 @@ def run(
     return ScoreOutcome(str(out), written, means)
 
 
+def _output(path: Path, key: str, others: Sequence[Path], is_ours: IsOurs) -> Path:
+    """A file that may be written: none of these others, and nothing that this command did not write."""
+    if path.resolve() in [each.resolve() for each in others]:
+        raise UsageError(
+            "is a file that this command reads, or writes otherwise",
+            where=str(path),
+            key=key,
+            way_out="Name another file.",
+        )
+    return check_output_file(path, is_ours, key)
+
+
 def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     """The rows with their scores."""
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -97,7 +117,7 @@ def _scored(arguments: Arguments, path: Path) -> Iterator[dict[str, Any]]:
     from mindspeed_mm.fsdp.train.rollouts.build import build_rewards
     from mindspeed_mm.fsdp.utils.device import current_device
 
-    reader, media = open_reader(path), MediaLoader(path.absolute().parent)
+    reader, media = open_reader(path), MediaLoader(path.absolute().parent, called="the folder of ROWS")
     rewards = build_rewards(arguments, current_device())
     for first in range(0, len(reader), _AT_A_TIME):
         asked = []
@@ -153,8 +173,14 @@ def _prompt(row: Mapping[str, Any], place: str) -> str:
 
 def _sample(row: Mapping[str, Any], place: str, suffix: str, media: MediaLoader) -> Image.Image | str:
     """The picture, or the text."""
-    if isinstance(name := row.get(f"{_PICTURE}{suffix}"), str):
-        return media.load_image(name)
+    key = f"{_PICTURE}{suffix}"
+    if isinstance(name := row.get(key), str):
+
+        def of_the_row(problem: Problem) -> Problem:
+            return replace(problem, where=place, key=key)
+
+        with told_as(of_the_row):
+            return media.load_image(name)
     for name in _TEXTS:
         if isinstance(row.get(name), str):
             return row[name]

@@ -45,6 +45,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 ]
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"rewards": []}, {}, "rewards", "exact_match"),
+    ({"rewards": []}, {"data": {"dataset_param": {"dataset_type": "generation_prompts"}}}, "rewards", "jpeg_size"),
     ({"rewards": [{"name": "json"}, {"name": "json"}]}, {}, "rewards", "weight"),
     ({"rewards": [{"name": "json", "weight": 0}]}, {}, "rewards", "another weight"),
     ({"grpo": {"num_generations": 1}}, {}, "grpo.num_generations", "2"),

@@ -129,6 +129,40 @@ def test_a_reward_of_a_plugin() -> None:
         build_reward("counting")
 
 
+def test_a_reward_as_trl_has_them() -> None:
+    """Columns come as lists under their names; a setting is not taken for one, nor one for a setting."""
+    seen: list[dict[str, Any]] = []
+
+    def long(prompts: Any, completions: Any, answer: Any, most: int = 3, **kwargs: Any) -> list[float]:
+        seen.append({"prompts": prompts, "answer": answer, **kwargs})
+        return [float(len(text) <= most) for text in completions]
+
+    def named(completions: Any, answer: Any) -> list[float]:
+        return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+    judged = Judged(["p", "q"], ["abcd", "b"], [{"answer": "b", "most": 1}, {"answer": "b", "hint": "h"}], [[1], [2]])
+    with registered("long", long), registered("named", named):
+        assert build_reward("long", 1.0, {"most": 4})(judged) == [1, 1]
+        assert build_reward("named")(judged) == [0, 1]
+        with pytest.raises(DataError, match=r"needs answer, which the rows do not have\. They have id;"):
+            build_reward("named")(Judged(["p"], ["a"], [{"id": "r"}]))
+        with pytest.raises(ConfigError, match="'mots'"):
+            build_reward("long", 1.0, {"mots": 4})
+    ids = {"completion_ids": [[1], [2]]}
+    assert seen == [{"prompts": ["p", "q"], "answer": ["b", "b"], "hint": [None, "h"], **ids}]
+
+
+def test_a_reward_that_cannot_be_called_is_found_when_it_is_built() -> None:
+    class Two:
+        def __call__(self, texts: Any, rows: Any) -> list[float]:
+            return [0.0 for _ in texts]
+
+    for reward in (lambda texts: [0.0 for _ in texts], Two):
+        told = r"too many positional arguments.*\(prompts, completions, rows\)"
+        with registered("wrong", reward), pytest.raises(ConfigError, match=told):
+            build_reward("wrong")
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -17,9 +17,10 @@ from mindspeed_mm.fsdp.models.diffusion.packing import pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser, GuidedDenoiser, blank_text
 from mindspeed_mm.fsdp.sampling.trajectories import SampleNoise, Trajectories, noise_grid, roll_out
 from mindspeed_mm.fsdp.train.rollouts.flow import FlowRollouts
+from mindspeed_mm.tasks.posttrain import rollouts
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, lines, mm, tensors, train
-from tests.helpers.tiny_rollout_run import make_tiny_rollout_run
+from tests.helpers.tiny_rollout_run import PROMPTS, make_tiny_rollout_run
 
 FP64 = {"fsdp_plan": {"param_dtype": "fp64", "reduce_dtype": "fp64"}}
 
@@ -82,6 +83,10 @@ def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder:
         assert line["grad_norm"] > 0
         assert line["diversity"] > 0
         assert line["reward"] < 0
+    shown = rollouts.run(tmp_path / "run").lines()
+    assert len(shown) == 10 and shown[0] in PROMPTS  # two prompts, each with four samples
+    reward, advantage, name = shown[1].split()
+    assert float(reward) < 0 < float(advantage) and name.startswith("1/")
 
 
 @pytest.mark.slow

@@ -13,11 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError, UsageError
 from mindspeed_mm.fsdp.models.behaviour import media_once
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs, is_stored_log_probs
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.posttrain import reference
@@ -73,6 +75,7 @@ def test_stored_log_probabilities_train_as_a_frozen_copy_does(yaml: str, scored:
     [
         ("posttrain.dpo.ld_alpha=0.5", "posttrain.dpo.ld_alpha"),
         ("data.dataset_param.basic_parameters.cutoff_len=77", "rows or their template"),
+        ("parallel.fsdp_plan.param_dtype=bf16", r"parallel\.fsdp_plan\.param_dtype \(fp64, and the run has bf16\)"),
         ("model.model_name_or_path=", "weights"),
     ],
 )
@@ -108,8 +111,6 @@ def test_the_check_opens_what_is_stored(yaml: str, scored: Path, tmp_path: Path)
 
 
 def test_pairs_that_were_not_scored_are_refused(yaml: str, scored: Path, tmp_path: Path) -> None:
-    from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs
-
     file = tmp_path / "reference.safetensors"
     path = f"posttrain.reference.path={file}"
     stored = StoredLogProbs.load(scored)
@@ -117,9 +118,25 @@ def test_pairs_that_were_not_scored_are_refused(yaml: str, scored: Path, tmp_pat
     stored.save(file)
     with pytest.raises(DataError, match="has other tokens than the pairs whose log-probabilities are stored"):
         Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
+    content = bytearray(scored.read_bytes())
+    content[-1] ^= 1  # of a number
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="does not fit its checksum") as caught:
+        StoredLogProbs.load(file)
+    assert "mm posttrain reference" in str(caught.value)
     file.write_bytes(b"no safetensors")
     with pytest.raises(ConfigError, match="is not a file of stored log-probabilities"):
         Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
+
+
+def test_only_what_was_stored_is_stored_over(yaml: str, scored: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(2)}, mine, {"format": "pt"})
+    before = mine.read_bytes()
+    with pytest.raises(UsageError, match="this command did not write") as caught:
+        reference.run(Path(yaml), [f"posttrain.reference.path={mine}"])
+    assert "posttrain.reference.path" in str(caught.value) and mine.read_bytes() == before
+    assert is_stored_log_probs(scored.read_bytes())
 
 
 def test_a_reference_that_follows(yaml: str) -> None:

@@ -84,6 +84,7 @@ def test_a_run_that_was_killed_within_a_rollout_goes_on_with_it(tmp_path: Path) 
     metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     drawn = next(each for each in metrics if "reward" in each)
     assert drawn["log_prob_gap"] < 1e-5 and drawn["clip_share"] == 0 and drawn["rollout_s"] > 0
+    steps = {each["step"]: each for each in metrics if "reward" in each}
     for number in (3, 4, 5):
         name = f"iter_{number:07}"
         for file in sorted((save / name).rglob("*"), reverse=True):
@@ -95,6 +96,11 @@ def test_a_run_that_was_killed_within_a_rollout_goes_on_with_it(tmp_path: Path) 
     for name, weight in whole.steps[-1]["weights"].items():
         assert torch.equal(weight, again.steps[-1]["weights"][name]), name
     assert lines(save, 0) == first
+    # The fifth step's rollout was read again: the log has all that it had, but for times.
+    (read,) = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][-1:]
+    of_rollouts = {"reward", "reward_std", "groups_without_spread", "entropy", "completion_tokens", "truncated_share"}
+    assert {name: read[name] for name in of_rollouts} == {name: steps[5][name] for name in of_rollouts}
+    assert "rollout_s" not in read and "rollout_s" in steps[5]
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -88,12 +88,18 @@ class MediaLoader:
         dataset_dir: Relative paths are joined to it; it is the first media root.
         media_roots: Further folders from which absolute paths may come; beginnings of URLs on private hosts.
         limits: How much of a medium is taken.
+        called: What messages call `dataset_dir`, where no section of a YAML names it.
     """
 
     def __init__(
-        self, dataset_dir: str | Path, media_roots: Sequence[str | Path] = (), limits: MediaLimits | None = None
+        self,
+        dataset_dir: str | Path,
+        media_roots: Sequence[str | Path] = (),
+        limits: MediaLimits | None = None,
+        *,
+        called: str | None = None,
     ) -> None:
-        self.dataset_dir = os.path.realpath(dataset_dir)
+        self.dataset_dir, self._called = os.path.realpath(dataset_dir), called
         self.limits = limits or MediaLimits()
         urls, folders = [], [self.dataset_dir]
         for root in map(str, media_roots):
@@ -229,9 +235,9 @@ class MediaLoader:
             descriptor = self._opened(name)
         except OSError as error:
             reason = "not found" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
+            start = f"{self._called or 'dataset_dir'}, '{self.dataset_dir}'"
             raise DataError(
-                f"'{name}' {reason}",
-                way_out=f"Relative paths start at dataset_dir, '{self.dataset_dir}', or else at the working directory.",
+                f"'{name}' {reason}", way_out=f"Relative paths start at {start}, or else at the working directory."
             ) from error
         try:
             _check_regular(os.fstat(descriptor), name, most_bytes)
@@ -262,6 +268,8 @@ class MediaLoader:
         if base in ("", ".", "..") or os.path.islink(path):  # noqa: PTH114
             path = os.path.realpath(path)
         if not self._is_inside_roots(path):
+            if self._called is not None:
+                raise DataError(f"'{name}' lies outside {self._called}, '{self.dataset_dir}'", way_out="Put it there.")
             raise DataError(
                 f"'{name}' lies outside the media roots",
                 key="data.dataset_param.basic_parameters.media_roots",

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.posttrain_args import (
 _KEY = "posttrain"
 _OF_GENERATORS = "generation"
 """Type of a data set of generators."""
+_PROMPTS_OF_GENERATORS = "generation_prompts"
 _ANSWERS_ALONE = ("label_smoothing", "ld_alpha")
 _MEDIA_ALONE = ("timestep_weight", "weight_alpha", "weight_beta", "histogram_path")
 """Keys of `posttrain.dpo` that act on pairs of answers, and those that act on pairs of media."""
@@ -337,10 +338,12 @@ def _of_samples(arguments: Arguments) -> Iterator[Problem]:
             way_out="Set it to 0; mm evaluate scores answers to held-out rows.",
         )
     if not posttrain.rewards:
+        of_media = arguments.data.dataset_param.dataset_type == _PROMPTS_OF_GENERATORS
+        names = "jpeg_size, clip_score, hps_v2" if of_media else "exact_match, contains, number"
         yield Problem(
             f"is empty, and posttrain.method: {posttrain.method} learns from rewards",
             key=f"{_KEY}.rewards",
-            way_out="Name one, e.g. rewards: [{name: exact_match}].",
+            way_out=f"Name one, e.g. rewards: [{{name: {names.partition(',')[0]}}}], or another of {names}.",
         )
     elif not any(reward.weight for reward in posttrain.rewards):
         yield Problem(

@@ -149,12 +149,11 @@ class FlowRollouts:
 
     def facts(self, samples: Sequence[FlowSample]) -> dict[str, float]:
         """See `RolloutSource`: `diversity`, see the function of this name."""
-        count = {"samples": float(len(samples))}
         seen = [sample.thumbnail for sample in samples if sample.thumbnail is not None]
         if len(seen) < len(samples):
-            return count
+            return {"samples": 0.0}  # they were judged elsewhere or before: nothing is known of them
         by_group = np.stack(seen).reshape(-1, self._posttrain.grpo.num_generations, seen[0].size)
-        return count | {"diversity": diversity(by_group) * len(samples)}
+        return {"samples": float(len(samples)), "diversity": diversity(by_group) * len(samples)}
 
     # --- records ------------------------------------------------------------------------------------------------------
 

@@ -248,8 +248,10 @@ class RolloutLoader:
     def _ended(self, begun: _Begun) -> Rollout:
         """Samples judged, and written; or read."""
         number = begun.header["rollout"]
+        if self._plan.ahead:
+            self.metrics.steps_behind = begun.steps_behind
         if begun.stored is not None:
-            return self._read(number, begun.prompts, begun.stored)
+            return self._read_again(number, begun.prompts, begun.stored)
         assert self.source is not None and begun.drawing is not None
         waits = time.perf_counter()
         samples = begun.drawing.result()
@@ -260,15 +262,9 @@ class RolloutLoader:
         advantages = self._with_advantages(lines, ranks)
         text = files.text_of(begun.header, lines)
         self._keep(number, text)
-        self.metrics.count(
-            lines,
-            self.source.reward_names,
-            list(map(self.source.facts, samples)),
-            begun.drawing_s + drawn - waits,
-            judged - drawn,
-        )
-        if self._plan.ahead:
-            self.metrics.steps_behind = begun.steps_behind
+        facts = list(map(self.source.facts, samples))
+        self.metrics.count(lines, self.source.reward_names, facts)
+        self.metrics.time(facts, begun.drawing_s + drawn - waits, judged - drawn)
         return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
 
     def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
@@ -295,6 +291,15 @@ class RolloutLoader:
 
     def _with_advantages(self, lines: list[dict[str, Any]], ranks: int) -> list[torch.Tensor]:
         """Those of this rank, step by step; every line gets its own."""
+        plan, found = self._plan, self._worth(lines)
+        for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
+            line["reward"] = _or_null(reward)
+            line["advantage"] = advantage
+        by_step = found.values.view(plan.steps, ranks, -1)
+        return list(by_step[:, self._job.state.data_rank])
+
+    def _worth(self, lines: Sequence[Mapping[str, Any]]) -> Advantages:
+        """What rewards come to, for the log, too."""
         assert self.source is not None
         scores = scores_of_lines(lines)
         check_judged(scores, self.source.reward_names)
@@ -304,11 +309,7 @@ class RolloutLoader:
         )
         self.metrics.judge(found)
         self._warn_of_flat_rewards(found)
-        for line, reward, advantage in zip(lines, found.rewards.tolist(), found.values.tolist(), strict=True):
-            line["reward"] = _or_null(reward)
-            line["advantage"] = advantage
-        by_step = found.values.view(plan.steps, ranks, -1)
-        return list(by_step[:, self._job.state.data_rank])
+        return found
 
     def _warn_of_flat_rewards(self, found: Advantages) -> None:
         if found.without_spread < 1:
@@ -334,6 +335,14 @@ class RolloutLoader:
             samples.append(list(map(self.source.restore, own)))
             advantages.append(torch.tensor([line["advantage"] for line in own], dtype=torch.float64))
         return Rollout(number, prompts, samples, advantages, stored.digest)
+
+    def _read_again(self, number: int, prompts: list[list[Prompt]], stored: files.StoredRollout) -> Rollout:
+        """The same of a rollout that begins: its numbers go into the log as when it was drawn, without times."""
+        assert self.source is not None
+        rollout = self._read(number, prompts, stored)
+        self._worth(stored.samples)
+        self.metrics.count(stored.samples, self.source.reward_names, list(map(self.source.facts, rollout.samples)))
+        return rollout
 
     def _own_lines(self, stored: files.StoredRollout, step: int) -> list[Mapping[str, Any]]:
         """This rank's share of the samples of a step."""

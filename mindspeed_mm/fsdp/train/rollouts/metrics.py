@@ -25,25 +25,27 @@ class RolloutMetrics:
         self._scores: list[torch.Tensor] = []
         self._names: Sequence[str] = ()
         self._flat: list[float] = []
-        self._samples = 0
+        self._times: dict[str, float] = {}
+        self._drawn_tokens = 0.0
 
     def count(
         self,
         lines: Sequence[Mapping[str, Any]],
         names: Sequence[str],
         facts: Sequence[Mapping[str, float]],
-        drawing_s: float,
-        judging_s: float,
     ) -> None:
-        """A rollout that was drawn."""
-        self._add("rollout_s", drawing_s)
-        self._add("reward_s", judging_s)
+        """A rollout that was drawn, or read where the very same one was drawn before."""
         for each in facts:
-            self._samples += int(each["samples"])
             for name, value in each.items():
-                self._add(name, value)
+                self._sums[name] = self._sums.get(name, 0.0) + value
         self._names = names
         self._scores.append(scores_of_lines(lines))
+
+    def time(self, facts: Sequence[Mapping[str, float]], drawing_s: float, judging_s: float) -> None:
+        """How long a rollout took that was drawn."""
+        for name, seconds in (("rollout_s", drawing_s), ("reward_s", judging_s)):
+            self._times[name] = self._times.get(name, 0.0) + seconds
+        self._drawn_tokens += sum(each.get("completion_tokens", 0) for each in facts)
 
     def judge(self, found: Advantages) -> None:
         """What rewards came to."""
@@ -51,7 +53,7 @@ class RolloutMetrics:
         self._flat.append(found.without_spread)
 
     def take(self) -> dict[str, float]:
-        """The numbers; empty where nothing was drawn."""
+        """The numbers; empty where no rollout was begun, and without times where none was drawn."""
         if not self._rewards:
             return {}
         rewards, sums = torch.cat(self._rewards), dict(self._sums)
@@ -60,15 +62,13 @@ class RolloutMetrics:
             "reward": float(known.mean()),
             "reward_std": float(known.std()) if len(known) > 1 else 0.0,
             "groups_without_spread": sum(self._flat) / len(self._flat),
-            "rollout_s": sums.pop("rollout_s"),
-            "reward_s": sums.pop("reward_s"),
+            **self._times,
         }
-        sums.pop("samples")
-        tokens = sums.get("completion_tokens")
-        if tokens is not None and metrics["rollout_s"]:
-            metrics["rollout_tokens_per_s"] = tokens / metrics["rollout_s"]
+        if self._drawn_tokens and metrics["rollout_s"]:
+            metrics["rollout_tokens_per_s"] = self._drawn_tokens / metrics["rollout_s"]
+        samples = sums.pop("samples")
         for name, value in sums.items():
-            metrics[name] = value / max(1, self._samples)
+            metrics[name] = value / max(1, samples)
         if len(self._names) > 1:
             means = torch.cat(self._scores).nanmean(dim=0).tolist()
             for name, mean in zip(self._names, means, strict=True):
@@ -77,9 +77,6 @@ class RolloutMetrics:
             metrics["rollout_steps_behind"] = float(self.steps_behind)
         self.__init__()  # type: ignore[misc]
         return metrics
-
-    def _add(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
 
 
 def scores_of_lines(lines: Sequence[Mapping[str, Any]]) -> torch.Tensor:

@@ -62,7 +62,7 @@ class RolloutSource(Protocol):
         ...
 
     def facts(self, samples: Sequence[Any]) -> dict[str, float]:
-        """Sums of numbers for the log, by name; the number of samples divides them."""
+        """Sums of numbers for the log, by name; `samples`, of how many they are, divides them."""
         ...
 
     def batches(
