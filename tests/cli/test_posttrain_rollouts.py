@@ -50,7 +50,11 @@ def test_a_rollout_that_is_not_there_is_named(run: Path) -> None:
         rollouts.run(run / "nowhere")
 
 
-def test_a_file_that_was_cut_short_is_no_rollout(run: Path) -> None:
+def test_a_file_that_was_cut_short_or_changed_is_no_rollout(run: Path) -> None:
+    path = rollout_file(run, 0)
+    assert read_rollout(run, 0) is not None
+    path.write_text(path.read_text(encoding="utf-8").replace('"reward": 1.0', '"reward": 1.5', 1))
+    assert read_rollout(run, 0) is None
     path = rollout_file(run, 3)
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:-1]))
     assert read_rollout(run, 3) is None

@@ -160,7 +160,9 @@ def test_a_rollout_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     path = configured(tmp_path, {"save": str(save), "save_interval": 1, "train_iters": 2}, grpo=grpo)
     trained(path, steps=1)
     file = save / "rollouts" / "rollout_0000000.jsonl"
-    file.write_text(file.read_text(encoding="utf-8").replace('"truncated": true', '"truncated": false', 1))
+    stored = files.read_rollout(save, 0)
+    assert stored is not None
+    files.write_rollout(save, 0, files.text_of(stored.header, stored.samples[::-1]))
     with pytest.raises(CheckpointError, match="rollout 0, and its file is not the one"):
         trained(path)
     file.unlink()

@@ -1,7 +1,7 @@
 """Rollouts as files, from which a run that was killed goes on: `rollouts/rollout_0000012.jsonl`.
 
-The first line tells what drew the samples; each further line is a sample of some rank, in the order of the step:
-another number of ranks reads the same file.
+The first line tells what drew the samples, and has a checksum of everything else; each further line is a sample of some
+rank, in the order of the step: another number of ranks reads the same file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
 
 FOLDER = "rollouts"
+_CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ def digest_of(text: str) -> str:
 
 def text_of(header: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
     """The content of a file; numbers as they are, to the last bit."""
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (header, *samples))
+    body = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in samples)
+    return json.dumps({**header, _CHECKSUM: _checksum(header, body)}) + "\n" + body
+
+
+def _checksum(header: Mapping[str, Any], body: str) -> str:
+    return digest_of(json.dumps(header, sort_keys=True) + body)
 
 
 def write_rollout(folder: Path, number: int, text: str) -> None:
@@ -69,10 +75,13 @@ def read_rollout(folder: Path, number: int) -> StoredRollout | None:
     path = rollout_file(folder, number)
     try:
         text = path.read_text(encoding="utf-8")
-        header, *samples = [json.loads(line) for line in text.split("\n") if line]
+        first, _, body = text.partition("\n")
+        header, samples = json.loads(first), [json.loads(line) for line in body.split("\n") if line]
     except (OSError, ValueError):
         return None
-    return StoredRollout(header, samples, digest_of(text)) if len(samples) == header.get("samples") else None
+    if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _checksum(header, body):
+        return None
+    return StoredRollout(header, samples, digest_of(text))
 
 
 def remove_rollouts_before(folder: Path, number: int) -> None:
