@@ -85,7 +85,7 @@ def test_what_is_trained_is_what_was_drawn(method: str, guidance: float, folder:
         assert line["reward"] < 0
     shown = rollouts.run(tmp_path / "run").lines()
     assert len(shown) == 10 and shown[0] in PROMPTS  # two prompts, each with four samples
-    reward, advantage, name = shown[1].split()
+    reward, advantage, name = shown[1].split(maxsplit=2)
     assert float(reward) < 0 < float(advantage) and name.startswith("1/")
 
 
