@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
-from mindspeed_mm.tasks.dancegrpo.flags import configuration, read_flags
+from mindspeed_mm.tasks.dancegrpo.flags import configuration, notes_on_data, read_flags
 from mindspeed_mm.tasks.dancegrpo.run import CONFIGURATION, run
 from tests.helpers.runs import lines, mm
 from tests.helpers.tiny_clip import make_tiny_clip, write_open_clip
@@ -62,6 +62,15 @@ def by_hand(folder: Path) -> dict[str, Any]:
                                                         "tokenizer": str(folder / "flux" / "tokenizer")}}],
         },
     }  # fmt: skip
+
+
+def test_settings_of_data_json_that_do_nothing_are_named(tmp_path: Path) -> None:
+    files(tmp_path)
+    assert not notes_on_data(tmp_path / "data.json")
+    dataset = {"dataset_type": "dancegrpo", "basic_parameters": {"data_path": "p", "data_folder": "d"}, "height": 8}
+    (tmp_path / "data.json").write_text(json.dumps({"dataset_param": dataset, "dataloader_param": {}}))
+    (note,) = notes_on_data(tmp_path / "data.json")
+    assert "basic_parameters.data_folder, height, dataloader_param have no effect" in note
 
 
 def test_flags_mean_a_yaml(tmp_path: Path) -> None:

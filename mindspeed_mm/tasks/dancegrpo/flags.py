@@ -234,6 +234,20 @@ def _prompts(path: Path) -> str:
     return str(found)
 
 
+def notes_on_data(path: Path) -> list[str]:
+    """What data.json holds beside the place of the prompts, which is all that is read. Raises as `configuration`."""
+    _prompts(path)
+    content = read_json_object(path, ConfigError)
+    dataset = content["dataset_param"]
+    left_out = [f"basic_parameters.{name}" for name in dataset["basic_parameters"] if name != "data_path"]
+    left_out += [name for name in dataset if name not in ("basic_parameters", "dataset_type")]
+    left_out += [name for name in content if name != "dataset_param"]
+    if not left_out:
+        return []
+    have = "has" if len(left_out) == 1 else "have"
+    return [f"{path}: {', '.join(left_out)} {have} no effect: sizes are --h and --w, and all else is of the flags"]
+
+
 def _hps(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(_inside(options.mm_model, "reward", "ckpt_dir"))
     weights = folder / _inside(options.mm_model, "reward", "load_pt")
