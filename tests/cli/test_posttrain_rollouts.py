@@ -55,6 +55,8 @@ def test_a_file_that_was_cut_short_or_changed_is_no_rollout(run: Path) -> None:
     assert read_rollout(run, 0) is not None
     path.write_text(path.read_text(encoding="utf-8").replace('"reward": 1.0', '"reward": 1.5', 1))
     assert read_rollout(run, 0) is None
+    with pytest.raises(UsageError, match=r"rollout_0000000\.jsonl.*cut short or changed"):
+        rollouts.run(run, 0)
     path = rollout_file(run, 3)
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:-1]))
     assert read_rollout(run, 3) is None

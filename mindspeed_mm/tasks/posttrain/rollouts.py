@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.fsdp.train.rollouts.files import FOLDER, read_rollout
+from mindspeed_mm.fsdp.train.rollouts.files import FOLDER, read_rollout, rollout_file
 
 _LONGEST = 60
 """Characters of a cell."""
@@ -59,7 +59,7 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
         prompts: At most so many of its prompts.
 
     Raises:
-        UsageError: The run has no such rollout.
+        UsageError: The run has no such rollout, or its file is not as it was written.
     """
     if not folder.is_dir():
         raise UsageError("there is no such folder", where=str(folder), way_out="Name the folder of a run.")
@@ -70,6 +70,12 @@ def run(folder: Path, number: int | None = None, prompts: int | None = None) -> 
         stored = read_rollout(folder, number)
         if stored is not None:
             return RolloutView(number, _groups(stored.samples)[:prompts])
+        if number in there:
+            raise UsageError(
+                "was cut short or changed after it was written: its checksum does not fit",
+                where=str(rollout_file(folder, number)),
+                way_out="Show another one: --number.",
+            )
     what = "there is no rollout" if number is None else f"there is no rollout {number}"
     told = f"it has {there[0]} to {there[-1]}" if there else "it has none"
     raise UsageError(
