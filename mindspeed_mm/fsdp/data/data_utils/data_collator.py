@@ -93,8 +93,8 @@ def build_collator(
     positions: PositionRule | None = None,
     pairs: bool = False,
 ) -> Collator:
-    """The collator that the configuration names, or the generic one. Of the suite's own, whose names stand for models,
-    the rows say which form it takes: of single answers or of pairs.
+    """The collator that the configuration names, or the generic one. Those of the suite, whose names stand for models,
+    take preference pairs where the rows are such.
 
     Args:
         processor: Processor or tokenizer.
@@ -108,9 +108,7 @@ def build_collator(
     """
     name = collate_param.model_name
     if pairs and (name is None or _TRAITS.get(name, _Traits()).checks_itself):
-        name = _OF_PAIRS[0]
-    elif name in _OF_PAIRS and not pairs:
-        name = None
+        name = "pairwise"
     if name is None and is_whisper(processor):
         name = "whisper"
     if name is None:
@@ -250,10 +248,7 @@ class WhisperCollator(GenericCollator):
         return batch
 
 
-_OF_PAIRS = ("pairwise", "qwen2vl_dpo")
-
-
-@_register_generic(*_OF_PAIRS)
+@_register_generic("pairwise", "qwen2vl_dpo")
 class PairwiseCollator:
     """Preference pairs: a generic batch of B rows with the better answers, and behind them B with the worse. Media that
     the two rows of every pair share are held once, under their keys in `shared_media`. Arguments as of
