@@ -150,10 +150,10 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(yaml: Path, quest
 
 def test_check_looks_at_the_questions(yaml: Path, questions: Path, tmp_path: Path) -> None:
     given_words = [*ASKED, f"training.evaluate.data={questions}"]
-    assert "held-out questions" in check.run(yaml, given_words).passed
+    assert "first held-out question" in check.run(yaml, given_words).passed
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "What?"}]}\n')
     found = check.run(yaml, [*ASKED, f"training.evaluate.data={tmp_path / 'rows.jsonl'}"])
-    assert [finding.stage for finding in found.findings] == ["held-out questions"]
+    assert [finding.stage for finding in found.findings] == ["first held-out question"]
     asked = [f"training.save={tmp_path / 'run'}", "training.evaluate.best_metric=eval_cer/write"]
     (finding,) = check.run(yaml, [*given_words, *asked]).findings
     assert finding.problem.way_out == "Choose eval_cer, eval_cer/read, eval_cer/look."
