@@ -61,6 +61,7 @@ def check_same(model: Path, data: Path, folder: Path, plan: Path | None, benchma
     assert len({sample["given"] for sample in lines(folder / "one" / "samples.jsonl")}) > 2
 
 
+@pytest.mark.slow
 def test_a_spread_model_is_scored_as_in_one_process(model: Path, tmp_path: Path) -> None:
     rows = make_rows(tmp_path, count=5)
     check_same(model, rows, tmp_path, make_plan(tmp_path, model, PLANS["fsdp"]))

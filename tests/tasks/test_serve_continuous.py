@@ -52,7 +52,9 @@ def worker(generator: Generator) -> Iterator[ContinuousWorker]:
 
 
 @pytest.fixture(scope="module")
-def address(generator: Generator) -> Iterator[str]:
+def address(folder: Path) -> Iterator[str]:
+    """On a model of its own: while a worker answers, nobody else may use its model."""
+    generator = load_generator(folder)
     with served(AnswerEngine(generator, worker=ContinuousWorker(generator, most_rows=8))) as address:
         yield address
 

@@ -104,7 +104,8 @@ def lone_failure(model: str, plan: str, failing: int) -> None:
     mine.answer(rows())  # whoever asks again hears it too, at once
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_alone_ends_all(tmp_path: Path, failing: int) -> None:
     model = make_tiny_qwen3(tmp_path / "model")
     plan = tmp_path / "plan.yaml"
