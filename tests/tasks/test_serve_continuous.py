@@ -108,6 +108,7 @@ def test_each_row_has_settings_of_its_own(worker: ContinuousWorker, generator: G
         {"do_sample": True, "temperature": 1.5, "top_k": 7, "top_p": 0.9, "seed": 6},
         {"do_sample": True, "temperature": 1.0, "top_k": 50, "min_p": 0.05, "seed": 7},
         {"do_sample": False, "repetition_penalty": 1.8},
+        {"do_sample": False, "repetition_penalty": 0.5},  # what was said is said again
     ]
     futures = []
     for text, asked in zip(ASKED, settings, strict=False):
@@ -124,11 +125,16 @@ def test_a_question_that_is_read_in_parts(generator: Generator, folder: Path, mo
     monkeypatch.setattr(continuous, "_PAGE_TOKENS", 8)
     worker = ContinuousWorker(generator, most_rows=4, most_tokens=64)
     try:
-        futures = [worker.submit(row_of(generator, text, Sampling(TOKENS, temperature=0))) for text in ASKED]
+        penalties = [0.5 + number / 8 for number in range(len(ASKED))]
+        futures = []
+        for text, penalty in zip(ASKED, penalties, strict=True):
+            sampling = Sampling(TOKENS, temperature=0, repetition_penalty=penalty)
+            futures.append(worker.submit(row_of(generator, text, sampling)))
         found = [list(future.result(WAIT_S).token_ids) for future in futures]
     finally:
         worker.close(0)
-    assert found == [by_transformers(folder, text, do_sample=False) for text in ASKED]
+    for text, penalty, tokens in zip(ASKED, penalties, found, strict=True):
+        assert tokens == by_transformers(folder, text, do_sample=False, repetition_penalty=penalty), text
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ def test_pairs_that_were_not_scored_are_refused(yaml: str, scored: Path, tmp_pat
     with pytest.raises(DataError, match="has other tokens than the pairs whose log-probabilities are stored"):
         Trainer(load_with_plugins(Path(yaml), [STORED, path])).train()
     content = bytearray(scored.read_bytes())
-    content[-1] ^= 1  # of a number
+    header = json.loads(content[8 : (begin := 8 + int.from_bytes(content[:8], "little"))])
+    content[begin + header["log_probs"]["data_offsets"][0]] ^= 1
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="does not fit its checksum") as caught:
         StoredLogProbs.load(file)
