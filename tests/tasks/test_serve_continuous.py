@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,17 @@ def client(address: str) -> OpenAI:
     return OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
 
 
-def by_transformers(folder: Path, text: str, **settings: Any) -> list[int]:
-    """The tokens of an answer by plain transformers."""
+@cache
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """A tokenizer and a model by plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    return AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def by_transformers(folder: Path, text: str, **settings: Any) -> list[int]:
+    """The tokens of an answer by plain transformers."""
+    tokenizer, model = loaded(folder)
     turns = [{"role": "user", "content": text}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     torch.manual_seed(settings.pop("seed", 0))
@@ -108,7 +115,9 @@ def test_each_row_has_settings_of_its_own(worker: ContinuousWorker, generator: G
         {"do_sample": True, "temperature": 1.5, "top_k": 7, "top_p": 0.9, "seed": 6},
         {"do_sample": True, "temperature": 1.0, "top_k": 50, "min_p": 0.05, "seed": 7},
         {"do_sample": False, "repetition_penalty": 1.8},
-        {"do_sample": False, "repetition_penalty": 0.5},  # what was said is said again
+        {"do_sample": False, "repetition_penalty": 0.5},
+        {"do_sample": False, "repetition_penalty": 6.0},
+        {"do_sample": False, "repetition_penalty": 0.7},
     ]
     futures = []
     for text, asked in zip(ASKED, settings, strict=False):
@@ -125,16 +134,22 @@ def test_a_question_that_is_read_in_parts(generator: Generator, folder: Path, mo
     monkeypatch.setattr(continuous, "_PAGE_TOKENS", 8)
     worker = ContinuousWorker(generator, most_rows=4, most_tokens=64)
     try:
-        penalties = [0.5 + number / 8 for number in range(len(ASKED))]
+        settings: list[dict[str, Any]] = [
+            {"temperature": 1.0, "top_k": 0, "seed": number}  # a draw for a part of the question would be seen
+            if number % 2
+            else {"temperature": 0, "repetition_penalty": 0.5 + number / 8}
+            for number in range(len(ASKED))
+        ]
         futures = []
-        for text, penalty in zip(ASKED, penalties, strict=True):
-            sampling = Sampling(TOKENS, temperature=0, repetition_penalty=penalty)
-            futures.append(worker.submit(row_of(generator, text, sampling)))
+        for text, chosen in zip(ASKED, settings, strict=True):
+            futures.append(worker.submit(row_of(generator, text, Sampling(TOKENS, **chosen))))
         found = [list(future.result(WAIT_S).token_ids) for future in futures]
     finally:
         worker.close(0)
-    for text, penalty, tokens in zip(ASKED, penalties, found, strict=True):
-        assert tokens == by_transformers(folder, text, do_sample=False, repetition_penalty=penalty), text
+    for text, chosen, tokens in zip(ASKED, settings, found, strict=True):
+        if not chosen["temperature"]:
+            chosen = {"repetition_penalty": chosen["repetition_penalty"]}
+        assert tokens == by_transformers(folder, text, do_sample="seed" in chosen, **chosen), text
 
 
 @pytest.mark.slow
