@@ -119,7 +119,7 @@ def vace(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
 def vace_references(pipe: Any, pixels: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Pictures stand in front, the last one first; nothing of them is to be made."""
     control = vace(pipe, pixels)["control_hidden_states"]
-    names = [name for name in ("reference_2", "reference") if name in pixels]
+    names = [name for name in ("reference_3", "reference_2", "reference") if name in pixels]
     pictures = torch.cat([wan_latents(pipe, pixels[name]) for name in names], dim=2)
     kept = torch.cat([pictures, torch.zeros_like(pictures)], dim=1)
     kept = torch.cat([kept, kept.new_zeros(1, control.shape[1] - kept.shape[1], *kept.shape[2:])], dim=1)
@@ -363,6 +363,39 @@ def test_frames_are_those_of_the_pipeline(folders: Callable[[str], Path], tmp_pa
     ((made,),) = load_sampler(adapter, ModelSource(folder), CPU).sample([prompt], sampling)
     expected = plain(folder, case, files, SampleOrder(prompt, 0).noise_seed(sampling.seed))
     assert np.array_equal(made.frames, (expected[0] * 255).round().astype(np.uint8))
+
+
+@torch.no_grad()
+def test_more_references_than_latent_frames(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which diffusers' pipeline has too short a mask for."""
+    folder = folders("vace_alone") / "model"
+    adapter = find_adapter(folder, task="vace")
+    pipe = load_pipeline(adapter, load_component(adapter, "transformer"), load_encoders(adapter, CPU)).to(torch.float64)
+    names, draw = ("reference", "reference_2", "reference_3"), np.random.default_rng(3)
+    pixels = {
+        name: torch.from_numpy(draw.integers(0, 255, (1, 3, 1, SIDE, SIDE), dtype=np.uint8))
+        for name in ("target", *names)
+    }
+    made = adapter.encode_conditions(pipe, pixels)
+    expected = vace_references(pipe, {name: each.double() / 127.5 - 1 for name, each in pixels.items()})
+    for name, key in (("control_latents", "control_hidden_states"), ("reference_latents", "in_front")):
+        assert made[name].shape[2] == 4 - (name == "reference_latents")
+        torch.testing.assert_close(made[name].double(), expected[key], rtol=0, atol=1e-5)
+
+    files = (*names, "other")
+    pictures = {name: draw_media("picture", tmp_path / name, seed=number) for number, name in enumerate(files)}
+    sampling = SamplingArguments(num_inference_steps=2, height=SIDE, width=SIDE, num_frames=1, batch_size=1)
+    sampler = load_sampler(adapter, ModelSource(folder), CPU)
+    vae, found = sampler.pipeline.vae, []
+    decode = vae.decode
+    monkeypatch.setattr(vae, "decode", lambda latents, **more: found.append(latents) or decode(latents, **more))
+    for changed in (None, *names):  # less than what eight bits show
+        others = tuple((name, pictures["other" if name == changed else name]) for name in names)
+        ((drawn,),) = sampler.sample([Prompt(0, "a cat", "here", others=others)], sampling)
+        assert len(drawn.frames) == 1
+    assert all((each - found[0]).abs().max() > 1e-5 for each in found[1:])
 
 
 def frames_of(path: Path) -> list[Image.Image]:

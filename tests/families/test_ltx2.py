@@ -416,14 +416,7 @@ def test_pictures_alone(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("parallel.ring_attention_size=2",), "two sequences that look at each other"),
-        (("parallel.pipeline_parallel_size=2",), "cannot be cut"),
-    ],
-)
-def test_plans_that_it_cannot_have_are_refused(words: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    said = mm("check", make_run("ltx2", tmp_path), *words, "--nproc", 2)
+def test_a_plan_that_it_cannot_have_is_refused(tmp_path: Path) -> None:
+    said = mm("check", make_run("ltx2", tmp_path), "parallel.ring_attention_size=2", "--nproc", 2)
     assert said.code != 0
-    assert reason in said.err + said.out
+    assert "two sequences that look at each other" in said.err + said.out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.tasks.verify import ranks
 from mindspeed_mm.tasks.verify.ranks import run_ranks
 from tests.families import test_conditioned_generators as conditioned
 from tests.families import test_generators as generators
@@ -20,6 +21,7 @@ WITH_SOUND = {
     "ltx2": ("ltx2", "t2av"), "ltx2 i2av": ("ltx2", "i2av"), "ltx2 t2v": ("ltx2", "t2v"), "ltx2_3": ("ltx2_3", "i2av"),
 }  # fmt: skip
 """Name → release and task of LTX-2."""
+LIBRARIES = ("diffusers.hooks.group_offloading", "diffusers.loaders.single_file_utils", "peft")
 ALONE = "parallel.data_parallel_size=1"
 PLANNED = {
     "data": (*FAMILIES, *conditioned.CASES, *WITH_SOUND),
@@ -52,10 +54,18 @@ def yaml_of(name: str, folder: Path) -> Path:
     return generators.make_run(name, folder, SIDE_OF_COARSE if name.startswith("wan2_2_5b") else SIDE)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def libraries_are_loaded_once() -> None:
+    """In the server that all ranks are forked from."""
+    ranks.PRELOADED.extend(each for each in LIBRARIES if each not in ranks.PRELOADED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "name"), CASES)
 def test_a_family_is_verified(plan: str, name: str, tmp_path: Path) -> None:
     words = () if plan == "data" else (*PLANS[plan][1], ALONE)
+    if name.startswith("qwen_image_edit"):
+        words = (*words, "training.plugin=[tests.helpers.small_pictures]")
     found = verify_all(2, {name: Asked(yaml_of(name, tmp_path / "run"), words)}, tmp_path / "work")[name]
     assert not isinstance(found, str), found
     compared = {row.check for row in found if not row.note}

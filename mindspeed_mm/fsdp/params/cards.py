@@ -65,8 +65,11 @@ KNOWN_DATASET_TYPES = frozenset(
 
 
 def plugin_module(plugin: str) -> str:
-    """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same. A folder that
-    files of MindSpeed-MM name, and that is called otherwise here, is the one that has what it is named after."""
+    """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same, and an absolute
+    path is named by its end. A folder that files of MindSpeed-MM name, and that is called otherwise here, is the one
+    that has what it is named after."""
+    if Path(plugin.strip()).is_absolute():
+        return Path(plugin.strip()).stem
     name = plugin.strip().removesuffix(".py").strip("./").replace("/", ".")
     package, _, folder = name.rpartition(".")
     if package in (_MODELS, _DATASETS) and not (_ENGINE.parents[1] / name.replace(".", "/")).is_dir():

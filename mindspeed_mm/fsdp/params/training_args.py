@@ -221,7 +221,8 @@ class TrainingArguments(Section):
     manual_gc_interval: Natural = 0
     """Number of steps between explicit garbage collections; 0: Python decides."""
     plugin: Names = ()
-    """Packages that are imported before anything else (`a/b` or `a.b`) and register models and datasets."""
+    """Packages that are imported before anything else (`a/b`, `a.b` or an absolute path) and register models and
+    datasets."""
     quantization_plan: QuantizationPlan | None = None
     """Settings of low-precision matrix products; null: none."""
     lora: LoraArguments = Field(default_factory=LoraArguments)

@@ -30,7 +30,8 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
     `npu_patch.py` may miss the libraries of an NPU where there is none.
 
     Args:
-        plugins: Dotted names (`a.b`) or paths (`a/b`); looked for on `sys.path` and in the working directory.
+        plugins: Dotted names (`a.b`) or paths (`a/b`), which are looked for on `sys.path` and in the working directory;
+            or absolute paths.
         key: What names them, for messages.
 
     Raises:
@@ -42,9 +43,26 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
         sys.path.append(working_directory)  # last: a file there must not stand in for a library's
     for plugin in plugins:
         name = plugin_module(plugin)
-        package = _import(name, plugin, key)
+        package = _import_from(Path(plugin.strip()), name, plugin, key)
         for path in _modules(package):
             _import(f"{name}.{path.stem}", plugin, key, path)
+
+
+def _import_from(path: Path, name: str, plugin: str, key: str) -> ModuleType | None:
+    """An absolute path is imported from where it says, or not at all."""
+    if not path.is_absolute():
+        return _import(name, plugin, key)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = _import(name, plugin, key)
+    found = {*getattr(module, "__path__", ()), str(getattr(module, "__file__", ""))}
+    if not {str(path), str(path.with_suffix(".py"))} & found:
+        raise ConfigError(
+            f"plugin '{plugin}' cannot be imported: its name '{name}' is that of another module ({min(found)})",
+            key=key,
+            way_out="Give the file or the folder another name.",
+        )
+    return module
 
 
 def _modules(package: ModuleType | None) -> Iterator[Path]:

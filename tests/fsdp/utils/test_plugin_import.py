@@ -59,6 +59,25 @@ def test_a_module_named_alone_is_imported_alone(package: Path) -> None:
     assert imported() == {"one"}
 
 
+@pytest.mark.parametrize("end", ["", "/", "/one.py"])
+def test_an_absolute_path_is_imported_from_where_it_says(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "elsewhere" / "outside_parts"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("made = 1\n")
+    before = list(sys.path)
+    try:
+        import_plugin([f"{folder}{end}"])
+        made = sys.modules["one" if end.endswith(".py") else "outside_parts.one"]
+        assert made.__file__ == str(folder / "one.py")
+        (tmp_path / "json.py").write_text("made = 2\n")
+        with pytest.raises(ConfigError, match=r"'json' is that of another module \(.*Give the file or the folder"):
+            import_plugin([str(tmp_path / "json.py")])
+    finally:
+        sys.path[:] = before
+        for name in ("one", "outside_parts", "outside_parts.one"):
+            sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -80,7 +81,7 @@ class WanVACEAdapter(WanAdapter):
             white = masks[row : row + 1].clamp(0, 1).to(device)
             pictures = [[model_range(media[name][row, :, 0]).to(device) for name in names]]
             latents = pipeline.prepare_video_latents(video, white, pictures, None, device)
-            found.append(torch.cat([latents, pipeline.prepare_masks(white, pictures)], dim=1))
+            found.append(torch.cat([latents, folded_masks(pipeline, white, pictures)], dim=1))
         controls = torch.cat(found).to(pipeline.vae.dtype)
         if not names:
             return {"control_latents": controls}
@@ -119,3 +120,29 @@ class WanVACEAdapter(WanAdapter):
         if "reference_images" in given:
             given["latents"] = None
         return given
+
+    def prepare_pipeline(self, pipeline: DiffusionPipeline, sampling: SamplingArguments) -> None:
+        """For more reference pictures than the video has latent frames."""
+        pipeline.prepare_masks = partial(folded_masks, pipeline)
+
+
+def folded_masks(
+    pipeline: DiffusionPipeline,
+    mask: torch.Tensor,
+    references: Sequence[Sequence[torch.Tensor]],
+    _generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """The pipeline's `prepare_masks`, which cuts the zeros of reference pictures out of the video's own mask, and so
+    has too few of them for more pictures than latent frames.
+
+    Args:
+        pipeline: Folds the mask of the video.
+        mask: (1, 3, T, H, W), 1 where the video is made.
+        references: Of the one row.
+
+    Returns:
+        (1, ratio², N + latent T, latent H, latent W), 0 in front for each of the N pictures.
+    """
+    folded = type(pipeline).prepare_masks(pipeline, mask, [[]])
+    batch, pixels, _, *sides = folded.shape
+    return torch.cat([folded.new_zeros(batch, pixels, len(references[0]), *sides), folded], dim=2)
