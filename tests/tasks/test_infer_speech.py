@@ -67,21 +67,39 @@ def heard(path: Path) -> tuple[int, np.ndarray]:
         return file.getframerate(), np.frombuffer(file.readframes(file.getnframes()), "<i2")
 
 
-def test_words_and_voice_are_those_of_transformers(folder: Path, sound: Path, tmp_path: Path) -> None:
-    shown = [MediaItem("audio", str(sound))]
+@pytest.fixture(scope="module")
+def said(folder: Path, sound: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], np.ndarray]:
+    """What the command says of an answer in a voice, and its sound."""
+    out = tmp_path_factory.mktemp("said") / "said.wav"
+    words = [str(folder), "--audio", str(sound), "--prompt", PROMPT, "--max-new-tokens", str(TOKENS)]
+    words += ["--temperature", "0", "--seed", "3", "--speaker", "CHELSIE", "--speak", str(out), "--json"]
+    told: dict[str, Any] = json.loads(CliRunner().invoke(command, words, catch_exceptions=False).stdout)
+    rate, found = heard(out)
+    assert told["file"] == str(out) and told["speaker"] == "chelsie" and rate == 24_000
+    assert told["seconds"] == pytest.approx(len(found) / 24_000) and told["seconds"] > 0
+    return told, found
+
+
+def test_words_and_voice_are_those_of_transformers(
+    folder: Path, sound: Path, said: tuple[dict[str, Any], np.ndarray]
+) -> None:
     greedy = Sampling(TOKENS, temperature=0, seed=3)
-    spoken = speech.run(folder, PROMPT, shown, tmp_path / "said.wav", sampling=greedy, speaker="CHELSIE")
-    unspoken = infer.answer_prompt(folder, PROMPT, shown, max_new_tokens=TOKENS, sampling=greedy)
-    assert spoken.answer == unspoken and spoken.speaker == "chelsie"
+    unspoken = infer.answer_prompt(
+        folder, PROMPT, [MediaItem("audio", str(sound))], max_new_tokens=TOKENS, sampling=greedy
+    )
     ids, samples = by_transformers(folder, sound, 3, "chelsie")
-    assert list(spoken.answer.token_ids) == ids
-    rate, found = heard(tmp_path / "said.wav")
-    assert rate == 24_000 and len(found) == len(samples) > 10 and len(set(found.tolist())) > 3
+    told, found = said
+    assert told["text"] == unspoken.text and list(unspoken.token_ids) == ids
+    assert len(found) == len(samples) > 10 and len(set(found.tolist())) > 3
     np.testing.assert_allclose(found, samples.clip(-1, 1) * 32767, atol=1.5)
 
 
 def test_voice_and_seed_reach_the_model(
-    folder: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    sound: Path,
+    said: tuple[dict[str, Any], np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The small model speaks alike with every voice."""
     kind = transformers.Qwen3OmniMoeForConditionalGeneration
@@ -92,24 +110,12 @@ def test_voice_and_seed_reach_the_model(
         return generate(model, *words, **options)
 
     monkeypatch.setattr(kind, "generate", noted)
+    greedy = Sampling(TOKENS, temperature=0, seed=4)
     shown = [MediaItem("audio", str(sound))]
-    found = []
-    for seed, speaker in ((3, "CHELSIE"), (4, "ethan")):
-        greedy = Sampling(TOKENS, temperature=0, seed=seed)
-        said = speech.run(folder, PROMPT, shown, tmp_path / "said.wav", sampling=greedy, speaker=speaker)
-        found.append((said.answer, heard(tmp_path / "said.wav")[1].tolist()))
-    assert asked == ["chelsie", "ethan"]
-    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
-
-
-def test_the_command(folder: Path, sound: Path, tmp_path: Path) -> None:
-    words = [str(folder), "--audio", str(sound), "--prompt", PROMPT, "--max-new-tokens", "4"]
-    out = tmp_path / "said.wav"
-    plain = CliRunner().invoke(command, words, catch_exceptions=False)
-    spoken = CliRunner().invoke(command, [*words, "--speak", str(out), "--json"], catch_exceptions=False)
-    told: dict[str, Any] = json.loads(spoken.stdout)
-    assert told["text"] == plain.stdout.strip() and told["file"] == str(out) and told["speaker"] == "ethan"
-    assert told["seconds"] == pytest.approx(len(heard(out)[1]) / 24_000) and told["seconds"] > 0
+    other = speech.run(folder, PROMPT, shown, tmp_path / "said.wav", sampling=greedy, speaker="ethan")
+    assert asked == ["ethan"]
+    assert other.answer.text == said[0]["text"]
+    assert heard(tmp_path / "said.wav")[1].tolist() != said[1].tolist()
 
 
 def test_what_cannot_be_spoken(folder: Path, tmp_path: Path) -> None:
