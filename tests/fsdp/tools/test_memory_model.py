@@ -163,8 +163,10 @@ def test_peak_of_further_pictures(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
-def test_what_is_made_of_pictures_that_are_edited(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen_image_edit", "qwen_image_edit_plus", "hunyuan_video_i2v", "hunyuan_video_i2v_replace"]
+)
+def test_what_is_made_of_pictures_that_are_read(tmp_path: Path, name: str) -> None:
     """Latents of each, and tokens of each among those of the caption: as the encoders make them."""
     raw = first_batch(generators.make_run(name, tmp_path), ())
     with smaller_pictures():

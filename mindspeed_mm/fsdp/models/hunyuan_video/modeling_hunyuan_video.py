@@ -3,6 +3,7 @@ guidance as an input; for image to video by LLaVA, which sees the picture."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ _PIPELINE_STEP = 16
 
 _INTERLEAVED = {"latent_concat": 2, "token_replace": 4}
 """How the transformer is given the picture → every how many features of it the pipeline keeps."""
+_PICTURE_FEATURES = 576
+"""What LLaVA makes of a picture of 336 pixels in patches of 14; so many are in the pipeline's template."""
 
 
 @model_register.register("hunyuan_video")
@@ -153,11 +156,19 @@ class HunyuanVideoAdapter(DiffusionAdapter):
                 picture,
                 caption,
                 max_sequence_length=self.text_tokens,
-                image_embed_interleave=_INTERLEAVED.get(self._condition or "", 1),
+                image_embed_interleave=self._kept_every,
             )
             (rows,) = own_rows(embeds, mask)
             found.append({"prompt_embeds": rows, "pooled_prompt_embeds": pooled[0].clone()})
         return found
+
+    @property
+    def _kept_every(self) -> int:
+        return _INTERLEAVED.get(self._condition or "", 1)
+
+    def seen_tokens(self, latent_shape: tuple[int, ...], given: Collection[str]) -> int:
+        """The features of the picture that are kept, whatever its size."""
+        return math.ceil(_PICTURE_FEATURES / self._kept_every) if self.task == "i2v" else 0
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """With a mask."""
