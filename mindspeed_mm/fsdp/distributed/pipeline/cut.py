@@ -136,7 +136,8 @@ def _without_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         for table in (*_HOOKS, *_TABLES_OF_HOOKS):
             memo[id(vars(each)[table])] = OrderedDict()
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_on_meta(parameter, dtype), requires_grad=False)
+        own = torch.empty_like(parameter, dtype=_dtype_of(parameter, dtype), device="meta")  # a DTensor stays one
+        memo[id(parameter)] = nn.Parameter(own, requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = _on_meta(buffer, dtype)
     return copy.deepcopy(module, memo)
@@ -144,9 +145,11 @@ def _without_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor's shape without memory; `dtype` for floating-point numbers."""
-    if not tensor.is_floating_point():
-        dtype = tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta")
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def tensors_among(values: object) -> list[Tensor]:
