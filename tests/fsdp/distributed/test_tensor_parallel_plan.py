@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
+from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderFront
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
@@ -196,6 +197,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         "tokens": tokens_in_norms(folder),
         "loss": loss_of_parts(),
         "uneven": refused_at_three_heads(folder),
+        "behind a stage": shape_behind_a_stage(folder),
         "generated": generated_on_ranks(folder),
     }
 
@@ -259,6 +261,15 @@ def refused_at_three_heads(folder: str) -> str:
     return "split"
 
 
+def shape_behind_a_stage(folder: str) -> list[int]:
+    """What a later stage of a rank takes for the output of the embedding, which is split."""
+    model = ModelHub.build(ModelArguments(model_name_or_path=folder))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    apply_tensor_parallel(model, resolve_tensor_parallel(model, TpPlan(), mesh.size()), mesh)
+    front = PlaceholderFront(model.get_input_embeddings(), torch.float64)
+    return list(front(torch.tensor([[3, 4, 5]])).shape)
+
+
 def generated_on_ranks(folder: str) -> dict[str, Any]:
     """Tokens are generated one at a time, while the plan cuts sequences too."""
     model: Any = build(Case("text", SEQUENCE), folder).model.eval()
@@ -309,6 +320,11 @@ def test_loss_of_parts_of_the_vocabulary(two_ranks):
     assert two_ranks["loss"]["loss"] < 1e-13
     assert two_ranks["loss"]["gradient"] < 1e-13
     assert two_ranks["loss"]["empty"] == 0
+
+
+def test_a_later_stage_of_a_rank_knows_the_shape_of_a_split_embedding(two_ranks):
+    width = AutoModelForCausalLM.from_pretrained(two_ranks["folder"]).config.hidden_size
+    assert two_ranks["behind a stage"] == [1, 3, width]
 
 
 def test_heads_are_checked_before_anything_is_split(two_ranks):
