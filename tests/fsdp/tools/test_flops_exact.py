@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +31,9 @@ from tests.helpers.counted_flops import batched_product
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.released import FLUX_1_DEV, WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, Folder, write_folder
+from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_families import FAMILIES as GENERATORS
+from tests.helpers.tiny_generator_families import smaller_pictures
 
 TOKENS = 128
 MLA = {
@@ -351,8 +354,6 @@ def test_a_count_of_all_experts_is_found_out() -> None:
 )
 def test_other_generators(name: str, tmp_path: Path) -> None:
     """Of full captions, in sizes that no model pads."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     GENERATORS[name].make(tmp_path / "model")
     adapter = find_adapter(tmp_path / "model")
     size = MediaSize(GENERATORS[name].frames, 32, 32)
@@ -376,3 +377,35 @@ def test_other_generators(name: str, tmp_path: Path) -> None:
     facts_of(model).adapter = adapter
     # Z-Image lists its last layer before what feeds it: one small gradient is missed.
     assert ours(model, batch).model == pytest.approx(expected, rel=1e-3 if name == "z_image" else 0)
+
+
+@pytest.mark.parametrize("name", ["kontext", "fill", "vace_references", "qwen_image_edit_plus"])
+def test_given_pictures_in_the_sequence_are_counted(name: str, tmp_path: Path) -> None:
+    """Those of FLUX Fill stand in the channels of the noise. What is not trained needs nothing but a forward pass."""
+    if name in GENERATORS:
+        GENERATORS[name].make(tmp_path / "model")
+    else:
+        make_tiny_conditioned(tmp_path / "model", name)
+    adapter = find_adapter(tmp_path / "model", task={"kontext": "edit", "fill": "fill"}.get(name))
+    config, shape = (
+        adapter.transformer_config,
+        adapter.geometry.latent_shape(MediaSize(9 if name.startswith("vace") else 1, 32, 32)),
+    )
+    width = config["text_dim" if name.startswith("vace") else "joint_attention_dim"]
+    roles = [role.name for role in adapter.roles[adapter.task]]
+    with smaller_pictures():
+        conditions = adapter.condition_shapes(shape, roles)
+    batch: Batch = {
+        "latents": torch.randn(2, *shape),
+        "prompt_embeds": torch.randn(2, 32, width),
+        "pooled_prompt_embeds": torch.randn(2, config.get("pooled_projection_dim") or 1),
+        "prompt_mask": torch.ones(2, 32, dtype=torch.int64),
+        **{key: torch.randn(2, *sides) for key, sides in conditions.items()},
+    }
+    model = diffusers_class(adapter.transformer_class).from_config(config).requires_grad_(False)
+    inputs = adapter.inputs(batch["latents"], torch.full((2,), 0.5), batch, 3.5)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(**inputs, return_dict=False)
+    facts_of(model).adapter = adapter
+    assert ours(model, batch).forward == counter.get_total_flops()
+    assert (adapter.given_tokens(batch) > 0) is (name != "fill")

@@ -104,6 +104,8 @@ class DiffusionAdapter(ABC):
     """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
     reads_fps: ClassVar[bool] = False
     """Whether `inputs` reads how fast a clip is: `fps` of the batch."""
+    latents_in_sequence: ClassVar[tuple[str, ...]] = ()
+    """Conditions whose latents stand in the transformer's sequence before or behind those of the noise."""
     latents_are_one: ClassVar[bool] = False
     """Whether the loss of `latents` and `further_latents` is one mean over all of them, not a sum of means."""
     most_text_tokens: ClassVar[int] = 512
@@ -388,6 +390,11 @@ class DiffusionAdapter(ABC):
         """How many tokens the media of a sample are among those of its caption, for tasks of `text_reads_media`, for
         forecasts that encode nothing. Arguments as of `condition_shapes`."""
         return 0
+
+    def given_tokens(self, batch: Batch) -> int:
+        """How many tokens the sequence of a sample's latents has for `latents_in_sequence`, for counts of FLOPs."""
+        given = (batch[name] for name in self.latents_in_sequence if name in batch)
+        return sum(self.geometry.tokens(tuple(each.shape[1:])) for each in given)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a padded caption's features that do not follow from the transformer's configuration as most

@@ -42,6 +42,7 @@ class FluxAdapter(DiffusionAdapter):
     pipelines = {"t2i": "FluxPipeline", "edit": "FluxKontextPipeline", "fill": "FluxFillPipeline"}
     roles = {"edit": (SOURCE_PICTURE,), "fill": (PICTURE_AROUND_MASK, MASK_OF_PICTURE)}
     draws = one_by_one = frozenset({"fill"})
+    latents_in_sequence = ("source_latents",)
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
     sample_plan = SamplePlan(
         inputs={
@@ -153,6 +154,10 @@ class FluxAdapter(DiffusionAdapter):
         return shapes
 
     # --- training ---------------------------------------------------------------------------------------------------
+
+    def given_tokens(self, batch: Batch) -> int:
+        """Of a picture that is edited; what is around a mask stands in the channels of the noise."""
+        return 0 if "mask_latents" in batch else super().given_tokens(batch)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Packed latents; time is σ itself; positions are (0, row, column), those of text are zero."""

@@ -160,6 +160,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     roles = {"edit": (SOURCE_PICTURE,)}
     text_reads_media = one_by_one = frozenset({"edit"})
     encoders: ClassVar[tuple[str, ...]] = (*QwenImageAdapter.encoders, "processor")
+    latents_in_sequence = tuple(f"{role.name}{_LATENTS_OF}" for role in (SOURCE_PICTURE, *FURTHER_SOURCES))
     seen_area: ClassVar[int | None] = None
     """Pixels that the text encoder sees; None: those that latents are taken of."""
 

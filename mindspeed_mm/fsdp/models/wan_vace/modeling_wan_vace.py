@@ -36,6 +36,7 @@ class WanVACEAdapter(WanAdapter):
     draws: ClassVar[frozenset[str]] = frozenset({"vace"})
     further_latents = (_REFERENCES,)
     latents_are_one = True
+    latents_in_sequence = (_REFERENCES,)
     one_by_one = frozenset({"vace"})
     blocks = ("blocks.{*}", "vace_blocks.{*}")
     sample_plan: ClassVar[SamplePlan | None] = SamplePlan(

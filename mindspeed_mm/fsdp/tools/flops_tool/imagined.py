@@ -89,11 +89,14 @@ def _denoised(adapter: DiffusionAdapter, sample: SampleShape, samples: int) -> B
     size = MediaSize(sample.frames, sample.height, sample.width)
     adapter.require("vae")  # sizes follow from it
     adapter.geometry.check(size, key="--image-size")
+    latents = adapter.geometry.latent_shape(size)
+    tokens = (sample.tokens or adapter.text_tokens) + adapter.seen_tokens(latents, ())
     batch: Batch = {
-        "latents": torch.empty(samples, *adapter.geometry.latent_shape(size), device="meta"),
-        "prompt_embeds": torch.empty(samples, sample.tokens or adapter.text_tokens, 1, device="meta"),
+        "latents": torch.empty(samples, *latents, device="meta"),
+        "prompt_embeds": torch.empty(samples, tokens, 1, device="meta"),
     }
-    for key, shape in adapter.further_shapes(size.frames, _FRAMES_OF_A_CLIP_PER_S).items():
+    others = adapter.further_shapes(size.frames, _FRAMES_OF_A_CLIP_PER_S) | adapter.condition_shapes(latents)
+    for key, shape in others.items():
         batch[key] = torch.empty(samples, *shape, device="meta")
     if adapter.transformer_config.get("image_dim") is not None:
         vision = adapter.component_config("image_encoder")

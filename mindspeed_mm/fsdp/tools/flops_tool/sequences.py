@@ -105,7 +105,7 @@ def _of_generator(adapter: DiffusionAdapter) -> Sequences:
             rows *= 2
         of_each = {
             units.SAMPLES: 1,
-            units.LATENTS: adapter.geometry.tokens(tuple(shape)),
+            units.LATENTS: adapter.geometry.tokens(tuple(shape)) + adapter.given_tokens(batch),
             units.CAPTION: batch["prompt_embeds"].shape[1],
             units.SOUND: 1,
         }
