@@ -261,6 +261,32 @@ def test_mmbench_turns_the_options(tmp_path: Path) -> None:
     assert {each.group for each in items} == {"3"} and items[1].task == "logic"
 
 
+def test_rotations_of_a_published_file_are_not_turned_again(tmp_path: Path) -> None:
+    """Rows n + 1,000,000 and so on; a question is right where all of them are."""
+    options = ["one", "two", "three"]
+    rows = []
+    for turn in range(3):
+        turned = options[turn:] + options[:turn]
+        letters = dict(zip("ABC", turned, strict=True))
+        gold = next(letter for letter, text in letters.items() if text == "two")
+        rows.append(
+            {"index": str(3 + 1_000_000 * turn), "question": "q", **letters, "answer": gold, "l2-category": "x"}
+        )
+        rows[-1]["image"] = base64.b64encode(picture(1)).decode() if turn == 0 else "3"
+    rows.append({**rows[0], "index": "7"})
+    items = list(SETS["mmbench_dev"].read(write_tsv(tmp_path / "MMBench_DEV_EN.tsv", rows)))
+    assert [(each.id, each.group) for each in items] == [("3", "3"), ("1000003", "3"), ("2000003", "3"), ("7", "7")]
+    assert [each.options[each.gold[0]] for each in items] == ["two"] * 4
+    assert items[1].media()
+
+
+def test_what_a_judge_says_is_the_nearest_option() -> None:
+    """By edits that are counted by hand: 13 is two from 135°, three from 145°."""
+    angles, colours = {"A": "145°", "B": "135°", "C": "165°"}, {"A": "red", "B": "blue"}
+    assert [rules.nearest_option(said, angles) for said in ("145", "13", "(C)", "")] == ["A", "B", "(C)", ""]
+    assert [rules.nearest_option(said, colours) for said in ("bleu", "rot", "B")] == ["B", "A", "B"]
+
+
 def test_json_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, label in (("human", "12"), ("augmented", "blue")):
         records = [{"imgname": "1.png", "query": f"what of {name}?", "label": label}]
@@ -441,6 +467,11 @@ def test_a_judge_finds_what_the_authors_ask_it_for(
         row["answer"] = "B"
         write_tsv(path, [row])
         assert bench(given=["B", "nothing"], out=tmp_path / "wrong").overall.to_dict()["correct"] == 0
+    with judging({"spider": "yes", "nothing": "yes indeed"}) as server:
+        found = judged_run(server, monkeypatch, ["B", "nothing"], "mmbench_dev", path, out=tmp_path / "told")
+        assert "failed at 1" in found.facts["note"]
+        samples = [json.loads(line) for line in (tmp_path / "told/samples.jsonl").read_text().splitlines()]
+        assert samples[1]["judge"]["failure"] == "it says 'yes indeed', which names no option"
 
 
 def test_a_judge_is_for_sets_whose_authors_ask_one(model: Path, tmp_path: Path) -> None:

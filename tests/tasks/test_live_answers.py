@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart, words_of
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
-from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 WAIT_S = 60
 TEXTS = ("zero", "which digit is this?", "one two three four five", "answer with one word", "seven", "ten nine 8")
@@ -255,3 +256,24 @@ def test_beams_find_what_transformers_finds(
     asked = Sampling(8, temperature=0, beams=None if configured else 3)
     found = [answer.token_ids for answer in generator.answer_live([LiveAnswer(each, asked) for each in questions])]
     assert found == expected != greedy
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_do_not_change_the_positions_of_their_neighbours(kind: str, tmp_path: Path) -> None:
+    """Whose frequencies transformers takes from the longest row of a pass."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "longrope":
+        half = 8
+        rope |= {"short_factor": [1.0] * half, "long_factor": [3.0] * half, "original_max_position_embeddings": 48}
+    longest = 192 if kind == "longrope" else 48
+    folder = make_tiny_qwen3(
+        tmp_path, seed=3, initializer_range=0.4, rope_parameters=rope, max_position_embeddings=longest
+    )
+    generator = load_generator(folder)
+    texts = ["why?", "one two " * 20, "who is it? " * 3, "no " * 30]
+    rows = [generator.encode(ask(text, []).sample, generator.encoder.media(tmp_path)) for text in texts]
+    together = generator.answer_batch(rows, 12)
+    alone = [generator.answer_batch([row], 12)[0] for row in rows]
+    assert together == alone
+    generator.longest_alike = None
+    assert generator.answer_batch(rows, 12) != alone

@@ -288,6 +288,16 @@ def test_models_that_it_is_not_for(folder: Path, tmp_path: Path, monkeypatch: py
     searches = make_tiny_qwen3(tmp_path / "searches")
     (searches / "generation_config.json").write_text(json.dumps({"num_beams": 2, "no_repeat_ngram_size": 3}))
     assert "no_repeat_ngram_size, num_beams" in refused(model=searches)
+    stretched = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    assert "longest row of a pass, behind 48 tokens" in refused(
+        model=make_tiny_qwen3(tmp_path / "stretched", rope_parameters=stretched, max_position_embeddings=48)
+    )
+    saved = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps({**saved, "output_attentions": False})
+    )  # transformers 5.23
+    with serve.engine_of(ServeRequest(folder, engine="continuous")):
+        pass
     with monkeypatch.context() as patched:  # a layer that reads positions of its own
         patched.setattr(
             "transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding.forward", _without_positions(folder)

@@ -42,7 +42,12 @@ def why_not(generator: Generator) -> str | None:
         return "the model takes pictures, videos or sounds"
     if model.config._attn_implementation != "sdpa":
         return f"its attention is '{model.config._attn_implementation}', and no other than sdpa is left as it is"
-    if others := sorted(set(model.generation_config.to_diff_dict()) - _HONOURED):
+    border = generator.longest_alike
+    if border is not None and (generator.longest is None or generator.longest > border):
+        return f"its rotary frequencies follow the longest row of a pass, behind {border:,} tokens"
+    settings = model.generation_config.to_diff_dict()
+    others = sorted(key for key in set(settings) - _HONOURED if settings[key] not in (None, False))
+    if others:
         return f"its generation configuration has {', '.join(others)}"
     return None
 

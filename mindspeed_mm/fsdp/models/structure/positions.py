@@ -27,3 +27,20 @@ def longest_of(config: PreTrainedConfig) -> int | None:
         trained = rope.get("original_max_position_embeddings") or longest
         return max(int(longest), int(trained * rope["factor"]))
     return int(longest)
+
+
+def rope_border(config: PreTrainedConfig) -> int | None:
+    """Positions up to which rows of a pass do not change one another's rotary frequencies; None where they never do.
+
+    transformers takes those of `dynamic` and `longrope` from the largest position of the whole batch.
+    """
+    text = config.get_text_config()
+    rope = attribute_at(text, "rope_parameters", {}) or {}
+    of_layer_types = [value for value in rope.values() if isinstance(value, dict)]
+    borders = []
+    for each in (rope, *of_layer_types):
+        if "dynamic" in str(each.get("rope_type")):
+            borders.append(int(text.max_position_embeddings))
+        elif each.get("rope_type") == "longrope":
+            borders.append(int(each.get("original_max_position_embeddings") or text.max_position_embeddings))
+    return min(borders, default=None)

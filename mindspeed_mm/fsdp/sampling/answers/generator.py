@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
-from mindspeed_mm.fsdp.models.structure.positions import longest_of
+from mindspeed_mm.fsdp.models.structure.positions import longest_of, rope_border
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, Sampling, TokenChoice
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
@@ -77,6 +77,8 @@ class Generator:
         """The tokens that end an answer."""
         self.longest = longest_of(model.config)
         """Tokens that the model takes, question and answer together; None: it does not say."""
+        self.longest_alike = rope_border(model.config)
+        """Tokens of a row up to which its neighbours leave its rotary frequencies alone; None: they always do."""
 
     def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
         """A question as the model takes it.
@@ -175,8 +177,11 @@ class Generator:
         for row in rows:
             self.begin(row)
         beams = self._beams(rows)
-        if beams > 1 and len({row.most_tokens for row in rows}) > 1:
-            # The most tokens steer which beam wins: those of a long question are not to be its neighbours'.
+        # The most tokens steer which beam wins: those of a long question are not to be its neighbours'.
+        apart = beams > 1 and len({row.most_tokens for row in rows}) > 1
+        if self.longest_alike is not None:
+            apart |= any(len(row.question.input_ids) + row.most_tokens > self.longest_alike for row in rows)
+        if apart and len(rows) > 1:
             answers: list[Answer] = []
             for row in rows:
                 answers += self._answer_alike([row])

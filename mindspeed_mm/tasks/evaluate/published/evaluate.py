@@ -171,7 +171,8 @@ def _found(
     """What the judge finds in answers, by their place."""
     if request.judge is None or published.asks_judge is None:
         return {}
-    return found_answers(request.judge, published.asks_judge, items, [words_of(text) for text in given])
+    words, nearest = [words_of(text) for text in given], published.takes_nearest
+    return found_answers(request.judge, published.asks_judge, items, words, takes_nearest=nearest)
 
 
 def _facts_of_judge(request: PublishedRequest, found: Mapping[int, Found]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ _INSTRUCTION = (
     "Question: {question}\n\nSaid: {given}"
 )
 _NONE = re.compile(r"\W*none\W*", re.IGNORECASE)
+_SHOWN = 60
 _FORMS = {
     "integer": "it as a whole number in digits",
     "float": "it as a number in digits",
@@ -43,7 +44,9 @@ class Found:
         return self.said
 
 
-def found_answers(judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], given: Sequence[str]) -> dict[int, Found]:
+def found_answers(
+    judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], given: Sequence[str], *, takes_nearest: bool
+) -> dict[int, Found]:
     """By place: what a judge finds in the answers that the set's authors would ask about.
 
     Args:
@@ -51,14 +54,24 @@ def found_answers(judge: Judge, asks: rules.AsksJudge, items: Sequence[Item], gi
         asks: Whether they would.
         items: The questions, read as they are needed.
         given: What the model said to each, without its thoughts.
+        takes_nearest: A reply that names no option stands for the nearest one; else it is told as a failure.
     """
     asked: dict[int, dict[str, str]] = {}
     for place, said in enumerate(given):
         item = items[place]
         if said and asks(said, item):
             asked[place] = {"{form}": _form(item), "{question}": item.prompt, "{given}": said}
-    found = judge.replies(_INSTRUCTION, list(asked.values()))
-    return {place: Found(*one) for place, one in zip(asked, found, strict=True)}
+    found = {}
+    replies = judge.replies(_INSTRUCTION, list(asked.values()))
+    for place, (said, failure) in zip(asked, replies, strict=True):
+        options = items[place].options
+        if said is not None and options and not _NONE.fullmatch(said):
+            if takes_nearest:
+                said = rules.nearest_option(said, options)
+            elif rules.chosen_letter(said, options) is None:
+                said, failure = None, f"it says '{said[:_SHOWN]}', which names no option"
+        found[place] = Found(said, failure)
+    return found
 
 
 def _form(item: Item) -> str:

@@ -34,6 +34,14 @@ def names_no_option(answer: str, item: Item) -> bool:
     return chosen_letter(answer, item.options) is None
 
 
+def nearest_option(said: str, options: Mapping[str, str]) -> str:
+    """The letter of the option whose text is nearest to what was said by edit distance, the first of equals (Lu et al.
+    2024, MathVista's script); what was said where it names an option, or nothing."""
+    if not options or not said.strip() or chosen_letter(said, options) is not None:
+        return said
+    return min(options, key=lambda letter: _edits(said.strip(), options[letter]))
+
+
 def says_more(answer: str, item: Item) -> bool:
     """MathVista: what was said is not the answer alone."""
     said = _plain(answer)
@@ -126,11 +134,16 @@ def _similarity(said: str, wanted: str) -> float:
     longer = max(len(said), len(wanted))
     if longer == 0:
         return 1.0
-    if not said or not wanted:
-        return 0.0
-    found = jiwer.process_characters(wanted, said)
-    distance = (found.substitutions + found.deletions + found.insertions) / longer
+    distance = _edits(said, wanted) / longer
     return 1 - distance if distance <= 0.5 else 0.0
+
+
+def _edits(said: str, wanted: str) -> int:
+    """Levenshtein's distance."""
+    if not said or not wanted:
+        return max(len(said), len(wanted))
+    found = jiwer.process_characters(wanted, said)
+    return int(found.substitutions + found.deletions + found.insertions)
 
 
 def vqa(answer: str, item: Item) -> float:
