@@ -57,13 +57,14 @@ def found_answers(
         takes_nearest: A reply that names no option stands for the nearest one; else it is told as a failure.
     """
     asked: dict[int, dict[str, str]] = {}
-    for place, said in enumerate(given):
+    for place, words in enumerate(given):
         item = items[place]
-        if said and asks(said, item):
-            asked[place] = {"{form}": _form(item), "{question}": item.prompt, "{given}": said}
+        if words and asks(words, item):
+            asked[place] = {"{form}": _form(item), "{question}": item.prompt, "{given}": words}
     found = {}
     replies = judge.replies(_INSTRUCTION, list(asked.values()))
-    for place, (said, failure) in zip(asked, replies, strict=True):
+    for place, reply in zip(asked, replies, strict=True):
+        said, failure = reply
         options = items[place].options
         if said is not None and options and not _NONE.fullmatch(said):
             if takes_nearest:
