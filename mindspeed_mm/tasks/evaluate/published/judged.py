@@ -70,7 +70,8 @@ def found_answers(
             if takes_nearest:
                 said = rules.nearest_option(said, options)
             elif rules.chosen_letter(said, options) is None:
-                said, failure = None, f"it says '{said[:_SHOWN]}', which names no option"
+                failure = f"it says '{said[:_SHOWN]}', which names no option"
+                said = None
         found[place] = Found(said, failure)
     return found
 
