@@ -24,10 +24,11 @@ from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
-from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
+from mindspeed_mm.fsdp.sampling.sampler import SampleOrder, load_media
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.model_source import ModelSource
@@ -507,6 +508,48 @@ class TestTheTask:
         asked = ("--task", "vace", "--prompt", "a cat", "--size", "16x16", "--frames", FRAMES)
         said = mm("infer", folder / "model", *asked, "--mask", mask, "--out", tmp_path / "none")
         assert said.code == 4 and "the prompt has neither a control nor a reference" in said.err
+
+    def test_a_still_mask_counts_for_every_frame_of_a_sample(
+        self, folders: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        folder, rows = folders("vace"), tmp_path / "rows.jsonl"
+        mask = draw_media("mask", tmp_path / "still", seed=1)
+        given = [{**row, "mask": str(mask)} for row in lines(folder / "rows.jsonl")]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in given))
+        words = (
+            f"data.dataset_param.basic_parameters.dataset={rows}",
+            f"data.dataset_param.basic_parameters.media_roots=[{tmp_path}]",
+        )
+        arguments = load_with_plugins(folder / "run.yaml", words).arguments
+        dataset, _ = build_mm_dataset(arguments.data.dataset_param)
+        item = dataset.item(0, 0)
+        expected = torch.from_numpy(np.array(Image.open(mask))).permute(2, 0, 1)
+        assert item["pixels_mask"].shape == item["pixels"].shape
+        assert all(torch.equal(item["pixels_mask"][:, frame], expected) for frame in range(FRAMES))
+
+    def test_a_still_mask_counts_for_every_frame_that_is_sampled(
+        self, folders: Callable[[str], Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        """What moves is not told to be read by its first frame; what is too short is told before anything is made."""
+        model, rows, out = folders("vace") / "model", tmp_path / "rows.jsonl", tmp_path / "out"
+        control = draw_media("clip", tmp_path / "control", seed=1)
+        mask = draw_media("mask", tmp_path / "mask", seed=2)
+        asked = ("--task", "vace", "--size", "16x16", "--frames", FRAMES, "--steps", 1, "--guidance-scale", 1)
+        given = ("--prompt", "a cat", "--control", control, "--mask", mask)
+        said = mm("infer", model, *asked, *given, "--out", out)
+        assert said.code == 0, said.err
+        assert not [each for each in recwarn if "the first is used" in str(each.message)]
+        assert len(lines(out / "manifest.jsonl")) == 1
+        prompt = Prompt(0, "a cat", "here", others=(("mask", mask),))
+        shown = load_media(prompt, MASK_OF_VIDEO, MediaSize(FRAMES, SIDE, SIDE))
+        assert [np.asarray(frame).tolist() for frame in shown] == FRAMES * [np.asarray(Image.open(mask)).tolist()]
+
+        good = {"prompt": "a cat", "control": str(control)}
+        rows.write_text("".join(json.dumps(row) + "\n" for row in (good, {**good, "control": str(mask)})))
+        said = mm("infer", model, *asked, "--prompts", rows, "--media-dir", tmp_path, "--out", tmp_path / "none")
+        assert said.code == 4
+        assert "rows.jsonl:2  control  'mask.png' has 1 frame, fewer than the 5 that are sampled" in said.err
+        assert not list((tmp_path / "none").glob("*.mp4"))
 
     def test_samples_with_and_without_a_control_share_no_micro_batch(
         self, folders: Callable[[str], Path], tmp_path: Path

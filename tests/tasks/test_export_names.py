@@ -60,6 +60,16 @@ def test_a_pipeline_loads_what_was_trained(case: str, tmp_path: Path) -> None:
     assert all(key.startswith(start) for key in load_file(tmp_path / lora_format / DIFFUSERS_WEIGHTS))
 
 
+@pytest.mark.parametrize("lora_format", ["comfyui", "kohya"])
+def test_names_that_diffusers_does_not_read_are_told(lora_format: Any, tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, make_tiny_conditioned(tmp_path / "base", "vace"))
+    (note,) = export.run(run, tmp_path / "out", lora_format=lora_format).notes
+    assert f"diffusers does not load adapters of WanVACETransformer3DModel by {lora_format}'s names" in note
+    assert "load_lora_weights" not in (tmp_path / "out" / "README.md").read_text()
+    assert export.run(run, tmp_path / "own").notes == ()
+    assert "load_lora_weights" in (tmp_path / "own" / "README.md").read_text()
+
+
 def held(*shape: int, seed: int) -> Any:
     return HeldTensor(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 

@@ -189,7 +189,7 @@ def with_bad_rows(prepared: Path, tmp_path: Path) -> tuple[str, ...]:
 def test_bad_rows_are_skipped_and_listed(prepared: Path, tmp_path: Path, with_bad_rows: tuple[str, ...]) -> None:
     out = tmp_path / "out"
     outcome = run(prepared / "run.yaml", *with_bad_rows, out=out)
-    assert (outcome.samples, outcome.skipped) == (10, 2)
+    assert (outcome.samples, outcome.skipped, outcome.kept) == (10, 2, 0)
     assert "2 rows were skipped" in outcome.sentence()
     missing, broken = lines(out / "skipped.jsonl")
     assert (missing["row"], missing["place"]) == (None, "rows.jsonl:8") and "not found" in missing["reason"]
@@ -198,7 +198,7 @@ def test_bad_rows_are_skipped_and_listed(prepared: Path, tmp_path: Path, with_ba
     with pytest.raises(DataError, match="2 of 12 rows cannot be used"):  # found by whichever start
         run(prepared / "run.yaml", *with_bad_rows, f"{BASIC}.max_bad_fraction=0.01", out=out)
     again = run(prepared / "run.yaml", *with_bad_rows, out=out)
-    assert (again.samples, again.skipped) == (10, 2)
+    assert (again.samples, again.skipped, again.kept) == (10, 2, 10)
     assert [row["place"] for row in lines(out / "index.jsonl")] == [
         f"rows.jsonl:{n}" for n in range(1, 13) if n not in (4, 8)
     ]

@@ -110,3 +110,11 @@ def test_scaling_is_told_and_limited_by_keys(yaml: Path, tmp_path: Path) -> None
     assert said.code != 0
     assert "0.5 is not a number from 1 on" in said.out
     assert "2.0 is not a share from 0 to 1" in said.out
+
+
+def test_columns_that_another_task_would_read_are_told(yaml: Path, tmp_path: Path) -> None:
+    further = {"source": "pictures/1.png", "source_2": "pictures/2.png", "aesthetic": 5}
+    words = rows_of(yaml, tmp_path / "rows.jsonl", {2: further, 3: further})
+    note = "2 of 16 rows have columns source, source_2, as other tasks call their media; this task does not read them"
+    with pytest.warns(UserWarning, match=note):
+        assert mm("check", yaml, words).code == 0

@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.model_source import ModelSource
 from tests.helpers.runs import mm
+from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 
 RANK, ALPHA = 2, 1.0
@@ -73,5 +74,28 @@ def test_a_file_of_them_is_sampled_with(tmp_path: Path) -> None:
 def test_a_file_for_another_model_is_refused(tmp_path: Path) -> None:
     folder, file = make_tiny_flux(tmp_path / "model"), tmp_path / "other.safetensors"
     written(file, "diffusion_model.nobody.q", (".lora_A.weight", ".lora_B.weight"), (8, 8))
-    with pytest.raises(ModelFolderError, match=r"no adapter of a layer|do not belong to this model"):
+    with pytest.raises(ModelFolderError, match=r"no adapter of a layer|does not read adapters by these names"):
         load_sampler(find_adapter(folder), ModelSource(folder, lora=file), CPU)
+
+
+UNTRANSLATED = {
+    "FLUX, ComfyUI": (make_tiny_flux, "diffusion_model.single_blocks.0.linear1"),
+    "VACE, ComfyUI": (
+        lambda folder: make_tiny_conditioned(folder, "vace"),
+        "diffusion_model.vace_blocks.0.cross_attn.q",
+    ),
+    "VACE, kohya": (lambda folder: make_tiny_conditioned(folder, "vace"), "lora_unet_vace_blocks_0_cross_attn_q"),
+}
+"""Case → its model, and a layer of it by a name that diffusers does not translate."""
+
+
+@pytest.mark.parametrize("name", UNTRANSLATED)
+def test_names_that_diffusers_does_not_translate_are_told(name: str, tmp_path: Path) -> None:
+    make, layer = UNTRANSLATED[name]
+    folder, file = make(tmp_path / "model"), tmp_path / "other.safetensors"
+    written(file, layer, (".lora_down.weight", ".lora_up.weight"), (8, 8))
+    with pytest.raises(ModelFolderError, match="does not read adapters by these names") as caught:
+        load_sampler(find_adapter(folder), ModelSource(folder, lora=file), CPU)
+    told = str(caught.value)
+    assert str(file) in told and layer in told and "mm export RUN OUT" in told
+    assert caught.value.exit_code == 4

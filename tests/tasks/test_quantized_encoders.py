@@ -63,9 +63,10 @@ def test_raw_media_and_features_are_the_same_run_and_sets_are_not_mixed(tmp_path
     for words, name in (((quantised,), "nf4"), ((), "plain")):
         said = mm("extract", yaml, *words, "--out", tmp_path / name)
         assert said.code == 0, said.err
-    train(yaml, tmp_path / "raw", quantised, steps)
+    assert "encode text and picture encoders in nf4" in train(yaml, tmp_path / "raw", quantised, steps)
     train(yaml, tmp_path / "stored", quantised, steps, FEATURES + str(tmp_path / "nf4"))
-    train(yaml, tmp_path / "exact", steps)
+    assert "encode" not in train(yaml, tmp_path / "exact", steps)
+    assert "which stay loaded in nf4 beside the model" in mm("check", yaml, quantised).out
     assert losses(tmp_path / "raw") == pytest.approx(losses(tmp_path / "stored"), rel=1e-5)
     assert losses(tmp_path / "raw") != pytest.approx(losses(tmp_path / "exact"), rel=1e-5)
 

@@ -30,6 +30,8 @@ NAMES: dict[str, KeyMap] = {
     "QwenImageTransformer2DModel": KeyMap([], keep_others=True),  # the authors' names are diffusers'
 }
 """Class of the transformer → diffusers' names to the authors'."""
+UNREAD_BY_DIFFUSERS = frozenset({VACE.class_name})
+"""Of these, the classes whose names by ComfyUI and kohya diffusers does not translate back."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ import torch
 from PIL import Image
 from torch import nn
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.loss.denoising import noise_of
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, DiffusionAdapter
@@ -166,11 +167,13 @@ class DiffusionSampler:
             key: Of the settings, for messages.
 
         Raises:
-            DataError: The size is not one that the family takes; a picture is missing or too many.
+            DataError: The size is not one that the family takes; a picture is missing or too many; a video is short.
             ConfigError: The pipeline has no size of its own; a setting has no effect here.
         """
         check_request(self.adapter, prompts, sampling, key)
         size = resolve_size(self.adapter, self.pipeline, sampling, key)
+        for prompt in prompts:
+            _check_lengths(prompt, self.adapter, size.frames)
         return sampling.model_copy(update={"height": size.height, "width": size.width, "num_frames": size.frames})
 
     def make(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> list[MadeSample]:
@@ -421,15 +424,56 @@ def _with_negative(sampling: SamplingArguments, negative: str | None) -> Samplin
 def probe_prompt(prompt: Prompt) -> None:
     """Look into the files that a prompt names. Raises `DataError` as `load_media`; a cut video may go unnoticed."""
     for name, path in prompt.media.items():
-        row, media = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ()), MediaLoader(path.parent)
-        try:
-            if is_video(row):
-                probe_media(row, media)
-            else:
-                media.load_image(path.name)
-        except DataError as error:
-            problem = error.problems[0]
-            raise DataError(problem.what, where=prompt.place, key=name, way_out=problem.way_out) from error
+        with _placed(prompt, name):
+            probe_file(path)
+
+
+def _check_lengths(prompt: Prompt, adapter: DiffusionAdapter, frames: int) -> None:
+    """Said before the first sample is made, not when it is this prompt's turn."""
+    for role in adapter.roles.get(adapter.task, ()):
+        path = prompt.media.get(role.prompt)
+        if path is None or role.frames != "all":
+            continue
+        with _placed(prompt, role.prompt):
+            found = probe_media(_row_of(path), MediaLoader(path.parent))
+        is_repeated = found.fps == 0 and role.repeats_still
+        if found.frames < frames and not is_repeated:
+            raise DataError(
+                f"'{path.name}' has {found.frames} {by_count(found.frames, 'frame', 'frames')}, fewer than the "
+                f"{frames} that are sampled",
+                where=prompt.place,
+                key=role.prompt,
+                way_out="Name a longer video, or sample fewer frames.",
+            )
+
+
+@contextmanager
+def _placed(prompt: Prompt, name: str) -> Iterator[None]:
+    """What is wrong with a file, told of the prompt that names it in a field."""
+    try:
+        yield
+    except DataError as error:
+        problem = error.problems[0]
+        raise DataError(problem.what, where=prompt.place, key=name, way_out=problem.way_out) from error
+
+
+def probe_file(path: Path) -> MediaHeader:
+    """Look into a file: a still picture is decoded, of what moves the header is read, since nobody knows here which of
+    its frames are wanted.
+
+    Raises:
+        DataError: It is missing, refused or broken; a cut video may go unnoticed.
+    """
+    row, media = _row_of(path), MediaLoader(path.parent)
+    header = probe_media(row, media)
+    if header.frames == 1 and not is_video(row):
+        media.load_image(path.name)
+    return header
+
+
+def _row_of(path: Path) -> GenerationRow:
+    """The row that names a file alone."""
+    return GenerationRow(RowLocation(path.name, 0), path.name, ())
 
 
 PipelineMedium = Image.Image | list[Image.Image]
@@ -446,12 +490,9 @@ def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> PipelineMedi
     path, is_video_role = prompt.media[role.prompt], role.frames == "all"
     if not is_video_role:
         size = MediaSize(1, size.height, size.width)
-    row = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ())
-    try:
-        pixels = media_pixels(row, size, MediaLoader(path.parent), is_whole=role.is_whole)
-    except DataError as error:
-        problem = error.problems[0]
-        raise DataError(problem.what, where=prompt.place, key=role.prompt, way_out=problem.way_out) from error
+    with _placed(prompt, role.prompt):
+        medium = _row_of(path), size, MediaLoader(path.parent)
+        pixels = media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)
     pictures = as_pil(pixels.transpose(0, 1))
     return pictures if is_video_role else pictures[0]
 

@@ -16,10 +16,6 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave, UsageError
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, probe_media
-from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
@@ -32,6 +28,7 @@ from mindspeed_mm.fsdp.sampling.sampler import (
     SampleOrder,
     check_request,
     plan_batches,
+    probe_file,
 )
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
@@ -240,13 +237,8 @@ def _asked(request: GenerateRequest) -> list[Prompt]:
 def _checked(name: str, file: Path) -> Path:
     """A picture or a video that can be opened: said now, not after the weights are loaded."""
     path, option = file.resolve(), f"--{name.replace('_', '-')}"
-    row = GenerationRow(RowLocation(option, 1), path.name, ())
     try:
-        media = MediaLoader(path.parent)
-        if not is_video(row):
-            media.load_image(path.name)
-        else:
-            probe_media(row, media)
+        probe_file(path)
     except DataError as error:
         raise DataError(error.problems[0].what, key=option, way_out="Give another file.") from error
     return path

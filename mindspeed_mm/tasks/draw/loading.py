@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> N
             key="--lora",
             way_out="Export a run that trained adapters.",
         )
-    _check_layers(transformer, path)
+    names = read_header(path).keys()
+    _check_layers(transformer, names, path)
     try:
         with quiet("diffusers"):
             files = {"weight_name": path.name, "local_files_only": True}
@@ -114,7 +116,9 @@ def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> N
                 pipeline.load_lora_weights(str(path.parent), **files)
             else:  # some pipelines have no such door, and none for one of two; their transformers do
                 transformer.load_lora_adapter(str(path.parent), prefix="transformer", **files)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AssertionError, RuntimeError) as error:
+        if not any(name.startswith(DIFFUSERS_PREFIX) for name in names):
+            raise _untranslated(transformer, min(names, default="no tensor"), path) from error
         raise ModelFolderError(
             f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"
         ) from error
@@ -127,10 +131,20 @@ def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> N
         )
 
 
-def _check_layers(transformer: nn.Module, path: Path) -> None:
+def _untranslated(transformer: nn.Module, name: str, path: Path) -> ModelFolderError:
+    return ModelFolderError(
+        f"diffusers does not read adapters by these names ('{name}') for this {type(transformer).__name__}",
+        where=str(path),
+        key="--lora",
+        way_out="Name a file for this model, by diffusers' own names: `mm export RUN OUT` writes them, "
+        "`--lora-format diffusers`.",
+    )
+
+
+def _check_layers(transformer: nn.Module, names: Collection[str], path: Path) -> None:
     """diffusers leaves out what it does not know, and says so in a log line."""
     adapted = set()
-    for key in read_header(path):
+    for key in names:
         # What other tools write has other names, which diffusers translates itself.
         if key.startswith(DIFFUSERS_PREFIX) and ".lora_" in key:
             adapted.add(key.removeprefix(DIFFUSERS_PREFIX).partition(".lora_")[0])

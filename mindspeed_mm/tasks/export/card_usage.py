@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS
+from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX, kind_of_folder
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.tasks.export.contents import ContentKind
 
 _HERE = "path/to/this/folder"
@@ -81,9 +84,16 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
         lines = [f"transformer = {transformer}.from_single_file({arguments.format(file)})" for file in files]
         return Usage("diffusers", tag, (f"from diffusers import {transformer}", "", *lines))
+    if kind == "adapters" and transformer in UNREAD_BY_DIFFUSERS and not _has_own_names(folder):
+        return Usage("diffusers", tag, ("# ComfyUI loads this file; diffusers does not read its names.",))
     if kind == "adapters":
         return Usage("diffusers", tag, (first, "", f"pipeline = {base})", f'pipeline.load_lora_weights("{_HERE}")'))
     result = "frames" if is_video else "images"
     whole = f'pipeline = DiffusionPipeline.from_pretrained("{_HERE}")'
     image = "image, " if from_image else ""
     return Usage("diffusers", tag, (first, "", whole, f'result = pipeline({image}prompt="a caption").{result}[0]'))
+
+
+def _has_own_names(folder: Path) -> bool:
+    """Whether adapters bear the names of diffusers."""
+    return any(name.startswith(DIFFUSERS_PREFIX) for name in read_header(folder / DIFFUSERS_WEIGHTS))

@@ -17,7 +17,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
-from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
+from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS, LoraFormat
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
@@ -233,13 +233,19 @@ def _adapter_contents(
     tensors = reader.matched_to(outline)
     size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
     base, write_view = base_weights_folder(source), _view_of_run(source, only_template=True)
+    notes = _note_on_base(source)
+    adapter = facts_of(outline).adapter
+    if lora_format != "diffusers" and adapter is not None and adapter.transformer_class in UNREAD_BY_DIFFUSERS:
+        notes += (
+            f"diffusers does not load adapters of {adapter.transformer_class} by {lora_format}'s names; ComfyUI does",
+        )
 
     def write(draft: Path) -> None:
         write_adapters(outline, tensors, draft, base, dtype=dtype, lora_format=lora_format)
         if write_view is not None:
             write_view(draft)
 
-    return ExportContents("adapters", len(tensors), size_bytes, 0, write, _note_on_base(source))
+    return ExportContents("adapters", len(tensors), size_bytes, 0, write, notes)
 
 
 def _note_on_base(source: ExportSource) -> tuple[str, ...]:

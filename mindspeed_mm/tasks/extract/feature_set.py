@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.data.feature_store.description import (
 )
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file, write_feature_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import FinishedWork, write_index
+from mindspeed_mm.fsdp.data.feature_store.index import FinishedWork, read_skipped, write_index
 from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
 from mindspeed_mm.fsdp.data.feature_store.shards import SHARD_BYTES, ShardBuilder
 from mindspeed_mm.fsdp.data.feature_store.writer import FeatureWriter, explained
@@ -75,7 +75,7 @@ class ExtractOutcome:
     skipped: int
     """Rows that could not be used; `skipped.jsonl` lists them."""
     kept: int
-    """Rows that an earlier start had done."""
+    """Of these, rows that an earlier start had done."""
     damaged: tuple[str, ...]
     """Files that were found damaged and made again."""
     seconds: float
@@ -195,11 +195,13 @@ class SetExtraction:
                 return None
             contents = self._finish()
         encoded = _rows(missing)
+        asked = {row for batch in missing for row in batch.rows}
+        skipped_now = sum(row.row in asked for row in read_skipped(self.folder.skipped))
         return ExtractOutcome(
             out=str(self.folder.path),
             samples=contents.samples,
             skipped=contents.skipped,
-            kept=len(self._source) - encoded,
+            kept=contents.samples - (encoded - skipped_now),
             damaged=damaged,
             seconds=round(time.monotonic() - began, 3),
             samples_per_s=round(encoded / encoding_s, 2) if encoded else 0.0,

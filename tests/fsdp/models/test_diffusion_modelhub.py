@@ -271,6 +271,8 @@ def test_attention_that_a_cpu_lacks_gives_way(generators: dict[str, Path]) -> No
 
 
 def test_a_generators_id_asks_for_a_generators_folder(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelFolderError, match="does not exist"):
+        find_adapter(folders["text"] / "nowhere")
     with pytest.raises(ModelFolderError, match=r"holds no model_index\.json"):
         ModelHub.build(arguments(folders["text"], model_id="flux"))
 

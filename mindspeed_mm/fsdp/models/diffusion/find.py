@@ -38,8 +38,9 @@ def find_adapter(
     """
     path = Path(folder)
     if not (path / GENERATOR_INDEX).is_file():
+        what = "is a file, not a folder" if path.exists() else "does not exist"
         raise ModelFolderError(
-            f"holds no {GENERATOR_INDEX}",
+            f"holds no {GENERATOR_INDEX}" if path.is_dir() else what,
             where=str(path),
             key="model.model_name_or_path",
             way_out="Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/.",

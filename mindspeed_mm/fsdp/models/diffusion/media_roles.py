@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -36,6 +37,8 @@ class MediaRole:
     """The role without which this one says nothing, as a mask without the video that it is of."""
     is_white_by_default: bool = False
     """Whether an optional one is white throughout where a row names none."""
+    repeats_still: bool = False
+    """Whether a still picture stands for as many frames as the target has."""
     is_whole: bool = False
     """A further picture: scaled into the size of the target, with white around it, instead of cut to it. Its argument
     of the pipeline is a list of all pictures for it."""
@@ -119,6 +122,7 @@ MASK_OF_VIDEO = MediaRole(
     is_optional=True,
     describes="control",
     is_white_by_default=True,
+    repeats_still=True,
 )
 _REFERENCE = MediaRole(
     "reference",
@@ -136,3 +140,9 @@ REJECTED_LATENTS = "rejected_latents"
 """Where a batch has the latents of it."""
 SOUND = MediaRole("sound", ("audio", "sound", "audio_path"), "sound", "sound", "sound", frame_of_target=0)
 """The target's own track, unless a row names a file of sound; never asked for in sampling."""
+_IN_ROWS = (
+    FIRST_FRAME, LAST_FRAME, SOURCE_PICTURE, *FURTHER_SOURCES, MASK_OF_PICTURE, CONTROL_VIDEO, MASK_OF_VIDEO,
+    *REFERENCES, SOUND,
+)  # fmt: skip
+ROLE_COLUMNS = frozenset(itertools.chain.from_iterable(role.columns for role in _IN_ROWS))
+"""Columns of rows that some task reads a medium from."""

@@ -67,7 +67,9 @@ def forecast_plan(
     notes = []
     if "pixels" in batch and not is_prepared:
         batch = features_of(batch, outline.adapter)
-        notes = ["the encoders of raw media, which stay loaded beside the model"]
+        kind = arguments.model.quantize_encoders
+        held = f" in {kind}" if kind else ""
+        notes = [f"the encoders of raw media, which stay loaded{held} beside the model"]
     if not is_prepared:
         batch = objective.prepare(batch)
     prediction = predict_memory(

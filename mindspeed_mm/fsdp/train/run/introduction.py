@@ -10,6 +10,7 @@ from mindspeed_mm.core.run_ownership import others_files
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
@@ -87,6 +88,9 @@ def _parts(assembled: Assembled) -> dict[str, str]:
     if assembled.lora is not None:
         described["lora"] = str(assembled.lora)
     described |= {word: line for word, line in assembled.plan.describe().items() if word in ("split", "media")}
+    adapter = facts_of(whole_of(assembled.model)).adapter
+    if adapter is not None and adapter.quantize_encoders:
+        described["encode"] = f"text and picture encoders in {adapter.quantize_encoders}"
     described["layers"] = describe_forwards(assembled.model)
     described["flops"] = assembled.utilisation.describe()
     return {word: text for word, text in (described | describe_speed(whole_of(assembled.model))).items() if text}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 from PIL import Image
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -249,7 +250,8 @@ def check_whole(header: VideoHeader, end_s: float, name: str) -> None:
 def too_short(name: str, found: int, asked: int) -> DataError:
     """The error of a video with fewer frames than asked for."""
     return DataError(
-        f"'{name}' has {found} frames at the rate of the clips, fewer than the {asked} asked for",
+        f"'{name}' has {found} {by_count(found, 'frame', 'frames')} at the rate of the clips, fewer than the {asked} "
+        "asked for",
         key="data.dataset_param.preprocess_parameters.num_frames",
         way_out="Lower it, or set short_clips: repeat.",
     )

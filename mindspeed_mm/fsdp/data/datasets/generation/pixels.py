@@ -77,6 +77,7 @@ def media_pixels(
     view: View = MIDDLE,
     *,
     is_whole: bool = False,
+    repeats_still: bool = False,
 ) -> torch.Tensor:
     """A row's pixels, (3, T, H, W) uint8; T is 1 for pictures.
 
@@ -87,6 +88,7 @@ def media_pixels(
         sampling: Which frames of a video or an animated picture.
         view: Where it is cut.
         is_whole: Nothing is cut off: what the medium does not cover is white.
+        repeats_still: A still picture is shown in all frames, instead of being too short.
 
     Raises:
         DataError: The file is missing, refused, broken or too short.
@@ -103,6 +105,8 @@ def media_pixels(
     data, name = media.read(row.media)
     if size.frames == 1:
         pictures = [shape(decode_image(data, name))]
+    elif repeats_still and probe_image(io.BytesIO(data), name).frames == 1:
+        pictures = [shape(decode_image(data, name))] * size.frames
     else:
         pictures = [shape(frame) for frame in _animation(data, size.frames, sampling, name)]
     return torch.from_numpy(np.ascontiguousarray(np.stack(pictures).transpose(3, 0, 1, 2)))

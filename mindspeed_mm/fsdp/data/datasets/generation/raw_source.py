@@ -233,7 +233,7 @@ class RawSource:
             elif role.name in of_roles:
                 of_role = size if role.frames == "all" else MediaSize(1, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
-                seen[role.name] = media_pixels(*medium, is_whole=role.is_whole)
+                seen[role.name] = media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)
             elif role.is_white_by_default:
                 seen[role.name] = torch.full_like(seen[TARGET], _WHITE)
             elif not role.is_optional:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -28,7 +29,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
-from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists, unfit
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, ROLE_COLUMNS, MediaRole, spread_lists, unfit
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -158,7 +159,11 @@ class GenerationRows(Sequence[GenerationRow]):
         """Places of rows with an empty caption."""
         self.looks: list[Any] = []
         """What `look` made of each good row."""
+        self._unread: Counter[str] = Counter()
+        """Columns of media that another task would read → rows that have them."""
         self._kept = self._look_through(may_skip, look or (lambda row: None))
+        if self._unread:
+            warnings.warn(unread_columns_note(self._unread, len(self)), stacklevel=2)
         if note := empty_captions_note(self.empty_captions, len(self)):
             warnings.warn(note, stacklevel=2)
         if self.duplicates:
@@ -237,6 +242,7 @@ class GenerationRows(Sequence[GenerationRow]):
                 continue
             kept.append(number)
             self.looks.append(look(row))
+            self._unread.update(ROLE_COLUMNS & row.extras.keys())
             if not all(map(str.strip, row.captions)):
                 self.empty_captions.append(str(row.place))
             told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
@@ -245,6 +251,15 @@ class GenerationRows(Sequence[GenerationRow]):
         if faults and not may_skip:
             raise _all_of(faults, total)
         return np.array(kept, dtype=np.int64)
+
+
+def unread_columns_note(unread: Mapping[str, int], rows: int) -> str:
+    """What to say of columns whose media other tasks are given."""
+    names, most = ", ".join(sorted(unread)), max(unread.values())
+    whose, verb = by_count(len(unread), "a column", "columns"), by_count(most, "has", "have")
+    which = by_count(len(unread), "it", "them")
+    told = f"{most} of {rows} rows {verb} {whose} {names}, as other tasks call their media; this task does not read"
+    return f"{told} {which}"
 
 
 def empty_captions_note(places: Sequence[str], rows: int) -> str:
