@@ -108,7 +108,7 @@ class Judge:
             key_headers(self.key_variable, "--judge-key-env"),
             title="the judge",
             key="--judge",
-            way_out="See the server's log, whether the address ends in /v1, and whether it asks for a key (--judge-key-env).",
+            way_out="See its log, whether the address ends in /v1, and whether it wants a key (--judge-key-env).",
         )
         return AskedModel(server, self.model)
 
