@@ -17,7 +17,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
@@ -526,6 +526,10 @@ class TestTheTask:
         expected = torch.from_numpy(np.array(Image.open(mask))).permute(2, 0, 1)
         assert item["pixels_mask"].shape == item["pixels"].shape
         assert all(torch.equal(item["pixels_mask"][:, frame], expected) for frame in range(FRAMES))
+        rows.write_text("".join(json.dumps({**row, "control": str(mask)}) + "\n" for row in given))
+        dataset, _ = build_mm_dataset(arguments.data.dataset_param)
+        with pytest.raises(DataError, match="has 1 frame at the rate of the clips, fewer than the 5 asked for"):
+            dataset.item(0, 0)
 
     def test_a_still_mask_counts_for_every_frame_that_is_sampled(
         self, folders: Callable[[str], Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
