@@ -113,7 +113,7 @@ def test_scaling_is_told_and_limited_by_keys(yaml: Path, tmp_path: Path) -> None
 
 
 def test_columns_that_another_task_would_read_are_told(yaml: Path, tmp_path: Path) -> None:
-    further = {"source": "pictures/1.png", "source_2": "pictures/2.png", "aesthetic": 5}
+    further = {"source": "pictures/1.png", "source_2": "pictures/2.png", "mask": "none"}
     words = rows_of(yaml, tmp_path / "rows.jsonl", {2: further, 3: further})
     note = "2 of 16 rows have columns source, source_2, as other tasks call their media; this task does not read them"
     with pytest.warns(UserWarning, match=note):

@@ -17,7 +17,8 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, d
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import roles_of_rows
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
-from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
+from mindspeed_mm.fsdp.data.datasets.generation.row_notes import empty_captions_note
+from mindspeed_mm.fsdp.data.datasets.generation.rows import read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
 from mindspeed_mm.fsdp.data.feature_store import FeatureStore, SkippedRow, check_provenance

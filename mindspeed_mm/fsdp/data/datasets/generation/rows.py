@@ -29,7 +29,12 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
-from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, ROLE_COLUMNS, MediaRole, spread_lists, unfit
+from mindspeed_mm.fsdp.data.datasets.generation.row_notes import (
+    empty_captions_note,
+    media_columns,
+    unread_columns_note,
+)
+from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists, unfit
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -40,7 +45,6 @@ CAPTION_COLUMNS = ("cap", "captions", "caption", "prompt", "text")
 _BASIC = "data.dataset_param.basic_parameters"
 _ROWS_TRIED = 100
 _PROBLEMS_SHOWN = 10
-_PLACES_SHOWN = 3
 _CHUNK_BYTES = 2**20
 
 
@@ -242,7 +246,7 @@ class GenerationRows(Sequence[GenerationRow]):
                 continue
             kept.append(number)
             self.looks.append(look(row))
-            self._unread.update(ROLE_COLUMNS & row.extras.keys())
+            self._unread.update(media_columns(row.extras))
             if not all(map(str.strip, row.captions)):
                 self.empty_captions.append(str(row.place))
             told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
@@ -251,26 +255,6 @@ class GenerationRows(Sequence[GenerationRow]):
         if faults and not may_skip:
             raise _all_of(faults, total)
         return np.array(kept, dtype=np.int64)
-
-
-def unread_columns_note(unread: Mapping[str, int], rows: int) -> str:
-    """What to say of columns whose media other tasks are given."""
-    names, most = ", ".join(sorted(unread)), max(unread.values())
-    whose, verb = by_count(len(unread), "a column", "columns"), by_count(most, "has", "have")
-    which = by_count(len(unread), "it", "them")
-    told = f"{most} of {rows} rows {verb} {whose} {names}, as other tasks call their media; this task does not read"
-    return f"{told} {which}"
-
-
-def empty_captions_note(places: Sequence[str], rows: int) -> str:
-    """What to say of rows with an empty caption; nothing where there are none."""
-    if not places:
-        return ""
-    shown = ", ".join(places[:_PLACES_SHOWN])
-    if len(places) > _PLACES_SHOWN:
-        shown += " …"
-    verb = by_count(len(places), "has", "have")
-    return f"{len(places)} of {rows} rows {verb} an empty caption ({shown}): trained without one"
 
 
 def read_rows(
