@@ -116,8 +116,8 @@ LTX2 = Shape(
 SHAPES = {shape.family: shape for shape in (FLUX, WAN, COGVIDEOX, LTX2)}
 TOKENIZERS = {"flux": "tokenizer_2", "wan": "tokenizer", "cogvideox": "tokenizer"}
 """Family → the tokenizer that is made to read few tokens; that of LTX-2 reads few already."""
-CLIP_FPS = 8.0
-"""Of the clips that are made."""
+CLIP_FPS = 100 / 12
+"""Of the clips that are made: of 125 ms a frame, GIF keeps 12 hundredths of a second."""
 SOUND_RATE = 16_000
 
 
