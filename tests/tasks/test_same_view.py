@@ -3,6 +3,7 @@ folder show it: tokens and tensors, with nothing configured and with keys that a
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of
+from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.fsdp.data.conftest import picture, write_jsonl
+from tests.helpers.tiny_models import build_tokenizer
 from tests.helpers.tiny_more_processors import MORE
 from tests.helpers.tiny_processors import FAMILIES
 from tests.helpers.tiny_sounds import sound_bytes, tone, write_container
@@ -224,3 +227,38 @@ def test_a_folder_says_what_its_own_run_trained_with_and_not_what_the_one_before
     assert seen_by(merged) == (False, False, True)
     plain = trained_from(tmp_path / "base", tmp_path / "plain", **defaults)
     assert not (plain / "training_view.json").exists()
+
+
+def old_mistral_folder(folder: Path) -> Path:
+    """A folder of Mistral's as it was before version 5 of transformers, with a vocabulary large enough to be taken for
+    one whose rule for splitting text is wrong."""
+    build_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    taken = len(vocabulary) + len(content["added_tokens"])
+    vocabulary |= {"oW": taken} | {f"unused{number}": number for number in range(taken + 1, 100_100)}
+    content["model"]["merges"].append(["o", "W"])  # a word is split between them by the corrected rule alone
+    file.write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": "4.52.0"}))
+    return folder
+
+
+def test_a_corrected_rule_for_splitting_text_holds_wherever_the_model_is_used(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "HelloWorld"
+    base = old_mistral_folder(tmp_path / "base")
+    corrected = AutoTokenizer.from_pretrained(base, fix_mistral_regex=True)(text).input_ids
+    assert AutoTokenizer.from_pretrained(base)(text).input_ids != corrected
+
+    exported = trained_from(base, tmp_path / "exported", fix_mistral_regex=True)
+    (exported / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": "5.23.0"}))
+    assert AutoTokenizer.from_pretrained(exported)(text).input_ids == corrected
+    assert QuestionEncoder(exported).tokenizer(text).input_ids == corrected
+    uncorrected = RowsView(DatasetParam())
+    assert QuestionEncoder(base, uncorrected).tokenizer(text).input_ids != corrected
+    param = DatasetParam.model_validate({"preprocess_parameters": {"fix_mistral_regex": True}})
+    assert QuestionEncoder(base, RowsView(param)).tokenizer(text).input_ids == corrected
+    assert trained_from(exported, tmp_path / "again").joinpath("training_view.json").is_file()
+    assert load_processor(tmp_path / "again")(text).input_ids == corrected

@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.build_order import build_order
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
@@ -23,7 +24,6 @@ from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
-from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -232,7 +232,7 @@ def collator_of(
         return own
     preprocess = dataset_param.preprocess_parameters if dataset_param is not None else PreprocessParameters()
     if processor is None and preprocess.model_name_or_path is not None:
-        processor = load_processor(preprocess.model_name_or_path, trust_remote_code=preprocess.trust_remote_code)
+        processor = view_processor(preprocess.model_name_or_path, preprocess)
     if processor is None:
         raise ConfigError(
             f"{type(dataset.origin).__name__} has no collate_fn",

@@ -9,12 +9,13 @@ from typing import Any
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class OpenedData:
         found = self.dataset.processor
         folder = self.param.preprocess_parameters.model_name_or_path
         if found is None and folder is not None and self.dataset.sizes is None:
-            found = load_processor(folder, trust_remote_code=self.param.preprocess_parameters.trust_remote_code)
+            found = view_processor(folder, self.param.preprocess_parameters)
         return found
 
     def tokenizer(self) -> Any:

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.params.value_types import Section
+from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 View = dict[str, dict[str, Any]]
 """Section → key → value, of what decides how rows look."""
 VIEW_FILE = "training_view.json"
-_PREPROCESS = (
+SHAPING_PREPROCESS = (
     "use_fast_tokenizer",
     "split_special_tokens",
+    "fix_mistral_regex",
     "image_max_pixels",
     "image_min_pixels",
     "image_do_pan_and_scan",
@@ -35,8 +40,9 @@ _PREPROCESS = (
     "use_audio_in_video",
     "audio_sampling_rate",
 )
+"""Keys of `preprocess_parameters` that decide how a row looks."""
 _BASIC = ("enable_thinking",)
-_SECTIONS = {"preprocess_parameters": _PREPROCESS, "basic_parameters": _BASIC}
+_SECTIONS = {"preprocess_parameters": SHAPING_PREPROCESS, "basic_parameters": _BASIC}
 
 
 class Override(NamedTuple):
@@ -111,6 +117,21 @@ def _filled(section: Section, found: Mapping[str, object]) -> Section:
     """The section with found values for keys that are not given, or are null."""
     is_open = [key for key in found if section[key] is None or key not in section.model_fields_set]
     return section.model_copy(update=_only(is_open, found))
+
+
+def view_processor(folder: str | Path, preprocess: PreprocessParameters) -> Processor:
+    """The processor (of a text model the tokenizer) of a folder, read as the section asks: one that is read otherwise
+    would split the same words into other tokens.
+
+    Raises:
+        ModelFolderError: As `load_processor`.
+    """
+    return load_processor(
+        folder,
+        use_fast=preprocess.use_fast_tokenizer,
+        trust_remote_code=preprocess.trust_remote_code,
+        fix_mistral_regex=preprocess.fix_mistral_regex,
+    )
 
 
 # --- what processors have settings for -------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import (
     processor_settings,
     told_view,
     view_of,
+    view_processor,
     with_view,
 )
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
@@ -69,13 +71,25 @@ def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: 
     if not is_given and not names_template:
         return
     preprocess = param.preprocess_parameters
-    processor = load_processor(model_folder, trust_remote_code=preprocess.trust_remote_code)
+    processor = view_processor(model_folder, preprocess)
     if is_given:
         (draft / VIEW_FILE).write_text(json.dumps(told_view(param), indent=2) + "\n", encoding="utf-8")
     if not only_template:
         _write_settings(draft, processor, processor_settings(processor, preprocess))
+        if preprocess.fix_mistral_regex:
+            _write_splitting(draft, processor)
     if param.basic_parameters.stage != "pretrain":
         _write_template(draft, processor, param)
+
+
+def _write_splitting(draft: Path, processor: Processor) -> None:
+    """The corrected rule by which Mistral's tokenizers split text. transformers corrects it as it reads a folder, but
+    only one whose `config.json` is of an older version than what trained here writes."""
+    from tokenizers import Tokenizer
+
+    corrected = setting_of(tokenizer_of(processor), Tokenizer, "backend_tokenizer")
+    if corrected is not None:
+        corrected.save(str(draft / "tokenizer.json"))
 
 
 def _write_template(draft: Path, processor: Processor, param: DatasetParam) -> None:

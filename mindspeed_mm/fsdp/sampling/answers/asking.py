@@ -19,11 +19,11 @@ from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
-from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, with_view
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, view_processor, with_view
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import detects_language, is_whisper, tell_language
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.questions import as_asked
-from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class QuestionEncoder:
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
         param = with_view((view or RowsView(DatasetParam())).param, folder)
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
-        self.processor = load_processor(folder, use_fast=self._preprocess.use_fast_tokenizer)
+        self.processor = view_processor(folder, self._preprocess)
         self.tokenizer = tokenizer_of(self.processor)
         tell_language(self.processor, folder)
         self._detects_language = detects_language(self.processor, folder)

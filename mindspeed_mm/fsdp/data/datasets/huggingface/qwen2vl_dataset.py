@@ -32,11 +32,11 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     SampleSize,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
-from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
+from mindspeed_mm.fsdp.data.data_utils.training_view import SHAPING_PREPROCESS, view_notes, view_processor, with_view
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import require_language, tell_language
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
-from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
@@ -177,7 +177,7 @@ class Qwen2VLDataset(MMDataset):
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
         settings = {
             "basic_parameters": self.basic_parameters.model_dump(mode="json", include=_SHAPING_BASIC),
-            "preprocess_parameters": self._preprocess.model_dump(mode="json", include=_SHAPING_PREPROCESS),
+            "preprocess_parameters": self._preprocess.model_dump(mode="json", include=set(SHAPING_PREPROCESS)),
             "attr": self._attr.model_dump(mode="json"),
             "template": "" if self.template is None else hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
@@ -200,12 +200,7 @@ class Qwen2VLDataset(MMDataset):
                 key="data.dataset_param.preprocess_parameters.model_name_or_path",
                 way_out="Set it, or model.model_name_or_path.",
             )
-        self.processor = load_processor(
-            preprocess.model_name_or_path,
-            use_fast=preprocess.use_fast_tokenizer,
-            trust_remote_code=preprocess.trust_remote_code,
-            fix_mistral_regex=preprocess.fix_mistral_regex,
-        )
+        self.processor = view_processor(preprocess.model_name_or_path, preprocess)
         tell_language(self.processor, Path(preprocess.model_name_or_path))
         require_language(self.processor, Path(preprocess.model_name_or_path))
         tokenizer = tokenizer_of(self.processor)
@@ -273,18 +268,4 @@ _SHAPING_BASIC = {
     "truncation",
     "on_bad_sample",
     "val_rate",
-}
-_SHAPING_PREPROCESS = {
-    "use_fast_tokenizer",
-    "split_special_tokens",
-    "image_max_pixels",
-    "image_min_pixels",
-    "image_do_pan_and_scan",
-    "crop_to_patches",
-    "video_max_pixels",
-    "video_min_pixels",
-    "video_fps",
-    "video_maxlen",
-    "use_audio_in_video",
-    "audio_sampling_rate",
 }
