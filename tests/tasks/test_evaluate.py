@@ -18,7 +18,6 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, score, wilson_interval
-from mindspeed_mm.tasks.answer.answering import AnswerProgress
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.evaluate import evaluate
 from tests.helpers.runs import mm
@@ -158,18 +157,6 @@ def test_a_row_without_an_answer_is_named(folder: Path, rows: Path, tmp_path: Pa
     with pytest.raises(DataError, match=re.escape("test.jsonl:13")):
         evaluate.run(folder, rows, out=tmp_path / "eval")
     assert not (tmp_path / "eval").exists()
-
-
-def test_progress_shows_the_time_left_after_five_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("mindspeed_mm.tasks.answer.answering.time.monotonic", lambda: now)
-    progress = AnswerProgress(1000)
-    for seconds in (2, 4, 11, 12):
-        now = 100.0 + seconds
-        progress.advance(100)
-    assert capsys.readouterr().err == "300 of 1,000 answered, 0:26 left\n"
 
 
 def test_nothing_right_is_a_score_from_exactly_0() -> None:

@@ -76,6 +76,14 @@ def test_its_word_counts_and_is_kept(data: Path, tmp_path: Path, monkeypatch: py
     assert {path for path, _ in server.asked} == {"/v1/chat/completions Bearer secret"}
 
 
+def test_long_judging_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mindspeed_mm.fsdp.utils.work_progress._QUIET_S", 0.0)
+    with judging({"sky?": "blue"}) as server:
+        replies = judge_at(server).replies("{question}", [{"{question}": "sky?"}] * 3)
+    assert replies == [("blue", None)] * 3
+    assert "1/3 judged answers" in capsys.readouterr().err
+
+
 def test_a_judge_that_cannot_judge_is_told_before_the_work() -> None:
     with judging({"spider": "Eight legs!"}) as server:
         with pytest.raises(MachineError, match="said 'Eight legs!'"):

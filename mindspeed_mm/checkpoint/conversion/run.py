@@ -154,7 +154,7 @@ def convert(
     check_space(conversion, target)
     progress = None
     if stream is not None:
-        progress = WorkProgress(0, 1, stream, unit="MB")
+        progress = WorkProgress("MB", stream)
     if writing.verify:
         for source in set(conversion.sources):
             check_source(source)

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TextIO
 
 _QUIET_S = 5.0
 _LIVE_EVERY_S = 0.2
 _LINE_EVERY_S = 15.0
+_SLOW = 0.1
+"""Units a second below which the time of each is told instead."""
 
 
 class WorkProgress:
     """Speaks on rank 0, of its own share.
 
     Args:
+        unit: What is counted.
+        stream: Where people look; None: stderr.
+        total: Of this rank, in the unit; where it is not known yet, `begin` tells it.
         rank: Global rank.
         world_size: Number of ranks.
-        stream: Where people look.
-        unit: What is counted.
     """
 
-    def __init__(self, rank: int, world_size: int, stream: TextIO, unit: str = "samples") -> None:
+    def __init__(
+        self,
+        unit: str = "samples",
+        stream: TextIO | None = None,
+        *,
+        total: float = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self._unit = unit
-        self._stream, self._speaks = stream, rank == 0
+        self._stream, self._speaks = stream or sys.stderr, rank == 0
         self._live = self._stream.isatty() and "NO_COLOR" not in os.environ
         self._share = f" of rank 0 (of {world_size})" if world_size > 1 else ""
         self._bar_stands = False
-        self.begin(0)
+        self.begin(total)
 
     def begin(self, total: float) -> None:
         """The work starts now.
@@ -45,7 +57,7 @@ class WorkProgress:
             print(text, file=self._stream, flush=True)
 
     def advance(self, amount: float) -> None:
-        """So much more is through."""
+        """So much more is through; 0: time has passed."""
         self.done += amount
         now = time.monotonic()
         every = 0.0
@@ -53,7 +65,7 @@ class WorkProgress:
             every = _LIVE_EVERY_S
         elif self._told > self._began:
             every = _LINE_EVERY_S
-        if self._speaks and now - self._began >= _QUIET_S and now - self._told >= every:
+        if self._speaks and self.done and now - self._began >= _QUIET_S and now - self._told >= every:
             self._told = now
             self._tell(now - self._began)
 
@@ -63,14 +75,17 @@ class WorkProgress:
 
     def _tell(self, seconds: float) -> None:
         rate = self.done / seconds
-        left_s = max(0.0, self._total - self.done) / rate if rate else 0.0
+        left_s = max(0.0, self._total - self.done) / rate
+        speed = f"{rate:.1f} {self._unit}/s"
+        if rate < _SLOW:
+            speed = f"{clock(1 / rate)} each"
         if self._live:
             self._bar_stands = True
             drawn = bar(round(self.done), round(self._total), left_s)
-            print(f"{drawn}  {rate:.1f} {self._unit}/s", end="", file=self._stream, flush=True)
+            print(f"{drawn}  {speed}", end="", file=self._stream, flush=True)
         else:
             through = f"{self.done:.0f}/{self._total:.0f} {self._unit}{self._share}"
-            told = f"{through}  {rate:.1f} {self._unit}/s  {clock(left_s)} left"
+            told = f"{through}  {speed}  {clock(left_s)} left"
             print(told, file=self._stream, flush=True)
 
     def _clear(self) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
@@ -19,11 +17,9 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
 _LINE_START = '{"row": '
-QUIET_S = 5.0
-"""Work that takes less than this shows no progress."""
-LINE_INTERVAL_S = 10.0
 WAIT_S = 7 * 24 * 3600.0
 """Ranks wait for one another at the end, and one may have much more to do."""
 
@@ -109,7 +105,7 @@ def answer_all(
     hides_thoughts: bool = False,
 ) -> Iterator[list[tuple[Question, Answer]]]:
     """`Generator.answer`, with progress on stderr; of ranks that share questions one shows its own."""
-    progress = AnswerProgress(len(questions))
+    progress = WorkProgress("answers", total=len(questions))
     answers = generator.answer(
         questions, media, sampling=sampling, batch_size=batch_size, hides_thoughts=hides_thoughts
     )
@@ -118,7 +114,7 @@ def answer_all(
             yield answered
             if is_shown:
                 progress.advance(len(answered))
-    progress.close()
+    progress.end()
 
 
 def answer_on_ranks(
@@ -141,43 +137,3 @@ def answer_on_ranks(
     for part in ranks.gather(answers):
         answers |= part
     return answers
-
-
-class AnswerProgress:
-    """Says how many questions are answered, or rows measured, and how long the rest takes, once it takes more than five
-    seconds.
-
-    A terminal shows one line that is redrawn; a file gets a line every ten seconds.
-    """
-
-    def __init__(self, total: int, stream: TextIO | None = None, *, done: str = "answered") -> None:
-        self._total, self._done_word = total, done
-        self._done = 0
-        self._stream = stream or sys.stderr
-        self._begun = self._spoke = time.monotonic()
-        self._drawn = False
-
-    def advance(self, count: int) -> None:
-        """Count answers."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._begun < QUIET_S:
-            return
-        if self._stream.isatty():
-            self._stream.write(f"\r\033[K{self._text(now)}")
-            self._stream.flush()
-            self._drawn = True
-        elif now - self._spoke >= LINE_INTERVAL_S:
-            self._stream.write(self._text(now) + "\n")
-            self._stream.flush()
-            self._spoke = now
-
-    def close(self) -> None:
-        """Clear the redrawn line."""
-        if self._drawn:
-            self._stream.write("\r\033[K")
-            self._stream.flush()
-
-    def _text(self, now: float) -> str:
-        left_s = round((now - self._begun) / self._done * (self._total - self._done))
-        return f"{self._done:,} of {self._total:,} {self._done_word}, {left_s // 60}:{left_s % 60:02} left"

@@ -113,7 +113,7 @@ def compare(folder: Path) -> tuple[int, int]:
     Raises:
         CheckpointError: No conversion wrote it; or a tensor is missing or another one, with its file and key.
     """
-    return check_converted(folder, WorkProgress(0, 1, sys.stderr, unit="MB"))
+    return check_converted(folder, WorkProgress("MB"))
 
 
 def _to_megatron(

@@ -42,8 +42,7 @@ def scan(
     """
     if workers is None:
         workers = 0 if len(rows) <= _FEW_ROWS else default_workers()
-    progress = WorkProgress(0, 1, stream or sys.stderr)
-    progress.begin(len(rows))
+    progress = WorkProgress(stream=stream, total=len(rows))
     try:
         for chunk in _chunks(rows, look, workers):
             yield from chunk

@@ -6,7 +6,6 @@ there already, so the files do not either.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -150,7 +149,7 @@ class _Work:
         """Make this rank's share of what is missing. Batches are made whole, so that what comes out does not depend on
         what is there; what is there is not written again."""
         ranks, share = self.generator.ranks, list(self.generator.deal(batches))
-        progress = WorkProgress(ranks.rank, ranks.world_size, sys.stderr)
+        progress = WorkProgress(rank=ranks.rank, world_size=ranks.world_size)
         for note in notes:
             progress.note(note)
         progress.begin(sum(len(missing_of(batch, self.done)) for batch, is_kept in share if is_kept))

@@ -7,10 +7,10 @@ it said is kept with the sample.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.posttrain_rewards.http import AskedModel, AskedServer, chat_address, key_headers
@@ -19,7 +19,10 @@ from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scored import Verdict
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
+Asked = TypeVar("Asked")
+Reply = TypeVar("Reply")
 AT_A_TIME = 8
 TIMEOUT_S, RETRIES = 120.0, 2
 _INSTRUCTION = (
@@ -78,9 +81,8 @@ class Judge:
                 return None
             return _verdict(judge, _compared(question.text, expected, given))
 
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            found = zip(questions, pool.map(of_row, questions), strict=True)
-            return {question.row: verdict for question, verdict in found if verdict is not None}
+        found = zip(questions, _at_once(of_row, questions), strict=True)
+        return {question.row: verdict for question, verdict in found if verdict is not None}
 
     def replies(self, instruction: str, texts: Sequence[Mapping[str, str]]) -> list[tuple[str | None, str | None]]:
         """What it says to an instruction with texts put into it, and why it said nothing, in order.
@@ -97,8 +99,7 @@ class Judge:
             except MachineError as error:
                 return None, error.problems[0].what
 
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            return list(pool.map(ask, texts))
+        return _at_once(ask, texts)
 
     def _asked(self, retries: int) -> AskedModel:
         server = AskedServer(
@@ -111,6 +112,20 @@ class Judge:
             way_out="See its log, whether the address ends in /v1, and whether it wants a key (--judge-key-env).",
         )
         return AskedModel(server, self.model)
+
+
+def _at_once(ask: Callable[[Asked], Reply], asked: Sequence[Asked]) -> list[Reply]:
+    """The replies in order, asked for by several threads, with progress on stderr."""
+    replies = []
+    progress = WorkProgress("judged answers", total=len(asked))
+    try:
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            for reply in pool.map(ask, asked):
+                replies.append(reply)
+                progress.advance(1)
+    finally:
+        progress.end()
+    return replies
 
 
 def _parts(instruction: str, texts: Mapping[str, str]) -> list[dict[str, Any]]:

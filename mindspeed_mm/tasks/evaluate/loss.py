@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.train.row_losses import (
     row_losses,
 )
 from mindspeed_mm.fsdp.utils.device import current_device
-from mindspeed_mm.tasks.answer.answering import AnswerProgress
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.answer.generation import load_model
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.view import rows_view
@@ -282,11 +282,11 @@ def _with_rows(param: DatasetParam, data: Path, media_dir: Path | None) -> Datas
 
 
 def _with_progress(batches: Iterable[Sequence[RowLoss | RowLeftOut]], total: int) -> Iterator[RowLoss | RowLeftOut]:
-    progress = AnswerProgress(total, done="measured")
+    progress = WorkProgress("rows", total=total)
     for batch in batches:
         yield from batch
         progress.advance(len(batch))
-    progress.close()
+    progress.end()
 
 
 def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: MMDataset, facts: Facts) -> LossEvaluation:

@@ -158,7 +158,7 @@ class SetExtraction:
         self._settings = SizeSettings.read(preprocess, self._adapter.frames_per_second)
         self._ranks, self._is_first = ranks, ranks.rank == 0
         self._options, self._stop = options, stop
-        self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
+        self._progress = WorkProgress(stream=stream, rank=ranks.rank, world_size=ranks.world_size)
         self._marks = MediaMarks.read(self.folder.marks)
         self._source = RawSource(
             basic,

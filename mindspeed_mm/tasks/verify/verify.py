@@ -4,7 +4,6 @@ after two steps; accumulated, packed and resumed runs with them. In fp64 on the 
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
-from mindspeed_mm.tasks.verify.progress import VerifyProgress
 from mindspeed_mm.tasks.verify.ranks import run_ranks
 from mindspeed_mm.tasks.verify.setup import VerifyJob, set_up
 from mindspeed_mm.tasks.verify.table import Verification, worst_rows
@@ -62,11 +61,13 @@ def run(
         if fault is not None:
             check_fault(fault, PlannedRun(setup.sizes, kind_of_folder(arguments.model.model_name_or_path)))
         job = VerifyJob(config, setup, Path(name), full=full)
-        progress = VerifyProgress(RUNS, sys.stderr)
+        progress = WorkProgress("runs", total=RUNS)
         try:
-            (reference,) = run_ranks(1, f"{_IN_RANKS}:run_reference", job, progress.heard)
+            (reference,) = run_ranks(1, f"{_IN_RANKS}:run_reference", job, lambda told: progress.advance(bool(told)))
             job = replace(reference.job, fault=fault)
-            found = run_ranks(setup.sizes.world, f"{_IN_RANKS}:run_planned", job, progress.heard)
+            found = run_ranks(
+                setup.sizes.world, f"{_IN_RANKS}:run_planned", job, lambda told: progress.advance(bool(told))
+            )
         finally:
             progress.end()
     return Verification(

@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def told(stream: io.StringIO, clock: list[float], rank: int = 0, world_size: int = 1) -> str:
     """Forty samples, one a second."""
-    progress = WorkProgress(rank, world_size, stream)
+    progress = WorkProgress(stream=stream, rank=rank, world_size=world_size)
     progress.begin(40)
     for _ in range(40):
         clock[0] += 1
@@ -51,3 +51,16 @@ def test_a_terminal_gets_a_bar_that_goes_away(clock: list[float]) -> None:
 def test_rank_0_speaks_of_its_share_and_others_are_silent(clock: list[float]) -> None:
     assert "5/40 samples of rank 0 (of 4)  1.0 samples/s" in told(io.StringIO(), clock, 0, 4)
     assert told(io.StringIO(), clock, 1, 4) == ""
+
+
+def test_slow_work_tells_the_time_of_each(clock: list[float]) -> None:
+    stream = io.StringIO()
+    progress = WorkProgress("runs", stream, total=3)
+    for done in (0, 1, 0, 1):
+        clock[0] += 40
+        progress.advance(done)
+    assert stream.getvalue().splitlines() == [
+        "1/3 runs  00:01:20 each  00:02:40 left",
+        "1/3 runs  00:02:00 each  00:04:00 left",
+        "2/3 runs  00:01:20 each  00:01:20 left",
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -108,7 +107,7 @@ def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedS
             key=f"{_BASIC}.preprocess_on_fly",
             way_out="Leave it true.",
         )
-    progress = WorkProgress(0, 1, sys.stderr)
+    progress = WorkProgress()
     folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin))
     folder.prepare()
     rows = dataset.fingerprint()["hash"]
