@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import click
 import pytest
 from packaging.version import Version
 
+from mindspeed_mm.cli import main
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from tests import architecture
 
@@ -166,12 +168,46 @@ def test_a_long_function_is_found() -> None:
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
-_FRAGMENT = re.compile(r"(Of|Whose|Those|Its|Their)\b")
+_FRAGMENT = re.compile(r"(Of|Whose|Those|Its|Their|Such|Where (its|their))\b")
+_NEIGHBOUR = re.compile(
+    r"\b(next|previous|following|preceding) (key|setting|option|one|two|three)s?\b|\bkeys? (that follow|below|above)\b|"
+    r"\bnext (two|three|four)\b|\bof (its|their) own\b",
+    re.IGNORECASE,
+)
+"""Words that send the reader to the key before or after."""
+_POINTING = re.compile(
+    r"\b(of|in|on|at|by|with|from) (that|such|those|these|it|them)\b|\bwhich (it|they)\b", re.IGNORECASE
+)
+"""In a first clause, where nothing has been named yet, these stand for what the key before is about."""
+
+
+_AUDIENCE = re.compile(r"(Generators|Language models|Qwen3-Omni|(With|For|To) [^:]*): ")
+"""What some texts begin with: `Generators: …`."""
+
+
+def points_elsewhere(text: str) -> bool:
+    """Whether a help text needs the one before or after it."""
+    first_clause = re.split(r"[.;:(]", _AUDIENCE.sub("", text, count=1))[0]
+    return bool(_NEIGHBOUR.search(text) or _POINTING.search(first_clause))
 
 
 def unreadable_help(text: str) -> bool:
-    """Whether a help text cannot be read alone: too short, or a fragment of the sentence that its key would begin."""
-    return len(text.split()) < 5 or bool(_FRAGMENT.match(text))
+    """Whether a help text cannot be read alone: too short, a fragment of the sentence that its key would begin, or one
+    that points at another key."""
+    return len(text.split()) < 5 or bool(_FRAGMENT.match(text)) or points_elsewhere(text)
+
+
+def options_of(command: click.Command, name: str = "mm") -> Iterator[tuple[str, str]]:
+    """(name, help text) of every option of a command and of those below it."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            yield f"{name} {parameter.opts[0]}", parameter.help or ""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for below in command.list_commands(context):
+            found = command.get_command(context, below)
+            assert found is not None
+            yield from options_of(found, f"{name} {below}")
 
 
 def test_every_help_text_can_be_read_alone() -> None:
@@ -179,8 +215,32 @@ def test_every_help_text_can_be_read_alone() -> None:
     assert unreadable == {}
 
 
+def test_every_help_text_of_an_option_can_be_read_alone() -> None:
+    options = dict(options_of(main.cli))
+    assert len(options) > 100
+    assert {name: text for name, text in options.items() if _FRAGMENT.match(text) or points_elsewhere(text)} == {}
+
+
 @pytest.mark.parametrize(
-    "text", ["When.", "The slices.", "Of the weights.", "Whose activations are moved to the host.", ""]
+    "text",
+    [
+        "When.",
+        "The slices.",
+        "Of the weights.",
+        "Whose activations are moved to the host.",
+        "",
+        "Where its log-probabilities come from, in a few words.",
+        "Share of the policy in that mixture (TR-DPO, arXiv:2404.09656).",
+        "Generators: numerator of that weight; null: the largest share of the histogram.",
+        "Distance above 1 at which it is clipped; null: `epsilon`.",
+        "Number of such steps; null: all of them.",
+        "Number of steps by which it moves.",
+        "Factor on it before rewards are summed.",
+        "Settings of its own: arguments of the reward by name.",
+        "Number of passes over the rows. For generators only, like the next key.",
+        "Maximum area. Null, here and in the keys that follow, leaves the choice to the processor.",
+        "Level of detail. The three keys below add to any level.",
+    ],
 )
 def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
     assert unreadable_help(text)

@@ -37,28 +37,52 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("model")
-@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Picture to begin with.")
-@click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="Video to begin with.")
-@click.option("--audio", "audios", multiple=True, type=click.Path(path_type=Path), help="Sound to begin with.")
-@click.option("--system", default="", help="System prompt; default: what the model's chat template puts there.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer. [default: 512; a server's own]")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Picture that is sent with the first message.",
+)
+@click.option(
+    "--video",
+    "videos",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Video that is sent with the first message.",
+)
+@click.option(
+    "--audio",
+    "audios",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Audio file that is sent with the first message.",
+)
+@click.option("--system", default="", help="System prompt; default: that of the model's chat template.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help="Maximum length of an answer in tokens. [default: 512, or the server's]",
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
-    help="Randomness of the answers; 0 always takes the likeliest token. Default: the model's generation_config.json.",
+    help="Sampling temperature; 0 is greedy. Default: that of the model's generation_config.json.",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Only the likeliest tokens that make up this share of the probability; default: generation_config.json.",
+    help="Sample from the most likely tokens whose probabilities add up to this; default: generation_config.json.",
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of each answer; default: another one each time.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of each answer; default: a new one each time.")
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
+    "--config",
+    type=click.Path(path_type=Path),
+    help="YAML whose data section sets the chat template and media sizes; default: the run's.",
 )
-@click.option("--name", default="", help="Of a server's models: the one to talk to; default: the first that it lists.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that a server asks for.")
+@click.option("--name", default="", help="Name of a server's model to talk to; default: the first one listed.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the API key of a server.")
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, once it is complete.")
 def command(
     model: str,

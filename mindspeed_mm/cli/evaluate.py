@@ -100,7 +100,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     help="With --generated: file of torchvision's raft_large, for the motion of clips.",
 )
 @click.option(
-    "--vbench", metavar="A,B", help="With --generated: dimensions that VBench, which must be installed, finds of clips."
+    "--vbench", metavar="A,B", help="With --generated: VBench dimensions to score clips on; VBench must be installed."
 )
 @click.option(
     "--vbench-python",
@@ -135,9 +135,9 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     "harness_options",
     multiple=True,
     metavar="WORD",
-    help="With --harness: a further word of its command line, such as --harness-option=--limit --harness-option=8.",
+    help="With --harness: an argument passed to its command line, such as --harness-option=--limit --harness-option=8.",
 )
-@click.option("--name", metavar="NAME", help="Of a server's models: the one to ask; default: the first that it lists.")
+@click.option("--name", metavar="NAME", help="Name of a server's model to ask; default: the first one listed.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="With the address of a server: file with its key.")
 @click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
@@ -162,8 +162,8 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     help="How answers are compared: exact, whether each is the expected one (the default); wer or cer, the share of "
     "words or characters that are wrong.",
 )
-@click.option("--ignore-case", is_flag=True, help="Small and capital letters are the same.")
-@click.option("--ignore-punctuation", is_flag=True, help="Punctuation does not count.")
+@click.option("--ignore-case", is_flag=True, help="Ignore upper and lower case when answers are compared.")
+@click.option("--ignore-punctuation", is_flag=True, help="Ignore punctuation when answers are compared.")
 @click.option(
     "--judge",
     metavar="URL",

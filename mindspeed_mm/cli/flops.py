@@ -69,7 +69,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
     type=_COUNT,
     default=1,
     show_default=True,
-    help="Number of frames of each; more than one makes it a video.",
+    help="Number of frames of each image or video; with more than one it is a video.",
 )
 @click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of audio in a sample.")
 @click.option("--lora", is_flag=True, help="Train adapters on the default layers and nothing else.")

@@ -84,14 +84,14 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     "images",
     type=PATH,
     multiple=True,
-    help="Image file; may be repeated for a language model, and where several are edited.",
+    help="Image file; may be repeated for language models and for editing models that take several.",
 )
 @click.option(
     "--video",
     "videos",
     type=PATH,
     multiple=True,
-    help="Video file; may be repeated for a language model. Generators: the video that samples begin with.",
+    help="Video file; may be repeated for a language model. Generators: the input video of v2v.",
 )
 @click.option("--audio", "audios", type=PATH, multiple=True, help="Language models: sound file; may be repeated.")
 @click.option(
@@ -121,20 +121,24 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     "--temperature",
     type=click.FloatRange(min=0),
     callback=finite,
-    help="Language models: randomness; 0 always takes the likeliest token. Default of this and of the next three: the "
-    "model's generation_config.json.",
+    help="Language models: sampling temperature; 0 is greedy. Default: that of the model's generation_config.json.",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
     callback=finite,
-    help="Language models: only the likeliest tokens that make up this share of the probability.",
+    help="Language models: sample from the most likely tokens whose probabilities add up to this; default: "
+    "generation_config.json.",
 )
 @click.option(
-    "--top-k", type=click.IntRange(min=0), help="Language models: only so many of the likeliest tokens; 0: all."
+    "--top-k",
+    type=click.IntRange(min=0),
+    help="Language models: sample from the k most likely tokens, 0: all; default: generation_config.json.",
 )
-@click.option("--beams", type=POSITIVE, help="Language models: number of beams that are searched.")
-@click.option("--hide-thoughts", is_flag=True, help="Language models: leave what is thought out of the answers.")
+@click.option(
+    "--beams", type=POSITIVE, help="Language models: number of beams of a beam search; default: generation_config.json."
+)
+@click.option("--hide-thoughts", is_flag=True, help="Language models: remove thoughts from the answers.")
 @click.option("--speak", type=PATH, help="Qwen3-Omni: also speak the answer to --prompt, into this WAV file.")
 @click.option("--speaker", help="Qwen3-Omni: whose voice --speak uses; default: Ethan's.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: file with one prompt per line, or JSON lines.")
@@ -149,29 +153,34 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--size", help="Generators: height and width in pixels, such as 480x832.")
 @click.option("--frames", "num_frames", type=POSITIVE, help="Generators: number of frames of a video.")
 @click.option(
-    "--fps", type=click.FloatRange(min=0, min_open=True), callback=finite, help="Generators: frames per second."
+    "--fps",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    help="Generators: frames per second of video files.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="Seed of what is drawn; each row, prompt and sample has its own of it. Default: 0; generators: the run's.",
+    help="Seed, from which each row, prompt and sample derives its own. Default: 0; generators: the run's.",
 )
-@click.option("--last-image", type=PATH, help="Generators: picture that a video ends with.")
-@click.option("--mask", type=PATH, help="Generators: picture or video that is white where something is to be made.")
-@click.option("--control", type=PATH, help="Generators: video that samples follow.")
+@click.option("--last-image", type=PATH, help="Generators: last frame of a video.")
+@click.option(
+    "--mask", type=PATH, help="Generators: mask, a picture or video that is white where content is generated."
+)
+@click.option("--control", type=PATH, help="Generators: control video (pose, depth, edges) that samples follow.")
 @click.option(
     "--reference",
     "references",
     type=PATH,
     multiple=True,
-    help="Generators: picture of what is to be seen in a video; may be repeated.",
+    help="Generators: picture of a subject that a video should show; may be repeated.",
 )
-@click.option("--task", help="Generators: what to do where the folder allows more than one, such as i2v or flf2v.")
+@click.option("--task", help="Generators: task, if the folder allows more than one, such as i2v or flf2v.")
 @click.option(
     "--strength",
     type=click.FloatRange(min=0, max=1, min_open=True),
     callback=finite,
-    help="Generators: share of the denoising steps that are done on --video.",
+    help="Generators: denoising strength for --video; 1 ignores the video.",
 )
 @click.option("--vae-tiling", is_flag=True, help="Generators: decode large samples tile by tile, in less memory.")
 @click.option("--vae-slicing", is_flag=True, help="Generators: decode one sample of a batch at a time, in less memory.")

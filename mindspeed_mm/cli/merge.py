@@ -21,7 +21,7 @@ PATH = click.Path(path_type=Path)
 @click.command(epilog=EXAMPLES)
 @click.argument("base", metavar="BASE_OR_RUN", type=PATH)
 @click.argument("adapters", metavar="[ADAPTER]...", nargs=-1, type=PATH)
-@click.option("--out", type=PATH, required=True, help="Folder to write.")
+@click.option("--out", type=PATH, required=True, help="Folder to write the merged model to.")
 @click.option(
     "--scale",
     "scales",

@@ -75,7 +75,7 @@ def _trained(method: str, words: tuple[str, ...]) -> int:
 
 @command.command("rollouts")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--number", type=click.IntRange(min=0), help="Which rollout; without it the newest.")
+@click.option("--number", type=click.IntRange(min=0), help="Number of the rollout to show; default: the newest.")
 @click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Number of prompts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
 def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
@@ -98,9 +98,11 @@ def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("rows", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL that is written.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL file to write.")
 @click.option(
-    "--histogram", type=click.Path(path_type=Path), help="Histogram of the scores, for posttrain.dpo.histogram_path."
+    "--histogram",
+    type=click.Path(path_type=Path),
+    help="JSON file to write the histogram of scores to, for posttrain.dpo.histogram_path.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def score(

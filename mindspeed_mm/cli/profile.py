@@ -40,7 +40,7 @@ class Steps(click.ParamType):
 @click.argument("target", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--steps", type=Steps(), help="With a YAML: record steps A to B - 1, then end training.  [default: 3:6]")
-@click.option("--nproc", type=click.IntRange(min=1), help="With a YAML: number of ranks on this host.  [1]")
+@click.option("--nproc", type=click.IntRange(min=1), help="With a YAML: number of ranks on this host.  [default: 1]")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="With a YAML: folder for traces; default: under profiling/."
 )

@@ -17,7 +17,9 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The HTML file; default: report.html in the first run.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="HTML file to write; default: report.html in the first run."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report's path as JSON.")
 def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page about RUNS: curves, accuracy, held-out samples, environment, configuration.

@@ -41,30 +41,50 @@ def limit_options(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
-@click.option("--name", default="", help="What requests call the model; default: the name of its folder.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that requests must bear.")
-@click.option("--media-folder", type=click.Path(path_type=Path), help="Requests may name files below this folder.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--allow-remote-media", "hosts", multiple=True, metavar="HOST", help="Requests may name addresses on this host."
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Answers at a time.")
+@click.option("--name", default="", help="Model name that requests use; default: the name of its folder.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the API key that requests must send.")
+@click.option(
+    "--media-folder", type=click.Path(path_type=Path), help="Folder from which requests may read media files."
+)
+@click.option(
+    "--allow-remote-media",
+    "hosts",
+    multiple=True,
+    metavar="HOST",
+    help="Host from which requests may fetch media; may be repeated.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Number of answers generated at a time.",
+)
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
-    "--adapter", "adapters", multiple=True, metavar="NAME=FOLDER", help="Adapters that requests name as their model."
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Adapters that requests select by their model name.",
 )
 @click.option(
-    "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
+    "--config",
+    type=click.Path(path_type=Path),
+    help="YAML whose data section sets the chat template and media sizes; default: the run's.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["own", "batches", "continuous", "vllm", "sglang"]),
     default="own",
     show_default=True,
-    help="Who answers. own: this package, by continuous batching where a model of text alone runs on an accelerator, "
-    "else by batches, which take every model and are faster on a CPU; batches, continuous: always so; vllm and sglang "
-    "must be installed.",
+    help="Engine that answers. own: this package, by continuous batching where a text-only model runs on an "
+    "accelerator, else by batches, which take every model and are faster on a CPU; batches, continuous: always this "
+    "way; vllm and sglang must be installed.",
 )
 @click.option(
     "--plan",
@@ -72,7 +92,10 @@ def limit_options(command: Callable[..., int]) -> Callable[..., int]:
     help="YAML whose 'parallel' section spreads a model that is too large for one device over the processes.",
 )
 @click.option(
-    "--nproc", type=click.IntRange(min=1), default=1, help="Processes on this host that a model is spread over."
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Number of processes on this host that the model is spread over.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 @limit_options

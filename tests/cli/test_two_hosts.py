@@ -104,7 +104,7 @@ def test_two_hosts_train_like_one(hosts: TwoHosts, yaml: Path, tmp_path: Path) -
     assert (code, code_b) == (0, 0), said + said_b
     assert "cpu × 2" in out
     assert "host host-a: gloo uses wire0 (10.77.0.1)" in said
-    assert "host host-b: gloo uses wire1 (10.77.0.2), which leads to 10.77.0.1" in said_b
+    assert "host host-b: gloo uses wire1 (10.77.0.2), the interface that reaches 10.77.0.1" in said_b
     check_equal_to_one_host(yaml, tmp_path / "save", 4)
 
 

@@ -151,7 +151,7 @@ def test_pictures_that_nothing_stands_in_for_are_refused_beside_text(
     for said in run_ranks(2, refused_steps, str(yaml), words, timeout_s=120):
         assert "some micro-batches of this step have pixel_values and some have none" in said
     hide_towers(monkeypatch)
-    warned = "LlavaForConditionalGeneration: nothing is known that stands in for pixel_values"
+    warned = "LlavaForConditionalGeneration: no placeholder input is known for pixel_values"
     assert warned in mm("check", yaml, "--nproc", "2").out
     assert warned not in mm("check", yaml, "--nproc", "1").out
 

@@ -291,10 +291,16 @@ def test_what_cannot_be_measured_of_clips_is_said(clips: Path, tmp_path: Path) -
     for words, message in (
         ([tmp_path / "short", "--generated"], "fewer than three frames"),
         ([clips, "--generated", "--reference", tmp_path], "8 frames of 48×32 pixels, and"),
-        ([clips, "--generated", "--lpips", tmp_path / "x.pth"], "measures pairs, and there are none"),
+        (
+            [clips, "--generated", "--lpips", tmp_path / "x.pth"],
+            "needs generated and real pictures of the same names, but there are none",
+        ),
         ([clips, "--generated", "--dino", clips], "holds no vision transformer of DINO's kind"),
         ([clips, "--generated", "--vbench-python", "python"], "no dimensions are given"),
-        ([pictures, "--generated", "--vbench", "temporal_flickering"], "measures clips, and there are none"),
+        (
+            [pictures, "--generated", "--vbench", "temporal_flickering"],
+            "needs video clips, but the samples contain none",
+        ),
     ):
         said = mm("evaluate", *words, "--out", tmp_path / "out")
         assert said.code in (2, 4) and message in said.err, said.err

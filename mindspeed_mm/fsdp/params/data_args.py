@@ -56,7 +56,7 @@ class DatasetAttr(Section):
     images: str | None = None
     """Column that holds the images. Not given: `images` or `image`, whichever the row has."""
     videos: str | None = None
-    """Column that holds the videos; a video may be a list of its frames. Not given: `videos` or `video`."""
+    """Column that holds the videos; a video may also be a list of its frames. Not given: `videos` or `video`."""
     audios: str | None = None
     """Column that holds the audio files. Not given: `audios` or `audio`."""
     tools: str | None = None
@@ -103,16 +103,16 @@ class DataEntry(Section):
     max_samples: Positive | None = None
     """Maximum number of rows taken from this dataset; null: all."""
     repeats: Positive | None = None
-    """Number of times that an epoch reads each row of this dataset; null: once, and of a folder named `10_dog` ten
-    times. Data of generators only, like the next key."""
+    """Number of times that an epoch reads each row of this dataset; null: once, but ten times for a folder named
+    `10_dog`. For generators only."""
     prior: Flag = False
-    """Use this dataset to preserve the prior (DreamBooth): its samples are a loss term of their own, weighted by
-    `training.diffusion.prior_loss_weight`. Data of generators only."""
+    """Use this dataset for prior preservation (DreamBooth): its samples form a separate loss term, weighted by
+    `training.diffusion.prior_loss_weight`. For generators only."""
     companions: dict[str, PathText] | None = None
-    """Folders of further media of this dataset, by the column that they stand for (`{source: before, mask: masks}`):
-    the file of a medium has its name, with any ending. Data of generators only."""
+    """Folders of further media of this dataset, by the column that they provide (`{source: before, mask: masks}`): each
+    file has the name of the medium that it belongs to, with any extension. For generators only."""
     sizes: dict[str, Any] | None = None
-    """Sizes of this dataset's media, in place of those of `preprocess_parameters`: `height` and `width`, `buckets` or
+    """Sizes of this dataset's media, overriding those of `preprocess_parameters`: `height` and `width`, `buckets` or
     `max_pixels`, and `num_frames`."""
 
 
@@ -135,7 +135,7 @@ class MixPlan(Section):
     weights: dict[str, Annotated[Number, Field(ge=0)]] = Field(default_factory=dict)
     """Sampling weight of each dataset, under its name as written in `dataset`."""
     by: Literal["samples", "tokens"] = "samples"
-    """Unit in which the weights are counted: samples or tokens."""
+    """Unit in which `mix.weights` are counted: samples or tokens."""
 
 
 class BasicParameters(OpenSection):
@@ -196,14 +196,15 @@ class BasicParameters(OpenSection):
     async_preprocess_buffer_size: Positive | None = None
     """Number of samples that `async_preprocess` keeps ready; null: `prefetch_factor` micro-batches."""
     stage: Literal["sft", "pretrain", "rm", "prompt"] = "sft"
-    """Training stage that the rows are for; `pretrain` trains on all of their text, `rm` on preference pairs; of
-    `prompt` rows, which `posttrain.method: grpo` makes of all others, the model answers the last turn itself."""
+    """Training stage that the rows are for. `sft`: answers are trained on; `pretrain`: all of the text; `rm`:
+    preference pairs; `prompt`: the model answers the last turn itself (set by `posttrain.method: grpo`)."""
     mix: MixPlan | None = None
     """Proportions in which several datasets are sampled."""
     truncation: Literal["drop", "shrink", "error"] = "drop"
-    """Handling of samples longer than `cutoff_len`: leave them out, remove whole turns, or stop."""
+    """What to do with samples longer than `cutoff_len`: leave them out (`drop`), remove whole turns (`shrink`), or stop
+    (`error`)."""
     on_bad_sample: Literal["error", "skip"] = "error"
-    """Handling of a sample that cannot be read: stop, or skip it."""
+    """What to do with a sample that cannot be read: stop, or skip it."""
     max_bad_fraction: Ratio = 0.001
     """Share of samples that may be skipped before the run stops."""
     allow_remote_media: Flag = False
@@ -227,15 +228,13 @@ class PreprocessParameters(OpenSection):
     split_special_tokens: Flag = False
     """Treat special tokens in the text as plain text."""
     image_max_pixels: Positive | None = None
-    """Maximum area of an image in pixels; larger ones are shrunk. Null, here and in the keys that follow, leaves the
-    choice to the processor in the model's folder; a value given here also applies to inference, evaluation and the
-    exported folder."""
+    """Maximum area of an image in pixels; larger ones are shrunk. Null: the processor's limit."""
     image_min_pixels: Natural | None = None
-    """Minimum area of an image in pixels; smaller ones are enlarged."""
+    """Minimum area of an image in pixels; smaller ones are enlarged. Null: the processor's limit."""
     video_max_pixels: Positive | None = None
-    """Maximum area of a video frame in pixels; larger ones are shrunk."""
+    """Maximum area of a video frame in pixels; larger ones are shrunk. Null: the processor's limit."""
     video_min_pixels: Natural | None = None
-    """Minimum area of a video frame in pixels; smaller ones are enlarged."""
+    """Minimum area of a video frame in pixels; smaller ones are enlarged. Null: the processor's limit."""
     video_fps: Annotated[Number, Field(gt=0)] | None = None
     """Frames sampled per second of video; null: the rate of the folder's processor, or 2 where it would take every
     frame."""
@@ -243,9 +242,10 @@ class PreprocessParameters(OpenSection):
     """Maximum number of frames of a video; null: the limit of the folder's processor, or 128 where it would take every
     frame."""
     image_do_pan_and_scan: Flag | None = None
-    """Crop wide images as well (Gemma3's pan and scan)."""
+    """Also show the model crops of elongated images (Gemma3's pan and scan); null: as the processor's configuration
+    says."""
     crop_to_patches: Flag | None = None
-    """Cut each image into tiles, as InternVL does."""
+    """Cut each image into tiles, as InternVL does; null: as the processor's configuration says."""
     use_audio_in_video: Flag = False
     """Feed the sound of videos to the model, interleaved with their frames; a video without sound is then a bad
     sample."""
@@ -273,7 +273,8 @@ class DatasetParam(OpenSection):
     basic_parameters: BasicParameters = Field(default_factory=BasicParameters)
     """Settings that choose the rows and turn them into token ids."""
     preprocess_parameters: PreprocessParameters = Field(default_factory=PreprocessParameters)
-    """Settings of the processor and the sizes of media."""
+    """Settings of the processor and the sizes of media. Sizes given here also apply to inference, evaluation and the
+    exported folder."""
 
 
 class CollateParam(Section):
@@ -284,8 +285,8 @@ class CollateParam(Section):
     ignore_pad_token_for_loss: Flag = False
     """Accepted from older files and ignored: padding is never trained on."""
     pad_to_multiple_of: Positive | None = None
-    """Number of tokens that the length of padded rows is a multiple of; null: 8 on accelerators, whose kernels run
-    faster with it, and 1 on a CPU."""
+    """Padded rows are lengthened to a multiple of this many tokens; null: 8 on accelerators, whose kernels run faster
+    with it, and 1 on a CPU."""
 
 
 class DataloaderParam(Section):
@@ -316,14 +317,14 @@ class DataloaderParam(Section):
     """Maximum encoder work in a micro-batch (vision patches, audio frames), where micro-batches are filled by size;
     null: no limit."""
     shuffle_window: Positive = 10_000
-    """Number of streamed rows held in the buffer that they are shuffled in."""
+    """Number of streamed rows in the shuffle buffer."""
     num_workers: Natural = 2
-    """Number of processes that prepare batches; 0: the trainer prepares them itself."""
+    """Number of worker processes that prepare batches; 0: the training process prepares them itself."""
     prefetch_factor: Positive | None = None
-    """Number of batches that each process keeps ready; null: 2."""
+    """Number of batches that each worker process keeps ready; null: 2."""
     timeout: Seconds = 600.0
-    """Longest wait for a micro-batch, in seconds. A process that hangs longer ends the run, and the error names its
-    samples."""
+    """Longest wait for a micro-batch, in seconds. A worker process that hangs longer ends the run, and the error names
+    its samples."""
     enable_preload: Flag = False
     """Copy the next batch to the device while the current one is trained on."""
     collate_param: CollateParam = Field(default_factory=CollateParam)
@@ -336,7 +337,7 @@ class DataArguments(Section):
     dataset_param: DatasetParam = Field(default_factory=DatasetParam)
     """Settings of the training data."""
     val_dataset_param: DatasetParam | None = None
-    """Settings of the validation data, where it is read differently; null: those of the training data."""
+    """Settings of the validation data, if it is read differently; null: those of the training data."""
     dataloader_param: DataloaderParam = Field(default_factory=DataloaderParam)
     """Settings of the loader: order, worker processes and batches."""
 

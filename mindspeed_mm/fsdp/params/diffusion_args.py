@@ -53,11 +53,12 @@ class DiffusionArguments(Section):
     logit_std: Above0 = 1.0
     """Standard deviation of the logit of the noise level (`timestep_density: logit_normal`)."""
     mode_scale: Annotated[Number, Field(ge=-1, le=1.7519)] = 1.29
-    """Scale of the `mode` density: above 0 it favours middle noise levels, below 0 the two ends."""
+    """Scale of `timestep_density: mode`: above 0 it favours middle noise levels, below 0 the two ends."""
     beta_alpha: Above0 = 1.5
-    """First parameter of the `beta` density; above the second, noisy levels are drawn more often."""
+    """Parameter α of the beta distribution of `timestep_density: beta`; above `beta_beta`, noisy levels are drawn more
+    often."""
     beta_beta: Above0 = 1.0
-    """Second parameter of the `beta` density."""
+    """Parameter β of the beta distribution of `timestep_density: beta`."""
     shift: Annotated[float | Literal["resolution"] | None, BeforeValidator(_shift)] = None
     """Shift s of the noise level: σ ← s σ / (1 + (s − 1) σ). A number; `resolution`: s grows with the number of tokens
     of a sample, as the folder's scheduler says; null: what the folder's scheduler does when it generates."""
@@ -67,29 +68,28 @@ class DiffusionArguments(Section):
     """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; cosmap: Esser et al. 2024; bell: a Gaussian
     around the middle with mean 1."""
     caption_dropout: Ratio = 0.0
-    """Share of samples that are trained with an empty caption, so that classifier-free guidance works without a second
-    model."""
+    """Share of samples trained with an empty caption, which makes classifier-free guidance possible."""
     prior_loss_weight: Annotated[Number, Field(ge=0)] | None = None
-    """Weight of the mean loss of samples that preserve the prior (`prior: true` of an entry of `dataset`) beside the
-    mean loss of the others, as in DreamBooth (Ruiz et al. 2022, equation 2); null: there are no such samples."""
+    """Weight of the prior-preservation loss, the mean over samples of datasets with `prior: true`, beside the mean loss
+    of the others (DreamBooth, Ruiz et al. 2022, equation 2); null: no dataset has `prior: true`."""
     guidance: Annotated[Number, Field(ge=0)] = 3.5
-    """Guidance scale given to models that take one as an input (FLUX.1-dev)."""
+    """Guidance scale passed to models that take it as an input (FLUX.1-dev)."""
 
 
 class EmaArguments(Section):
     """An exponential moving average of the weights that are trained."""
 
     enable: Flag = False
-    """Keep the average, sharded like the weights; it is saved, resumed and exported."""
+    """Keep a moving average of the weights, sharded like them; it is saved, resumed and exported."""
     decay: Annotated[Number, Field(gt=0, lt=1)] = 0.999
     """Share of the previous average that is kept at each update."""
     warmup: Flag = True
     """Let the decay grow as (1 + n) / (10 + n) with the number of steps n until it reaches `decay`."""
     interval: Positive = 1
-    """Number of steps between two updates; the decay of an update is raised to this power, so that it stands for all of
-    them."""
+    """Number of steps between updates of the average; the decay is raised to this power, so that the average looks back
+    over as many steps whatever the interval is."""
     use_for_evaluation: Flag = True
-    """Use the average for validation and samples."""
+    """Use the averaged weights for validation and samples."""
 
 
 class SamplingArguments(Section):
@@ -106,7 +106,8 @@ class SamplingArguments(Section):
     guidance_scale: Annotated[Number, Field(ge=0)] = 4.0
     """Scale of classifier-free guidance; 1 switches it off."""
     strength: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """Share of the denoising steps that are done where a video is begun with (v2v): 1 leaves nothing of it."""
+    """Denoising strength for v2v: the share of the denoising steps that are run on the input video; 1 ignores the input
+    video."""
     negative_prompt: str = ""
     """Prompt that guidance steers away from."""
     height: Positive | None = None

@@ -16,8 +16,8 @@ class EvaluateArguments(Section):
     """Evaluation by generation while training, the best checkpoint, and early stopping."""
 
     interval: Natural = 0
-    """Number of steps between evaluations, in which the model answers held-out questions; 0: none. One also follows the
-    last step."""
+    """Number of steps between evaluations, in which the model answers held-out questions; 0: none. An evaluation also
+    follows the last step."""
     data: PathText | None = None
     """File of the questions and their answers, in a format that `mm evaluate --data` takes."""
     media_dir: PathText | None = None
@@ -32,7 +32,7 @@ class EvaluateArguments(Section):
     """How answers are compared with the expected ones. exact: whether each is the expected one (`eval_accuracy`); wer
     or cer: the share of words or characters that are wrong (`eval_wer`, `eval_cer`)."""
     ignore_case: Flag = False
-    """Treat small and capital letters as the same."""
+    """Ignore upper and lower case when answers are compared."""
     ignore_punctuation: Flag = False
     """Compare answers without their punctuation."""
     best_metric: str | None = None
@@ -40,7 +40,7 @@ class EvaluateArguments(Section):
     or another number of the validation, `eval_accuracy`, `eval_wer` or `eval_cer`, or one task's, e.g.
     `eval_accuracy/reading`; null: none. Accuracies should rise, everything else should fall."""
     min_delta: Annotated[Number, Field(ge=0)] = 0.0
-    """By how much the best metric must be beaten for a checkpoint to be the new best one."""
+    """Smallest improvement over the best value that makes a checkpoint the new best one."""
     patience: Positive | None = None
     """Number of measurements in a row that are not better than the best one, after which training stops; null: it does
     not stop."""

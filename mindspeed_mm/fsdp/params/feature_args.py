@@ -43,7 +43,7 @@ class LossConfig(Section):
     mean of each sample's own mean. `raw`: the model's own loss, taken as the mean over the label tokens of a
     micro-batch, which is weighted by their number; a model that accepts this number (`num_items_in_batch`) is given it.
     `dict`: losses that the model returns by name. Not given: `default` for transformers' language models, `raw` for
-    models that return a loss of their own; of generators both are the loss of denoising."""
+    models that return their own loss; for generators, both are the denoising loss."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss of the router in mixture-of-experts models."""
     router_aux_loss_offload: Flag = False
@@ -51,22 +51,21 @@ class LossConfig(Section):
     the host until then."""
     z_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting (PaLM,
-    arXiv:2204.02311: 1e-4). It has the denominator of the loss and a column of its own in the log."""
+    arXiv:2204.02311: 1e-4). It is divided by the same number as the loss, and logged separately."""
 
 
 class ChunkLossPlan(Section):
     """The output head and the loss computed in slices of tokens, so that the logits are never whole."""
 
     apply_module: str = "lm_head"
-    """Name of the output head's module, or the end of that name."""
+    """Name of the output head's module, or the last part of the name."""
     chunk_size: Positive | None = 1024
-    """Number of label tokens in a slice (`enable_chunk_loss`); null: the default. The logits of one slice are in memory
-    at a time."""
+    """Number of label tokens in a slice (`enable_chunk_loss`); null: 1024. The logits of one slice are in memory at a
+    time."""
     total_chunk_size: Positive | None = 4096
-    """Maximum number of label tokens whose logits are in memory at once (`enable_dynamic_chunk_loss`); null: the
-    default. A micro-batch with n of them is computed in s = ceil(n / total_chunk_size) slices of ceil(n / s) tokens: as
-    few slices as possible, of equal size. The sizes depend on nothing else, so a run gives the same numbers on every
-    device."""
+    """Maximum number of label tokens whose logits are in memory at once (`enable_dynamic_chunk_loss`); null: 4096. A
+    micro-batch with n of them is computed in s = ceil(n / total_chunk_size) slices of ceil(n / s) tokens: as few slices
+    as possible, of equal size. The sizes depend on nothing else, so a run gives the same numbers on every device."""
 
 
 class ActivationOffloadPlan(Section):
@@ -118,8 +117,8 @@ class CompilePlan(Section):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     """Optimisation goal of inductor; the two modes with CUDA graphs need inputs of one shape."""
     dynamic: Flag | None = None
-    """Whether kernels take sizes as variables. Null: those sizes that are seen to change; false: a new size is compiled
-    again."""
+    """Whether kernels take sizes as variables. Null: sizes that are seen to change; false: blocks are compiled again
+    for each new size."""
 
 
 class FeatureArguments(Section):
@@ -128,7 +127,7 @@ class FeatureArguments(Section):
     recompute: Flag = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_plan: RecomputePlan = Field(default_factory=RecomputePlan)
-    """The modules that are recomputed, and how much of them."""
+    """The modules that are recomputed, wholly or in part."""
     loss_cfg: LossConfig = Field(default_factory=LossConfig)
     """The type of the loss and the weights of its auxiliary terms."""
     enable_chunk_loss: Flag = False
@@ -145,7 +144,8 @@ class FeatureArguments(Section):
     """The modules whose activations are moved to the host."""
     enable_weight_offload: Flag = False
     """Keep the frozen weights of blocks on the host, and bring each block's to the device while the one before it
-    computes: the device holds those of two blocks at a time. For adapters, with `recompute`."""
+    computes: the device holds those of two blocks at a time. For the training of adapters, together with
+    `recompute`."""
     weight_offload_plan: WeightOffloadPlan = Field(default_factory=WeightOffloadPlan)
     """The modules whose frozen weights wait on the host."""
     enable_gradient_offload: Flag = False

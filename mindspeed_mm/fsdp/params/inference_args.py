@@ -18,11 +18,11 @@ class Generation(Section):
     do_sample: Flag = False
     """Sample tokens instead of taking the most likely one."""
     temperature: Annotated[Number, Field(gt=0)] | None = None
-    """Divisor of the logits before a token is sampled."""
+    """Sampling temperature, by which logits are divided."""
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     """Sample from the most likely tokens whose probabilities sum to this."""
     top_k: Positive | None = None
-    """Sample from this many of the most likely tokens."""
+    """Sample from the k most likely tokens."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
     """Penalty on tokens that have already appeared; values above 1 discourage repetition."""
     use_cache: Flag = True

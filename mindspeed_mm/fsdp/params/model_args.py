@@ -64,8 +64,8 @@ class ModelArguments(OpenSection):
     text_encoder_path: PathText | None = None
     """Folder of the text encoder of a generative model."""
     task: str | None = None
-    """What a generative model is trained for, where its folder allows more than one: `t2v` or `v2v`, `i2v` or `flf2v` …
-    Null: the first that the folder's pipeline is for."""
+    """Task that a generative model is trained for, if its folder allows more than one: `t2v` or `v2v`, `i2v` or `flf2v`
+    … Null: the first task of the folder's pipeline."""
     vae_tiling: Flag = False
     """Let the VAE of a generative model encode and decode large pictures and clips tile by tile, which takes less
     memory. Latents and pixels differ a little where tiles meet."""

@@ -96,7 +96,8 @@ class PpPlan(Section):
     """Number of model chunks on a rank, with interleaved1f1b."""
     micro_batches: Positive | None = None
     """Number of micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a
-    step. A divisor of that makes several rounds: less memory under gpipe, more idle time of ranks."""
+    step. A divisor of `gradient_accumulation_steps` makes several rounds: less memory under gpipe, more idle time of
+    ranks."""
 
 
 class EpPlan(Section):
@@ -167,7 +168,7 @@ class ParallelArguments(Section):
     """Number of ranks over which the experts of a layer are distributed."""
     expert_fully_shard_parallel_size: Positive | None = None
     """Number of ranks that shard the parameters of one expert group; null: sharding group / `expert_parallel_size`. Has
-    no effect where that is 1."""
+    no effect where `expert_parallel_size` is 1."""
     ep_plan: EpPlan = Field(default_factory=EpPlan)
     """The modules that expert parallelism distributes, and how tokens reach them."""
     encoder_plan: EncoderPlan = Field(default_factory=EncoderPlan)

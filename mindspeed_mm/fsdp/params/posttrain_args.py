@@ -66,22 +66,23 @@ def _old_decay(value: Any) -> Any:
 
 
 class ReferenceArguments(Section):
-    """The policy that the trained one is compared with."""
+    """The reference policy, which the trained one is compared with."""
 
     kind: Literal["auto", "adapters_off", "frozen", "stored"] = "auto"
-    """Where its log-probabilities come from. `adapters_off`: the trained model with its adapters switched off, at the
-    cost of one forward pass. `frozen`: a second model, sharded as the first and never trained. `stored`: computed once
-    by `mm posttrain reference` and read back. `auto`: stored where the model is cut into pipeline stages, else
-    adapters_off where adapters leave the base model alone, else frozen."""
+    """Source of the reference log-probabilities. `adapters_off`: the trained model with its adapters switched off, at
+    the cost of one forward pass. `frozen`: a second model, sharded like the first and never trained. `stored`: computed
+    once by `mm posttrain reference` and read back. `auto`: stored where the model is cut into pipeline stages, else
+    adapters_off where adapters leave the base model unchanged, else frozen."""
     model_name_or_path: PathText | None = None
-    """Folder of the reference (`kind: frozen`); null: that of the model itself."""
+    """Folder of the reference model (`kind: frozen`); null: the weights that training starts from."""
     path: PathText | None = None
     """File of stored log-probabilities (`kind: stored`); null: `reference.safetensors` in training.save."""
     sync_steps: Natural = 0
-    """Number of steps after which the reference becomes a mixture of itself and of the policy (`kind: frozen`); 0:
-    never."""
+    """Number of optimizer steps between updates of the reference, which mix the current policy into it (TR-DPO, `kind:
+    frozen`); 0: never updated."""
     mixup_alpha: Ratio = 0.6
-    """Share of the policy in that mixture (TR-DPO, arXiv:2404.09656)."""
+    """Weight of the current policy when the reference is updated every `sync_steps` steps (TR-DPO, arXiv:2404.09656);
+    the old reference keeps the rest."""
 
 
 class DpoArguments(Section):
@@ -89,7 +90,8 @@ class DpoArguments(Section):
     chosen one relative to the reference minus that of the rejected one."""
 
     beta: Above0 | None = None
-    """Strength of the tie to the reference. Null: 0.1 for language models, 2000 for generators."""
+    """Factor β of the pair losses; with a reference, larger values keep the policy closer to it. Null: 0.1 for language
+    models, 2000 for generators."""
     loss_type: Annotated[tuple[str, ...], BeforeValidator(_loss_types)] = ("sigmoid",)
     """One loss, or several that are added: sigmoid (DPO), hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard,
     apo_zero, apo_down, sigmoid_norm, discopop, sft; and simpo and orpo, which need no reference."""
@@ -101,21 +103,24 @@ class DpoArguments(Section):
     """Weight of the cross-entropy of the chosen answers beside the other losses (RPO, arXiv:2404.19733). It keeps the
     probability of chosen answers from falling together with that of rejected ones."""
     ld_alpha: Ratio | None = None
-    """Weight of the tokens of the longer answer behind the length of the shorter one (LD-DPO, arXiv:2409.06411), in
-    the losses, rewards/* and kl/reference; null: all tokens count alike."""
+    """Weight of the tokens by which one answer of a pair is longer than the other (LD-DPO, arXiv:2409.06411), in the
+    losses, rewards/* and kl/reference; null: all tokens count alike."""
     simpo_gamma: NotNegative = 0.5
-    """Margin by which a chosen answer is to win (`simpo`, arXiv:2405.14734)."""
+    """Target margin between the chosen and the rejected answer (`loss_type: simpo`, arXiv:2405.14734)."""
     discopop_tau: Above0 = 0.05
-    """Temperature of the blend of the two losses in `discopop` (arXiv:2406.08414)."""
+    """Temperature that blends the two losses of `loss_type: discopop` (arXiv:2406.08414)."""
     timestep_weight: Literal["constant", "sigma"] = "constant"
     """Generators: weight of a pair by its noise level σ. `constant`: beta; `sigma`: 0.2 · beta · 1000 σ, as older
     trainers multiply it."""
     weight_alpha: NotNegative = 0.0
-    """Generators: exponent of the weight of a pair by how rare the scores of its two sides are; 0: all count alike."""
+    """Generators: exponent α of a pair's rarity weight (β / √(p_chosen p_rejected))^α, where p is the share of all
+    scores in the histogram bin of a side's score; 0: all pairs count alike."""
     weight_beta: Above0 | None = None
-    """Generators: numerator of that weight; null: the largest share of the histogram."""
+    """Generators: numerator β of a pair's rarity weight (α is `weight_alpha`); null: the largest share of a histogram
+    bin."""
     histogram_path: PathText | None = None
-    """Generators: JSON file of the histogram of all scores, an object with the lists `bin_edges` and `counts`."""
+    """Generators: JSON file with the histogram of all scores, for `weight_alpha`: an object with the lists `bin_edges`
+    and `counts`."""
 
 
 class GrpoArguments(Section):
@@ -125,71 +130,82 @@ class GrpoArguments(Section):
     num_generations: Positive = 8
     """Number of samples of each prompt, which form a group."""
     beta: NotNegative = 0.0
-    """Weight of the divergence from the reference; 0: no reference is needed."""
+    """Weight of the KL divergence from the reference policy; 0: no reference is needed."""
     epsilon: Above0 = 0.2
-    """Distance below 1 at which the ratio of probabilities is clipped."""
+    """Lower clip range: ratios of new to old probability below 1 minus this are clipped (not with `loss_type: cispo` or
+    `sapo`)."""
     epsilon_high: Above0 | None = None
-    """Distance above 1 at which it is clipped (DAPO, arXiv:2503.14476); null: `epsilon`."""
+    """Upper clip range: ratios of new to old probability above 1 plus this are clipped (DAPO, arXiv:2503.14476); with
+    `loss_type: cispo`, ratios above the value itself. Null: the value of `epsilon`."""
     delta: Above0 | None = None
-    """Upper bound of the ratio where the advantage is negative; null: none."""
+    """Upper bound of the ratio of new to old probability where the advantage is negative (two-sided clipping); null:
+    none."""
     loss_type: Literal["dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo", "luspo"] = "dapo"
-    """Which loss is summed and what it is divided by: `dapo`, `bnpo`: tokens of the step; `grpo`, `luspo`: sequences;
-    `dr_grpo`: sequences times `rollout.max_completion_length`."""
+    """Form and normalisation of the loss: divided by the tokens of the step (`dapo`, `bnpo`, `cispo`), by the sequences
+    (`grpo` and `sapo`, each a mean over its tokens; `luspo`, a sum), or by the sequences times
+    `rollout.max_completion_length` (`dr_grpo`). `cispo` clips the weight of a token instead of its objective; `sapo`
+    has a soft gate instead of the clip."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether ratios are of tokens, or of the mean over a sequence (GSPO, arXiv:2507.18071)."""
+    """Level at which ratios of new to old probability are taken: each token, or the geometric mean over a sequence
+    (GSPO, arXiv:2507.18071)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What advantages are divided by: the standard deviation of the group or of the whole step, or nothing."""
+    """Standard deviation that advantages are divided by: that of the group, that of the whole rollout (`batch`), or
+    none. Has no effect with `multi_objective_aggregation: normalize_then_sum`."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """How several rewards become one advantage."""
+    """Order in which several rewards become one advantage: sum them and normalise the sum, or normalise each and sum
+    the results."""
     num_iterations: Positive = 1
-    """Number of times that a step's samples are trained on."""
+    """Number of passes over the samples of each rollout."""
     steps_per_generation: Positive = 1
-    """Number of optimizer steps that the samples of one generation are spread over."""
+    """Number of optimizer steps that the samples of one rollout are divided into."""
     mask_truncated_completions: Flag = False
-    """Leave answers that were cut at the length limit out of the loss."""
+    """Exclude answers that reached the length limit from the loss."""
     entropy_coef: Number = 0.0
-    """Weight of the entropy of the policy, which is maximised."""
+    """Weight of an entropy bonus, which keeps the policy from collapsing onto few answers."""
     use_bias_correction_kl: Flag = True
-    """Multiply the estimate of the divergence by the ratio of probabilities."""
+    """Multiply the KL estimate by the ratio of new to old probability, which makes it unbiased for samples of an older
+    policy."""
     clip_range: Above0 = 1e-4
-    """Generators: distance from 1 at which the ratio is clipped."""
+    """Generators: clip range; ratios of new to old probability outside 1 ± this are clipped."""
     adv_clip_max: Above0 = 5.0
-    """Generators: largest magnitude of an advantage."""
+    """Generators: advantages are clipped to ± this value."""
     ratio_norm: Flag = False
-    """Generators: centre and scale the ratio of each step (GRPO-Guard, arXiv:2510.22319)."""
+    """Generators: centre and scale the probability ratio of each denoising step (GRPO-Guard, arXiv:2510.22319)."""
 
 
 class WindowArguments(Section):
-    """Generators: the steps of a trajectory that are random and trained (MixGRPO, arXiv:2507.21802)."""
+    """Generators: the window of denoising steps that draw noise and are trained (MixGRPO, arXiv:2507.21802)."""
 
     size: Positive | None = None
-    """Number of such steps; null: all of them."""
+    """Number of denoising steps in the trained window; null: all steps."""
     order: Literal["progressive", "random"] = "progressive"
-    """How the window moves: forwards through the trajectory, or at random."""
+    """Direction in which the trained window moves: `progressive`, from the first denoising steps towards the last;
+    `random`, to a random place."""
     iterations: Positive = 25
-    """Number of optimizer steps after which it moves."""
+    """Number of rollouts between moves of the trained window."""
     stride: Positive = 1
-    """Number of steps by which it moves."""
+    """Number of denoising steps by which the trained window moves (`order: progressive`)."""
     roll_back: Flag = True
-    """Start again at the first step when the end is reached; false: stay there."""
+    """Return the trained window to the first denoising step once it has reached the end; false: leave it there."""
 
 
 class FlowArguments(Section):
     """Generators: how trajectories are sampled and trained (Flow-GRPO, arXiv:2505.05470)."""
 
     sde: Literal["flow", "dance", "cps"] = "flow"
-    """How noise is added: `flow` (arXiv:2505.05470), `dance` (arXiv:2505.07818) or `cps` (arXiv:2509.05952)."""
+    """SDE sampler that draws trajectories: `flow` (arXiv:2505.05470), `dance` (arXiv:2505.07818) or `cps`
+    (arXiv:2509.05952)."""
     noise_level: NotNegative = 0.7
-    """Amount of that noise; 0 is the ordinary sampler."""
+    """Scale of the SDE sampler's noise; 0: the deterministic ODE sampler."""
     num_inference_steps: Positive = 10
-    """Number of steps of a trajectory."""
+    """Number of denoising steps in a trajectory."""
     guidance_scale: Annotated[Number, Field(ge=1)] = 1.0
-    """Scale of classifier-free guidance, by an empty prompt, in sampling and in the ratios that are trained; above 1
-    each step costs two passes. `grpo` only."""
+    """Scale of classifier-free guidance with an empty prompt, in sampling and in the trained probability ratios; above
+    1 each step costs two forward passes. `grpo` only."""
     timestep_fraction: Annotated[Ratio, Field(gt=0)] = 1.0
-    """Share of the steps that are trained."""
+    """Share of the denoising steps that are trained; with a window, of the steps in it."""
     window: WindowArguments = Field(default_factory=WindowArguments)
-    """The steps that are random and trained."""
+    """The window of denoising steps that draw noise and are trained."""
     same_noise: Flag = False
     """Start all samples of a prompt from the same noise."""
 
@@ -198,71 +214,73 @@ class NftArguments(Section):
     """Generators: negative-aware fine-tuning of the forward process (DiffusionNFT, arXiv:2509.16117)."""
 
     beta: Above0 = 1.0
-    """Distance of the two implicit policies from the old one."""
+    """Distance of the implicit positive and negative policies from the sampling policy: v_old ± β (v − v_old)."""
     kl: NotNegative = 1e-4
-    """Weight of the distance from the reference."""
+    """Weight of the squared distance between the predictions of the policy and of the reference; 0: no reference is
+    needed."""
     old_decay: Annotated[float | Literal["linear"], BeforeValidator(_old_decay)] = "linear"
-    """The policy that draws samples is an older one, of which this share remains whenever the samples of a rollout are
-    used up: a number, or `linear`: min(0.001 · step, 0.5). 0: the policy itself draws them, without a second copy of
-    what is trained."""
+    """Decay of the sampling policy, an exponential moving average of the trained one, updated after each rollout: a
+    number, or `linear`: min(0.001 · optimizer step, 0.5). 0: the trained policy itself draws the samples, without a
+    second copy of the trained weights."""
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """Which samples count, by the sign of their advantages; `all` uses all of them."""
+    """Advantages that are used: `all`; only those above 0 (`positive_only`) or below 0 (`negative_only`), others being
+    0; 1 where above 0, else 0 (`one_only`); or their signs (`binary`)."""
 
 
 class RolloutArguments(Section):
     """How samples are drawn from the policy."""
 
     backend: Literal["transformers", "vllm", "sglang"] = "transformers"
-    """What samples: the trained model itself (`transformers`), or a server."""
+    """Program that draws the samples: this one, with the trained model (`transformers`), or a server."""
     base_url: str | None = None
-    """Address of the server that samples, such as http://host:8000."""
+    """Address of the server that draws the samples, such as http://host:8000."""
     weight_sync: Literal["disk", "nccl"] = "disk"
-    """How the server gets new weights: from a folder that both see, or sent to it."""
+    """How the sampling server gets new weights: from a folder that both can read, or over NCCL."""
     temperature: NotNegative = 1.0
-    """Divisor of the logits before a token is sampled."""
+    """Sampling temperature, above 0, by which logits are divided."""
     top_p: Annotated[Ratio, Field(gt=0)] = 1.0
-    """Sample from the most likely tokens whose probabilities sum to this."""
+    """Sample from the most likely tokens whose probabilities add up to this (nucleus sampling); 1: from all."""
     top_k: Natural = 0
-    """Sample from this many of the most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
     max_completion_length: Positive = 512
-    """Largest number of tokens in an answer."""
+    """Maximum length of an answer in tokens."""
     batch_size: Positive | None = None
-    """Number of samples that are drawn together; null: those of a micro-batch."""
+    """Number of samples drawn at a time; null: those of one micro-batch."""
     ahead: Natural = 0
-    """1: a server draws the next rollout while one is trained on, by weights that are so many steps older; 0: it
-    draws when samples are needed."""
+    """1: the server draws the samples of the next rollout while the current one is trained on, with the weights from
+    before that training; 0: samples are drawn when they are needed."""
     correction: Literal["none", "token_truncate", "token_mask"] = "token_truncate"
-    """What is done about a sampler whose probabilities differ from the policy's: nothing, bound the ratio of each
-    token, or leave out tokens above the bound."""
+    """Correction where the server's probabilities differ from the policy's: none, cap the importance ratio of each
+    token (`token_truncate`), or leave tokens above the cap out of the loss (`token_mask`)."""
     correction_max: Above0 = 3.0
-    """Largest ratio of a token to which `correction` leaves its value."""
+    """Cap on the importance ratio of a token (policy's probability / server's probability), see `correction`."""
     keep: Flag = True
-    """Keep the samples of each step in the run folder, from which a run that was killed goes on."""
+    """Keep the samples of every rollout in the run folder; false: only those that a resumed run needs."""
 
 
 class RewardArguments(Section):
-    """One entry of `rewards`."""
+    """One reward, with its weight in the sum."""
 
     name: str
     """Name of a built-in reward, or of one that a plugin registers."""
     weight: Number = 1.0
-    """Factor on it before rewards are summed."""
+    """Weight of this reward in the sum."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of its own: arguments of the reward by name."""
+    """Keyword arguments of the reward."""
     timeout_s: Seconds = 60.0
-    """Time after which a reward that asks a server gives up."""
+    """Longest wait for an answer to one request, in seconds, for rewards that ask a server."""
 
 
 class PosttrainArguments(Section):
     """Training on preferences and on rewards."""
 
     method: Literal["dpo", "grpo", "nft"] | None = None
-    """`dpo`: preference pairs; `grpo`: samples and their rewards; `nft`: the same for generators, without a likelihood;
-    null: supervised training."""
+    """Training method. `dpo`: preference pairs; `grpo`: the model's own samples and their rewards; `nft`: the same for
+    generators, without a likelihood; null: supervised training."""
     reference: ReferenceArguments = Field(default_factory=ReferenceArguments)
-    """The policy that the trained one is compared with."""
+    """The reference policy, which the trained one is compared with."""
     dpo: DpoArguments = Field(default_factory=DpoArguments)
-    """The losses of preference pairs, and how strongly they act."""
+    """Losses of training on preference pairs."""
     grpo: GrpoArguments = Field(default_factory=GrpoArguments)
     """How the rewards of a group of samples become a loss."""
     flow: FlowArguments = Field(default_factory=FlowArguments)
@@ -270,6 +288,6 @@ class PosttrainArguments(Section):
     nft: NftArguments = Field(default_factory=NftArguments)
     """How generators are trained without a likelihood."""
     rollout: RolloutArguments = Field(default_factory=RolloutArguments)
-    """How samples are drawn from the policy, and by what."""
+    """How samples are drawn from the policy, and by which program."""
     rewards: Annotated[tuple[RewardArguments, ...], null_means(())] = ()
-    """Rewards of samples, which are weighted and summed."""
+    """Rewards that score each sample; their weighted sum is used."""

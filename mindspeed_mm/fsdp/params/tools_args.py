@@ -13,8 +13,8 @@ class StaticProfile(Section):
     """A profile of steps chosen beforehand."""
 
     level: Level = 0
-    """Amount of detail. 0: time of operators, kernels and collectives; 1: also shapes of inputs; 2: also Python stacks,
-    allocations and modules. The three keys below add theirs to any level."""
+    """Level of detail. 0: time of operators, kernels and collectives; 1: also the shapes of inputs; 2: also Python
+    stacks, allocations and modules. `with_stack`, `with_memory` and `record_shapes` add to any level."""
     with_stack: Flag = False
     """Record the Python stack of each operator."""
     with_memory: Flag = False
@@ -28,7 +28,7 @@ class StaticProfile(Section):
     start_step: Natural = 10
     """First step recorded; the first of a run is 1."""
     end_step: Natural = 11
-    """Step before which recording ends."""
+    """Step at which recording ends; this step is not recorded."""
     data_simplification: Flag = False
     """Keep only the summary of an NPU's profile. Has no effect on other devices."""
     aic_metrics_type: str | None = "PipeUtilization"
@@ -68,7 +68,7 @@ class MemoryProfile(Section):
     start_step: Natural = 1
     """First step recorded; the first of a run is 1."""
     end_step: Natural = 2
-    """Step before which recording ends."""
+    """Step at which recording ends; this step is not recorded."""
     save_path: PathText = "./memory_snapshot"
     """Folder that reports and snapshots are written to; a relative path is taken from the run folder, if there is
     one."""

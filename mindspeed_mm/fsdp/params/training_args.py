@@ -80,15 +80,16 @@ class TrainingArguments(Section):
     ] = "constant"
     """Shape of the learning-rate schedule. wsd: warm up, stay constant, decay."""
     lr_decay_ratio: Annotated[NotNegative, Field(gt=0)] = 1.0
-    """Share of the steps after which the decay has ended; above 1, the run ends before it. For wsd, the share of the
-    steps that decay."""
+    """Share of the training steps after which the decay has ended; above 1, the run ends first. For wsd: the share of
+    the steps in which the rate decays."""
     lr_wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the decay of wsd. exponential: 2 · 0.5^x - 1, minus_sqrt: 1 - √x, with x from 0 to 1."""
+    """Shape of the decay under `lr_decay_style: wsd`. exponential: 2 · 0.5^x - 1, minus_sqrt: 1 - √x, with x from 0 to
+    1."""
     lr_warmup_ratio: Ratio = 0.0
     """Share of the steps in which the learning rate warms up."""
     lr_warmup_from_start: Flag = False
-    """Give the first step of the warm-up `lr_start` itself, as Megatron-LM does; false: the first step is one share
-    above it, and the last step of the warm-up reaches `lr`."""
+    """Use `lr_start` itself in the first step of the warm-up, as Megatron-LM does; false: the first step is already one
+    increment above it, and the last step of the warm-up reaches `lr`."""
     lr_scaling_plan: Annotated[tuple[LrScaling, ...], null_means(())] = ()
     """Factors on the learning rate by parameter name; the first match applies."""
     weight_decay: NotNegative = 0.0

@@ -106,8 +106,8 @@ def resolve_plan(
 def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
     media = ", ".join(keys)
     return (
-        f"{type(model).__name__}: nothing is known that stands in for {media} on a rank without any: a step in which "
-        f"some micro-batches have {media} and others have none will be refused. {MUST_AGREE}"
+        f"{type(model).__name__}: no placeholder input is known for {media}: every rank must have some, or none, in "
+        f"each step; other steps are refused. {MUST_AGREE}"
     )
 
 

@@ -64,20 +64,22 @@ def _limit(value: Any, told: str) -> Any:
 class Limits:
     """How much of everything a request may have. Each is an option of `mm serve`."""
 
-    max_requests: int = _limit(64, "Requests at a time, waiting ones included")
-    max_seconds: float = _limit(300.0, "Seconds of a request, from its first byte to the last of the answer")
-    max_body_mib: float = _limit(64.0, "Size of a request")
-    max_body_seconds: float = _limit(30.0, "Seconds that a request may take to arrive")
-    max_media: int = _limit(16, "Pictures, videos and sounds of a request")
-    max_media_mib: float = _limit(32.0, "Size of one of them, as a file")
-    max_pixels: int = _limit(32_000_000, "Height × width of a picture, or of a frame of a video")
-    max_media_seconds: float = _limit(600.0, "Length of a video or a sound")
-    max_characters: int = _limit(500_000, "Characters of text in a request")
-    max_prompt_tokens: int = _limit(32768, "Tokens of a question, media included")
-    max_new_tokens: int = _limit(4096, "Tokens of an answer, also where a request does not say")
-    max_samples: int = _limit(4, "Pictures or clips of one request")
-    max_steps: int = _limit(100, "Denoising steps of a picture or a clip")
-    max_frames: int = _limit(256, "Frames of a clip")
+    max_requests: int = _limit(64, "Maximum number of requests at a time, waiting ones included")
+    max_seconds: float = _limit(
+        300.0, "Maximum duration of a request in seconds, from its first byte to the last byte of the answer"
+    )
+    max_body_mib: float = _limit(64.0, "Maximum size of a request in MiB")
+    max_body_seconds: float = _limit(30.0, "Longest time in seconds that a request may take to arrive")
+    max_media: int = _limit(16, "Maximum number of pictures, videos and audio files in a request")
+    max_media_mib: float = _limit(32.0, "Maximum size of a media file in MiB")
+    max_pixels: int = _limit(32_000_000, "Maximum height × width of a picture or of a video frame")
+    max_media_seconds: float = _limit(600.0, "Maximum length of a video or audio file in seconds")
+    max_characters: int = _limit(500_000, "Maximum number of characters of text in a request")
+    max_prompt_tokens: int = _limit(32768, "Maximum number of tokens in a prompt, media included")
+    max_new_tokens: int = _limit(4096, "Maximum number of tokens in an answer, also where a request does not say")
+    max_samples: int = _limit(4, "Maximum number of pictures or clips in one request")
+    max_steps: int = _limit(100, "Maximum number of denoising steps of a picture or clip")
+    max_frames: int = _limit(256, "Maximum number of frames of a clip")
 
     def check(self, name: str, value: float, what: str, *, status: int = 413) -> None:
         """Raise when a value is above a limit.

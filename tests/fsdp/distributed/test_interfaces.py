@@ -51,7 +51,7 @@ def settle(info: LaunchInfo, monkeypatch: pytest.MonkeyPatch, **environment: str
 
 def test_the_interface_is_chosen_between_hosts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     assert settle(LaunchInfo(2, 0, 4, "10.0.0.1", 29500, ranks_here=2), monkeypatch) == "wire7"
-    assert "gloo uses wire7 (10.0.0.7), which leads to 10.0.0.1" in capfd.readouterr().err
+    assert "gloo uses wire7 (10.0.0.7), the interface that reaches 10.0.0.1" in capfd.readouterr().err
     assert settle(LaunchInfo(3, 1, 4, "10.0.0.1", 29500, ranks_here=2), monkeypatch) == "wire7"
     assert capfd.readouterr().err == ""  # a host says it once
 

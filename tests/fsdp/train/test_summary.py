@@ -22,7 +22,7 @@ pytestmark = pytest.mark.edge("U3")
 
 def described(found: list[tuple[int, float]]) -> str:
     (step, last), (best, lowest) = found[-1], min(found, key=lambda pair: pair[1])
-    return f"{last:.4f} in the end" + ("" if step == best else f", lowest {lowest:.4f} at step {best}")
+    return f"final {last:.4f}" + ("" if step == best else f", lowest {lowest:.4f} at step {best}")
 
 
 def test_the_last_lines_of_a_run_are_its_summary(tmp_path: Path) -> None:
@@ -50,16 +50,16 @@ def test_the_last_lines_of_a_run_are_its_summary(tmp_path: Path) -> None:
 
 def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
     said = train(make_tiny_run(tmp_path, training={"train_iters": 1}), None).splitlines()
-    assert said[-1].endswith("run    nothing was kept: training.save is not set")
+    assert said[-1].endswith("run    nothing was saved: training.save is not set")
 
 
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        ([3.0, 1.0, 2.0], "loss   2.0000 in the end, lowest 1.0000 at step 2"),
-        ([3.0, 1.0], "loss   1.0000 in the end"),
-        ([math.nan, 2.0, 3.0], "loss   3.0000 in the end, lowest 2.0000 at step 2"),
-        ([math.nan], "loss   nan in the end"),
+        ([3.0, 1.0, 2.0], "loss   final 2.0000, lowest 1.0000 at step 2"),
+        ([3.0, 1.0], "loss   final 1.0000"),
+        ([math.nan, 2.0, 3.0], "loss   final 3.0000, lowest 2.0000 at step 2"),
+        ([math.nan], "loss   final nan"),
     ],
 )
 def test_a_loss_that_is_no_number_is_never_the_lowest(losses: list[float], told: str) -> None:

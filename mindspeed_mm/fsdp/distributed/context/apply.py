@@ -181,7 +181,8 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     prepared = [key for key in batch if key.startswith("_")]
     unknown = [key for key in prepared if key not in ("_rows", *_BY_ROW, *_WHOLE)]
     if unknown:
-        raise MMError(f"an objective prepared {', '.join(unknown)}, and it is not known how to split it", key=KEYS)
+        names, keys = ", ".join(f"'{key}'" for key in unknown), "key" if len(unknown) == 1 else "keys"
+        raise MMError(f"the objective's {keys} {names} cannot be split along the sequence", key=KEYS)
     if "_rows" not in batch:
         return {}
     own = len(share.positions)

@@ -224,8 +224,8 @@ def _settle_environment(info: LaunchInfo) -> None:
     os.environ[GLOO_INTERFACE] = interface.name
     if info.local_rank == 0:
         print(
-            f"host {socket.gethostname()}: gloo uses {interface.name} ({interface.address}), which leads to "
-            f"{info.master_address}; {GLOO_INTERFACE} chooses another",
+            f"host {socket.gethostname()}: gloo uses {interface.name} ({interface.address}), the interface "
+            f"that reaches {info.master_address}; set {GLOO_INTERFACE} to override",
             file=sys.stderr,
             flush=True,
         )

@@ -22,10 +22,10 @@ def table(prediction: MemoryPrediction) -> list[str]:
     lines.append(f"  {in_words(prediction.categories())}")
     modules = dict(list(prediction.modules().items())[:_MOST_MODULES])
     if modules:
-        lines.append(f"  of the step's own: {in_words(modules)}")
+        lines.append(f"  by module: {in_words(modules)}")
     if prediction.on_host:
         lines.append(f"  on the host instead: {in_units(prediction.on_host)}")
-    return lines + [f"  not in it: {what}" for what in prediction.approximations]
+    return lines + [f"  not included: {what}" for what in prediction.approximations]
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

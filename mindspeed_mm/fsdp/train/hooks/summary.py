@@ -62,7 +62,7 @@ class SummaryHook(Hook):
         if self._last_validation[0]:
             self._note(f"valid  {_described(self._last_validation, self._lowest_validation)}")
         if self._save is None:
-            self._note("run    nothing was kept: training.save is not set")
+            self._note("run    nothing was saved: training.save is not set")
             return
         steps = list_iterations(Path(self._save))
         if not steps:
@@ -78,8 +78,8 @@ class SummaryHook(Hook):
 
 
 def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
-    """`0.1234 in the end, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
-    told = f"{last[1]:.4f} in the end"
+    """`final 0.1234, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
+    told = f"final {last[1]:.4f}"
     if lowest[0] and lowest != last:
         told += f", lowest {lowest[1]:.4f} at step {lowest[0]}"
     return told

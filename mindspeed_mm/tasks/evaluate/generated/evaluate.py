@@ -150,19 +150,21 @@ def _find(request: GeneratedRequest) -> _Found:
 def _check_has_something_to_measure(request: GeneratedRequest, found: _Found) -> None:
     for key, given in (("--dino", request.dino), ("--flow", request.flow), ("--vbench", request.vbench)):
         if given and not found.clips:
-            raise UsageError("measures clips, and there are none", key=key, way_out="Leave it out.")
+            raise UsageError("needs video clips, but the samples contain none", key=key, way_out="Leave it out.")
     if request.lpips is not None and not found.pairs:
         way_out = "Give real pictures of the same names: --reference FOLDER."
-        raise UsageError("measures pairs, and there are none", key="--lpips", way_out=way_out)
+        raise UsageError(
+            "needs generated and real pictures of the same names, but there are none", key="--lpips", way_out=way_out
+        )
     by_clip_model = request.clip is not None and (found.prompts or found.real)
     if found.clips or found.pairs or by_clip_model or request.features or request.reference_features:
         return
     if request.reference is not None:
         raise UsageError(
-            "no sample of it has the name of a generated one",
+            "none of its files has the name of a generated one",
             where=str(request.reference),
             key="--reference",
-            way_out="Name the real ones as the generated ones, or give --clip for distances of distributions.",
+            way_out="Name the real files like the generated ones, or give --clip for distances of distributions.",
         )
     raise UsageError(
         "there is nothing to measure the pictures by",
