@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 from torch import nn
 
 from mindspeed_mm.arguments import fill_absent, parse_args
@@ -277,7 +276,7 @@ def _add_sections(args: Namespace, translated: Translated) -> None:
     parts = {"model": translated.model_json, "data": translated.data_json, "tool": translated.tools_json}
     args.mm = JsonSection(parts)
     LIVE.data_json = translated.data_json
-    args.params_dtype = torch_dtype(translated.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    args.params_dtype = torch_dtype(translated.arguments.parallel.fsdp_plan.computed_in)
     args.iteration = args.curr_iteration = args.consumed_train_samples = 0
 
 

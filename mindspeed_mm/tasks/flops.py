@@ -127,8 +127,8 @@ def run(
 def _counted(
     target: Path, overrides: Sequence[str], *, lora: bool, recompute: str | None
 ) -> tuple[nn.Module, FlopCount | None]:
-    from mindspeed_mm.fsdp.features.feature_plan import resolve_features
     from mindspeed_mm.fsdp.plan.outline import build_outline
+    from mindspeed_mm.fsdp.plan.resolve import resolve_plan
     from mindspeed_mm.fsdp.train.run.utilisation import count_step
 
     arguments = _arguments(target, overrides)
@@ -141,10 +141,8 @@ def _counted(
         changes["features"] = arguments.features.model_copy(update={"recompute": True, "recompute_plan": plan})
     arguments = arguments.model_copy(update=changes)
     outline = build_outline(arguments)
-    of_features = resolve_features(
-        outline.model, arguments.features, outline.spec.blocks, model_args=arguments.model, towers=outline.towers
-    )
-    return outline.model, count_step(outline.model, of_features, arguments)
+    resolved = resolve_plan(outline, arguments, trains=not target.is_dir())
+    return outline.model, count_step(outline.model, resolved.features, arguments)
 
 
 def _arguments(target: Path, overrides: Sequence[str]) -> Arguments:

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, init_par
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.params.posttrain_args import PosttrainArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.apply import apply_plan, fill
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
@@ -62,6 +63,7 @@ def read_plan(plan: Path, folder: Path, parallel: Mapping[str, Any], **sections:
             "model": model.model_copy(update=own),
             "parallel": arguments.parallel.model_copy(update=dict(parallel)),
             "training": arguments.training.model_copy(update={"lora": LoraArguments()}),
+            "posttrain": PosttrainArguments(),
             **sections,
         }
     )
@@ -82,7 +84,7 @@ def load_part(arguments: Arguments, weights: Path | None = None) -> ModelPart:
     state = init_parallel_state(resolve_parallel_sizes(arguments.parallel, dist.get_world_size()), device.type)
     errors = CollectedErrors()
     outline = build_outline(arguments, errors=errors)
-    resolved = resolve_plan(outline, arguments, state.sizes, errors=errors)
+    resolved = resolve_plan(outline, arguments, state.sizes, trains=False, errors=errors)
     for parameter in outline.model.parameters():
         parameter.requires_grad_(False)
     set_dtypes(outline.model, torch_dtype(arguments.parallel.fsdp_plan.param_dtype))  # no master weights

@@ -45,6 +45,13 @@ ADAPTERS = (
         ranks=2,
     ),
     Refusal(
+        "8-bit states of cut adapters",
+        (*LORA, f"{KEY}.rank=64", f"{TARGETS}=[down_proj]", "training.optimizer_state_dtype=int8", f"{TENSOR}=2"),
+        "are cut between ranks so that",
+        "training.optimizer_state_dtype",
+        ranks=2,
+    ),
+    Refusal(
         "adapters frozen",
         (*LORA, "model.freeze=['*']"),
         "the adapters of training.lora.enable included",

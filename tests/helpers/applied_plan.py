@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, forwards_of
+
 CUTS = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "rowwise": 1}
 """Style → the dimension of a weight that tensor parallelism cuts."""
 
@@ -17,6 +19,11 @@ def check_applied(assembled: Any) -> None:
     plan, applied = assembled.plan.parallel, assembled.applied
     if hasattr(applied.model, "fully_shard"):
         return  # the model shards itself: what it does with the plan is its own affair
+    assert (applied.pipeline is not None) == (plan.stages is not None)
+    assert (applied.context is not None) == (plan.context is not None)
+    assert (applied.media is not None) == (plan.towers is not None)
+    assert (applied.towers is not None) == bool(assembled.plan.idle)
+    assert (applied.head is not None) == (assembled.plan.head is not None)
     roots = {"": applied.model} if applied.pipeline is None else dict(enumerate(applied.pipeline.stages))
     for root in roots.values():
         prefix = "" if applied.pipeline is None else "model."
@@ -25,6 +32,22 @@ def check_applied(assembled: Any) -> None:
         assert wrapped == wanted, f"{type(root).__name__}: {wrapped ^ wanted} are only in one of model and plan"
         for name, parameter in root.named_parameters():
             _check_cuts(plan, name.removeprefix(prefix), parameter)
+        _check_features(assembled.plan.features, root, prefix)
+
+
+def _check_features(plan: Any, root: nn.Module, prefix: str) -> None:
+    """The forwards that features have replaced are those of the modules that the plan names."""
+    modules = {name.removeprefix(prefix): module for name, module in root.named_modules() if _is_here(module)}
+    for names, *kinds in (
+        (plan.recomputed, ForwardKind.RECOMPUTE),
+        (plan.offloaded, ForwardKind.OFFLOAD),
+        (plan.waiting, ForwardKind.WEIGHTS),
+        (plan.sliced, ForwardKind.SLICES),
+        (plan.compiled, ForwardKind.COMPILE, ForwardKind.COMPILE_RECOMPUTED),
+    ):
+        wanted = {name for name in names if name in modules}
+        done = {name for name, module in modules.items() if any(each.kind in kinds for each in forwards_of(module))}
+        assert done == wanted, f"{kinds[0]}: {done ^ wanted} are only in one of model and plan"
 
 
 def _is_here(module: nn.Module) -> bool:
@@ -48,12 +71,11 @@ def _check_cuts(plan: Any, name: str, parameter: nn.Parameter) -> None:
     """A parameter is cut over the axes, and along the dimensions, that the plan says."""
     cuts = _cuts_of(parameter)
     module, _, last = name.rpartition(".")
-    rules = plan.tensor.rules if plan.tensor is not None else {}
-    rule = rules.get(module)
+    rule = plan.tensor.cuts.get(module) if plan.tensor is not None else None
     if rule is not None and not rule.blocks and rule.style.value in CUTS:
         dim = CUTS[rule.style.value]
         assert cuts.get("tp") == (None if last == "bias" and dim else dim), f"{name}: {cuts}"
-    elif rule is None and not any(f"{module}.".startswith(f"{each}.") for each in rules):
+    else:
         assert "tp" not in cuts, f"{name}: {cuts}"
     is_expert = any(name.startswith(f"{each}.") for each in plan.sharding.experts)
     assert ("ep" in cuts) == is_expert, f"{name}: {cuts}"

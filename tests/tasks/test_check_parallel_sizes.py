@@ -3,10 +3,15 @@ found before anything is trained; each error names what does not fit and what wo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.plan.outline import build_outline
+from mindspeed_mm.fsdp.plan.resolve import resolve_plan
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.launch import launcher
 from tests.helpers.runs import mm
@@ -88,6 +93,14 @@ def test_the_models_own_loss_needs_whole_rows(runs: dict[str, Path]) -> None:
     words = ["parallel.ring_attention_size=2", "features.loss_cfg.loss_type=raw"]
     (finding,) = check.run(runs["vlm"], words).findings
     assert finding.problem.key == "features.loss_cfg.loss_type"
+
+
+def test_so_does_the_loss_of_a_model_without_an_output_head(runs: dict[str, Path]) -> None:
+    arguments = load_with_plugins(runs["vlm"], ["parallel.ring_attention_size=2"]).arguments
+    outline = build_outline(arguments)
+    assert resolve_plan(outline, arguments).head is not None
+    with pytest.raises(ConfigError, match="without an output head is trained by its own loss, which needs the whole"):
+        resolve_plan(replace(outline, spec=replace(outline.spec, head="")), arguments)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,19 @@ PLANS = {
     "ep": f"expert_parallel_size: 2, fsdp_plan: {FSDP}",
 }
 
+OF_TRAINING = """\
+training:
+  lora: {enable: true, target_modules: [q_proj]}
+  lr_scaling_plan: [{match: lora_B, scale: 4}]
+  no_decay_params: ['*.lora_A*']
+  optimizer_state_dtype: int8
+"""
+"""What says something of parameters that a model without adapters does not have."""
+
 
 def make_plan(folder: Path, model: Path, words: str) -> Path:
     path = folder / "plan.yaml"
-    path.write_text(f"model: {{model_name_or_path: {model}}}\nparallel: {{{words}}}\n")
+    path.write_text(f"model: {{model_name_or_path: {model}}}\nparallel: {{{words}}}\n{OF_TRAINING}")
     return path
 
 

@@ -33,3 +33,11 @@ def test_patterns_of_layers_that_the_small_model_has_not_are_left_out(key: str, 
     small, lines = fitting(arguments, ())
     assert reduce(getattr, key.split("."), small) == (PRESENT,)
     assert lines == (f"{key}: without {ABSENT}, layers that the small model does not have",)
+
+
+def test_patterns_of_adapters_are_kept(yaml: Path) -> None:
+    lora = ["training.lora.enable=true", "training.lora.target_modules=[q_proj]"]
+    patterns = [f"{layers}.self_attn.q_proj.lora_A.*" for layers in (ABSENT, PRESENT)]
+    arguments = load_with_plugins(yaml, [*lora, f"training.no_decay_params={patterns}"]).arguments
+    small, _ = fitting(arguments, ())
+    assert small.training.no_decay_params == (patterns[1],)

@@ -42,17 +42,6 @@ class FeaturePlan:
     kept_kinds: tuple[str, ...] = ()
     """Kinds of work whose results recomputation keeps: "attention", "linear attention", or "all" products."""
 
-    def describe(self) -> str:
-        """One line for the log: `recomputed 4, offloaded 4`."""
-        counts = {
-            "recomputed": len(self.recomputed),
-            "offloaded": len(self.offloaded),
-            "weights on the host": len(self.waiting),
-            "sliced": len(self.sliced),
-            "compiled": len(self.compiled),
-        }
-        return ", ".join(f"{word} {count}" for word, count in counts.items() if count)
-
     def by_key(self) -> dict[str, tuple[str, ...]]:
         """Key of a feature's patterns → names of the modules that it works on."""
         named = {

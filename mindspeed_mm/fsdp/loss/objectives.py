@@ -286,9 +286,14 @@ def build_objective(loss_type: str | None, model: nn.Module, head: HeadLoss | No
         ConfigError: Cross-entropy is asked for and the model has no output head.
     """
     check_loss_type(loss_type, model, has_head=head is not None)
-    if head is None or loss_type == "raw":
+    if head is None or is_models_own(loss_type, has_head=True):
         return ModelLoss(model)
     return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")
+
+
+def is_models_own(loss_type: str | None, *, has_head: bool) -> bool:
+    """Whether the loss that the model itself returns is minimised (`features.loss_cfg.loss_type`)."""
+    return loss_type == "raw" or not has_head
 
 
 def check_loss_type(loss_type: str | None, model: nn.Module, *, has_head: bool) -> None:

@@ -71,6 +71,11 @@ class FsdpPlan(Section):
     """Pin the host memory of `cpu_offload`, so that copies overlap with the computation; null: where there is an
     accelerator. Set false where the host has too little memory that may be locked."""
 
+    @property
+    def computed_in(self) -> str:
+        """The format of products: parameters are kept in fp32 where nothing else is asked for."""
+        return self.param_dtype or "fp32"
+
 
 class TpPlan(Section):
     """Tensor parallelism: which linear layers are split how. All empty: the model's own plan."""

@@ -20,7 +20,6 @@ from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.router_aux import router_numbers
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.lora.apply import initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
@@ -58,7 +57,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         arguments: The configuration that it was resolved from.
         state: The groups of the job.
     """
-    model, spec, parallel = outline.model, outline.spec, plan.parallel
+    model, parallel = outline.model, plan.parallel
     pipeline = None
     if parallel.stages is not None:
         pipeline = split_into_stages(model, parallel.stages, parallel.section, state)
@@ -67,11 +66,8 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
     head = towers = None
     if plan.head is not None:
         head = apply_head_loss(model, plan.head)
-    media_without_towers: Sequence[str] = ()
-    if state.sizes.dp > 1:  # a rank on its own need not agree with others about media
-        media_without_towers = spec.media_without_towers
-    if (spec.towers or media_without_towers) and pipeline is None:
-        towers = IdleTowers(model, spec.towers, media_without_towers)
+    if plan.idle and pipeline is None:
+        towers = IdleTowers(model, plan.idle)
 
     axes = ParallelApplier(parallel.section, plan=parallel, pipeline=pipeline)
     features = FeaturesApplier(arguments.features, model_args=arguments.model, plan=plan.features)
@@ -80,10 +76,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
         head.vocabulary = split_vocabulary(model)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
-        numbers = 0
-        if arguments.features.loss_cfg.router_aux_loss_coef:
-            numbers = router_numbers(pipeline.share.whole)
-        towers = _build_stages(pipeline, outline, media_without_towers, numbers)
+        towers = _build_stages(pipeline, outline, plan)
     if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
@@ -138,16 +131,13 @@ def _allowed(training: TrainingArguments, patterns: Sequence[str]) -> Sequence[s
     return patterns if training.load_strict else EVERYTHING
 
 
-def _build_stages(
-    pipeline: Pipeline, outline: Outline, media_without_towers: Sequence[str], numbers: int
-) -> IdleTowers | None:
+def _build_stages(pipeline: Pipeline, outline: Outline, plan: ModelPlan) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
-    spec = outline.spec
-    media = [tower.key for tower in spec.towers]
-    pipeline.build_stages(media, casts_inputs=outline.kind.casts_inputs, router_numbers=numbers)
-    if not spec.towers and not media_without_towers:
+    media = [tower.key for tower in plan.idle.towers]
+    pipeline.build_stages(media, casts_inputs=outline.kind.casts_inputs, router_numbers=plan.router_numbers)
+    if not plan.idle:
         return None
     first = pipeline.first_model
     if first is None:
-        return IdleTowers(outline.model, spec.towers, media_without_towers, runs=False)
-    return IdleTowers(first, spec.towers, media_without_towers)
+        return IdleTowers(outline.model, plan.idle, runs=False)
+    return IdleTowers(first, plan.idle)

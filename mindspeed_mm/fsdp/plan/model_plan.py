@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_precision_policy
+from mindspeed_mm.fsdp.distributed.towers.idle import NO_IDLE_TOWERS, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan
@@ -52,6 +53,10 @@ class ModelPlan:
     """Names of the model's repeated blocks, in execution order."""
     head: HeadPlan | None = None
     """What is done to the output head; None when there is none."""
+    idle: IdlePlan = NO_IDLE_TOWERS
+    """What keeps ranks in step which lack a modality."""
+    router_numbers: int = 0
+    """How many numbers of each router pass between pipeline stages; 0: there is no term over the routers."""
 
     @property
     def precision(self) -> Precision:
@@ -61,11 +66,10 @@ class ModelPlan:
     def describe(self) -> dict[str, str]:
         """A line for each part that does something, by a word for the log."""
         parallel = self.parallel
-        lines = {"shard": parallel.sharding.describe(), "split": parallel.describe()}
+        lines = {"split": parallel.describe(), "shard": parallel.sharding.describe()}
         if parallel.context is not None:
             lines["spread"] = parallel.context.describe()
         if parallel.towers is not None:
             lines["media"] = parallel.towers.describe()
-        lines["features"] = self.features.describe()
         lines["groups"] = self.groups.describe()
         return {word: line for word, line in lines.items() if line}

@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
-from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE
+from mindspeed_mm.fsdp.distributed.towers.idle import MUST_AGREE, IdlePlan
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.weight_offload import frozen_weights
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
@@ -38,8 +38,8 @@ from mindspeed_mm.fsdp.loss.method_checks import (
     check_paired_generator,
     check_rewarded_generator,
 )
-from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type
-from mindspeed_mm.fsdp.loss.router_aux import check_routers
+from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type, is_models_own
+from mindspeed_mm.fsdp.loss.router_aux import check_routers, router_numbers
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, resolve_groups
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
@@ -85,22 +85,30 @@ def resolve_plan(
         spec.shard_modules,
         spec.tie_groups,
         outline.towers,
-        gathers_logits=arguments.features.loss_cfg.loss_type == "raw",
+        gathers_logits=is_models_own(arguments.features.loss_cfg.loss_type, has_head=bool(spec.head)),
         expert_copies=copies or 0,
         on_host=tuple(frozen_weights(model, features.waiting)) if features is not None else (),
     )
     parallel = errors.attempt(resolve_parallel_plan, model, arguments.parallel, sizes, layout, ranks_known=ranks_known)
-    groups = errors.attempt(resolve_groups, model, arguments.training) if trains else GroupPlan({})
-    errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
+    groups: GroupPlan | None = GroupPlan({})
+    if trains:
+        groups = errors.attempt(resolve_groups, model, arguments.training)
+        errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
     head = errors.attempt(_resolve_loss, outline, arguments)
     if parallel is not None and features is not None:
         errors.attempt(_check_stages, parallel, features)
-        errors.attempt(_check_state_rows, model, arguments, parallel)
+        if trains:
+            errors.attempt(_check_state_rows, model, arguments, parallel)
     errors.raise_all(HEADLINE)
     assert parallel is not None and features is not None and groups is not None
-    if spec.media_without_towers and sizes.dp > 1:
-        parallel = replace(parallel, warnings=(*parallel.warnings, _must_agree(model, spec.media_without_towers)))
-    return ModelPlan(parallel, features, groups, tuple(spec.blocks), head)
+    # A rank on its own need not agree with others about media.
+    idle = IdlePlan(tuple(spec.towers), tuple(spec.media_without_towers) if sizes.dp > 1 else ())
+    if idle.must_agree:
+        parallel = replace(parallel, warnings=(*parallel.warnings, _must_agree(model, idle.must_agree)))
+    numbers = 0
+    if parallel.stages is not None and arguments.features.loss_cfg.router_aux_loss_coef:
+        numbers = router_numbers(model)
+    return ModelPlan(parallel, features, groups, tuple(spec.blocks), head, idle, numbers)
 
 
 def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
@@ -127,8 +135,9 @@ def _check_token_loss(outline: Outline, arguments: Arguments, errors: CollectedE
     errors.attempt(check_loss_type, loss_cfg.loss_type, model, has_head=bool(outline.spec.head))
     if loss_cfg.router_aux_loss_coef:
         errors.attempt(check_routers, model)
-    if loss_cfg.loss_type == "raw" and parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
-        errors.attempt(_refuse_raw_loss, model)
+    spreads_sequences = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
+    if spreads_sequences and is_models_own(loss_cfg.loss_type, has_head=bool(outline.spec.head)):
+        errors.attempt(_refuse_own_loss, model, has_head=bool(outline.spec.head))
 
 
 def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
@@ -147,11 +156,13 @@ LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_denoising}
 """Kind of model → what compares the configured loss with the model."""
 
 
-def _refuse_raw_loss(model: nn.Module) -> None:
+def _refuse_own_loss(model: nn.Module, *, has_head: bool) -> None:
+    what, way_out = "'raw' is the model's own loss", "Leave it out."
+    if not has_head:
+        what = "a model without an output head is trained by its own loss"
+        way_out = "Set parallel.ring_attention_size and parallel.ulysses_parallel_size to 1."
     problem = Problem(
-        "'raw' is the model's own loss, which needs the whole sequence on every rank",
-        key="features.loss_cfg.loss_type",
-        way_out="Leave it out.",
+        f"{what}, which needs the whole sequence on every rank", key="features.loss_cfg.loss_type", way_out=way_out
     )
     raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=[problem])
 
@@ -181,8 +192,7 @@ def _row_cuts(name: str, shape: tuple[int, ...], parallel: ParallelPlan) -> int:
     """Into how many parts, one a rank, a plan cuts the rows of a parameter."""
     last, sizes = len(shape) - 1, parallel.sizes
     if parallel.tensor is not None:
-        module = name.rpartition(".")[0].removesuffix(".base_layer")
-        rule = parallel.tensor.rules.get(module)
+        rule = parallel.tensor.cuts.get(name.rpartition(".")[0])
         if rule is not None and not rule.blocks and CUT_DIMS.get(rule.style) == last:
             return sizes.tp
     experts = parallel.experts

@@ -212,7 +212,7 @@ class GeneratorFamily(Family):
     @property
     def compute_dtype(self) -> torch.dtype:
         """What the transformer computes in."""
-        return torch_dtype(self.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+        return torch_dtype(self.arguments.parallel.fsdp_plan.computed_in)
 
     @property
     def denoiser(self) -> Denoiser:

@@ -190,7 +190,7 @@ def facts_of_reference(arguments: Arguments, sets: Sequence[MMDataset]) -> dict[
     low = arguments.training.quantization_plan
     return facts | {
         "posttrain.dpo.ld_alpha": str(arguments.posttrain.dpo.ld_alpha),
-        "parallel.fsdp_plan.param_dtype": arguments.parallel.fsdp_plan.param_dtype or "fp32",
+        "parallel.fsdp_plan.param_dtype": arguments.parallel.fsdp_plan.computed_in,
         "training.lora.quantize": str(reference_start(arguments).training.lora.quantize),
         "training.quantization_plan": "None" if low is None else low.model_dump_json(),
     }

@@ -14,6 +14,7 @@ from mindspeed_mm.core.artifacts import atomic_write_jsonl, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.params.sizes.parallel import least_ranks
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
@@ -151,7 +152,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     try:
         global_batch = data.global_batch(ranks)
     except ConfigError:
-        global_batch = data.global_batch(_smallest(data))
+        global_batch = data.global_batch(least_ranks(data.arguments.parallel))
     terms = Terms(
         basic,
         data.arguments.data.dataloader_param,
@@ -182,16 +183,6 @@ def _of_first_batch(data: OpenedData) -> list[DataFinding]:
     except MMError as error:
         return [DataFinding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
     return []
-
-
-def _smallest(data: OpenedData) -> int:
-    parallel = data.arguments.parallel
-    return (
-        parallel.pipeline_parallel_size
-        * parallel.tensor_parallel_size
-        * parallel.ring_attention_size
-        * parallel.ulysses_parallel_size
-    )
 
 
 def _ranks(nproc: int | None) -> int:

@@ -19,6 +19,7 @@ from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
@@ -32,6 +33,7 @@ from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropo
 _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
 """In a pattern: certain layers, which a model with fewer may lack."""
+_LORA = "training.lora."
 REFUSALS = (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError)
 """How a model's class says that it cannot be had in these sizes."""
 
@@ -186,10 +188,20 @@ def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     if not any(numbered.values()):
         return arguments, lines
     unfrozen = arguments.model.model_copy(update={"freeze": ()})
+    of_adapters = {key: numbered.pop(key) for key in list(numbered) if key.startswith(_LORA)}
     try:
-        names = _names(ModelHub.build(unfrozen, param_dtype=torch_dtype("fp32"), feature_args=arguments.features))
+        model = ModelHub.build(unfrozen, param_dtype=torch_dtype("fp32"), feature_args=arguments.features)
+        arguments, lines = _without_absent((arguments, lines), of_adapters, _names(model))
+        if arguments.training.lora.enable:
+            apply_lora(model, arguments.training.lora)
     except REFUSALS:
         return arguments, lines  # `can_be_built` will say no
+    return _without_absent((arguments, lines), numbered, _names(model))
+
+
+def _without_absent(candidate: Candidate, numbered: Mapping[str, Sequence[str]], names: Sequence[str]) -> Candidate:
+    """Without the patterns that match none of the names."""
+    arguments, lines = candidate
     for key, patterns in numbered.items():
         gone = [pattern for pattern in patterns if not _matches(pattern, names)]
         if gone:

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead, labelled_rows
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
@@ -92,7 +92,7 @@ def build(case: Case, folder: str, after: Callable[[nn.Module], None] = lambda m
         apply_lora(model, lora, param_dtype=torch.float64)
     spec = resolve_spec(model)
     head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
-    towers = IdleTowers(model, spec.towers) if spec.towers else None
+    towers = IdleTowers(model, IdlePlan(tuple(spec.towers))) if spec.towers else None
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     layout = {"shard_modules": spec.shard_modules, "tie_groups": spec.tie_groups}
     applier = ParallelApplier(arguments, gather_logits=case.gather_logits, **layout)  # type: ignore[arg-type]

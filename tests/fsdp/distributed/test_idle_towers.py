@@ -16,7 +16,7 @@ from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.fsdp.distributed.training_step import Variant, reference_steps, train_steps
@@ -126,7 +126,7 @@ def toy_batches() -> list[dict[str, torch.Tensor]]:
 
 def toy_gradients_on_ranks() -> dict[str, Any]:
     model = make_toy()
-    towers = IdleTowers(model, TOWERS)
+    towers = IdleTowers(model, IdlePlan(tuple(TOWERS)))
     arguments = ParallelArguments()
     init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     ParallelApplier(arguments, shard_modules=["tower.0", "tower.2", "decoder.layer"])(model)
@@ -170,9 +170,8 @@ def test_a_tower_that_no_rank_needs_gets_no_gradients():
 
 def call_wrong_decoder() -> str:
     model = make_toy()
-    towers = IdleTowers(
-        model, [ToyTower(name="image", module="tower", key="image", decoder="decoder.layer", embedding="")]
-    )
+    tower = ToyTower(name="image", module="tower", key="image", decoder="decoder.layer", embedding="")
+    towers = IdleTowers(model, IdlePlan((tower,)))
     towers.set_active(["image"])
     try:
         model(input_ids=torch.tensor([1]))
@@ -190,7 +189,7 @@ def test_a_process_on_its_own_runs_no_tower_for_nothing():
 
 
 def mix_media_without_towers(has_them: tuple[tuple[bool, ...], ...]) -> str:
-    towers = IdleTowers(make_toy(), [], ["image"])
+    towers = IdleTowers(make_toy(), IdlePlan(must_agree=("image",)))
     mine = towers.present([{"image": torch.ones(1)} if has else {} for has in has_them[dist.get_rank()]])
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, mine)

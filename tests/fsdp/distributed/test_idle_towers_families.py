@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -65,7 +65,7 @@ def sharded_step(name: str, *, keeps_step: bool = True) -> tuple[float, dict[str
     blocks = set(model._no_split_modules or ())
     names = [path for path, module in model.named_modules() if type(module).__name__ in blocks]
     found = find_towers(model)
-    towers = IdleTowers(model, found)
+    towers = IdleTowers(model, IdlePlan(tuple(found)))
     arguments = ParallelArguments()
     init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     ParallelApplier(arguments, shard_modules=names)(model)

@@ -90,6 +90,15 @@ def test_what_cannot_be_is_refused(ranks: int, plan: dict[str, object], words: s
         plan_of(decoder(), ranks, **plan)
 
 
+def test_one_weight_in_three_places_is_refused_before_anything_is_cut() -> None:
+    model = decoder(tie=True)
+    aside = nn.Linear(8, 50, bias=False, device="meta")
+    model.model.layers[5].aside = aside
+    aside.weight = model.lm_head.weight
+    with pytest.raises(ConfigError, match=r"are one weight on several stages: two ends can be tied"):
+        plan_of(model, 2)
+
+
 def test_a_model_without_cut_points_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be cut into stages"):
         find_cut_points(nn.Linear(2, 2))

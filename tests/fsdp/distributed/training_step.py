@@ -19,7 +19,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -158,7 +158,7 @@ def train_steps(
     """AdamW steps on the same eight samples, spread over this process group and over micro-batches."""
     model = load(folder)
     variant.prepare(model)
-    towers = IdleTowers(model, [ImageTower()])
+    towers = IdleTowers(model, IdlePlan((ImageTower(),)))
     towers.set_active(["image"] if any(images) and variant.idle_towers else [])
     state = parallelize(model, parallel)
     variant.after_sharding(model)

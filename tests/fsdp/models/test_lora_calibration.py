@@ -6,15 +6,16 @@ import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.lora.calibration import calibration
+from mindspeed_mm.fsdp.models.lora.calibration import Directions, calibration
 from mindspeed_mm.fsdp.models.lora.first_values import adapted_layers
-from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER, AdaptedLinear
 from tests.helpers.adapters import adapted_model, logits
 
 
@@ -107,6 +108,18 @@ def test_padding_is_not_looked_at(folders: dict[str, Path]) -> None:
     seen.start_adapters(7)
     for (_, found), (_, expected) in zip(adapted_layers(model), adapted_layers(clean), strict=True):
         torch.testing.assert_close(found.lora_A[ADAPTER].weight, expected.lora_A[ADAPTER].weight, rtol=0, atol=1e-5)
+
+
+def test_eva_joins_batches_of_fewer_tokens_than_the_rank() -> None:
+    rows = torch.randn(12, 16, generator=torch.Generator().manual_seed(3))
+    at_once, in_parts, short = Directions(8), Directions(8), Directions(8)
+    at_once.add([rows])
+    in_parts.add([rows[:5]])
+    in_parts.add([rows[5:8], rows[8:]])
+    short.add([rows[:5]])
+    assert torch.equal(in_parts._pca.components_, at_once._pca.components_)
+    with pytest.raises(ConfigError, match=r"'eva' looked at 5 tokens, fewer than the rank 8"):
+        short.start(torch.zeros(4, 16), cast("AdaptedLinear", nn.Linear(16, 4)), seed=0)
 
 
 def test_nothing_to_look_at(folders: dict[str, Path]) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.distributed.job.interfaces import interface_to
 from mindspeed_mm.fsdp.distributed.job.launcher_life import follow_launcher
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, forget_meshes
 from mindspeed_mm.fsdp.utils.device import device_to_bind, distributed_backend, get_device_type, set_local_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -67,13 +68,15 @@ def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
 
 
 def shutdown_distributed(*, wait: bool = True) -> None:
-    """Leave the process group; does nothing when there is none.
+    """Leave the process group, with the groups cut from it; does nothing when there is none.
 
     Args:
         wait: Let every rank arrive first. Say False when this rank leaves on an error: the others may never arrive.
     """
     if not dist.is_initialized():
         return
+    destroy_parallel_state()
+    forget_meshes()
     if wait:
         dist.barrier()
     dist.destroy_process_group()

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.models.structure.cut_points import KEY
 from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Kwargs
@@ -190,20 +188,10 @@ def untie(model: nn.Module, plan: StagePlan) -> dict[str, str]:
 
     Returns:
         Copy → name of the weight in the whole model.
-
-    Raises:
-        ConfigError: More than two modules on different stages share a weight.
     """
     copies: dict[str, str] = {}
     for first, *others in shared_parameters(model):
-        apart = [name for name in others if plan.owner(name) != plan.owner(first)]
-        if len(apart) > 1 or (apart and len(others) > 1):
-            raise ConfigError(
-                f"{first}, {', '.join(others)} are one weight on several stages: two ends can be tied, not more",
-                key=KEY,
-                way_out="Set it to 1.",
-            )
-        for name in apart:
+        for name in plan.apart(first, others):
             module_name, _, parameter_name = name.rpartition(".")
             weight = model.get_parameter(first)
             own = nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)

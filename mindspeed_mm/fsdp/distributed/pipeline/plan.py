@@ -12,6 +12,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, CutPoints
+from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 
 SPLIT_KEY = "parallel.pp_plan.split_points"
@@ -65,6 +66,10 @@ class StagePlan:
                 return bisect.bisect_right(self.borders, number)
         return 0
 
+    def apart(self, first: str, others: Sequence[str]) -> list[str]:
+        """Of the other names of a weight, those on another stage than its first."""
+        return [name for name in others if self.owner(name) != self.owner(first)]
+
     def streams_into(self, stage: int) -> tuple[str, ...]:
         """The arguments by which hidden states enter a stage, of its first layer; none by name where it has no layers:
         they are the first argument of what is behind."""
@@ -108,8 +113,8 @@ def plan_stages(model: nn.Module, points: CutPoints, ranks: int, pp_plan: PpPlan
         pp_plan: The section.
 
     Raises:
-        ConfigError: There are more stages than layers, split points match nothing or are out of order, or a stage would
-            have no parameters.
+        ConfigError: There are more stages than layers, split points match nothing or are out of order, a stage would
+            have no parameters, or more than two modules on different stages share a weight.
     """
     layers = layer_names(model, points)
     stages = ranks * stages_per_rank(pp_plan)
@@ -120,7 +125,19 @@ def plan_stages(model: nn.Module, points: CutPoints, ranks: int, pp_plan: PpPlan
         borders = even_borders(*_costs(model, points), stages)
     plan = StagePlan(points, borders, layers, ranks, is_v=pp_plan.schedule == "zbv")
     _check_filled(model, plan)
+    _check_ties(model, plan)
     return plan
+
+
+def _check_ties(model: nn.Module, plan: StagePlan) -> None:
+    """Two ends on different stages can share a weight, each with a copy of its own; more cannot."""
+    for first, *others in shared_parameters(model):
+        if len(others) > 1 and plan.apart(first, others):
+            raise ConfigError(
+                f"{first}, {', '.join(others)} are one weight on several stages: two ends can be tied, not more",
+                key=KEY,
+                way_out="Set it to 1.",
+            )
 
 
 def layer_names(model: nn.Module, points: CutPoints) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.collectives import sharded_along
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
@@ -38,7 +37,7 @@ from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, base_layer_of, has_all
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
 
 def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, gather_logits: bool = False) -> None:
@@ -51,7 +50,7 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, 
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
             vocabulary, for the loss of `split_vocabulary`.
     """
-    own = plan.only(own_names(model, (*plan.rules, *plan.sequence)))
+    own = plan.only(own_names(model, (*plan.rules, *plan.cuts, *plan.sequence)))
     _Splitter(model, own, TensorRanks(mesh), gather_logits).split()
 
 
@@ -63,9 +62,8 @@ class _Splitter:
         self._split: dict[int, nn.Parameter] = {}
 
     def split(self) -> None:
-        for name, rule in self._plan.rules.items():
-            for inner, inner_rule in with_adapters(self._model, name, rule, self._in_sequence(name)).items():
-                self._apply(inner, inner_rule)
+        for name, rule in self._plan.cuts.items():
+            self._apply(name, rule)
         for parent in {name.rpartition(".")[0] for name in self._plan.names(Style.COLUMN)}:
             divide_heads(self._model.get_submodule(parent), self._ranks.size)
         apply_sequence_parallel(self._model, self._plan, self._stretches, self._ranks)
@@ -106,33 +104,6 @@ _OTHERS: dict[Style, type[LocalForward]] = {
     Style.OWN_PART: LocalForward,
     Style.HEAD_NUMBERS: HeadNumbersForward,
 }
-
-
-def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: bool) -> dict[str, SplitRule]:
-    """The rules of a module and of the low-rank adapters on it: (x A) B is cut where x W is.
-
-    The half that stays whole works, under sequence parallelism, on what only this rank makes of it.
-
-    Raises:
-        ConfigError: The layer is fused of several, which an adapter cuts differently.
-    """
-    module = model.get_submodule(name)
-    if base_layer_of(module) is module:
-        return {name: rule}
-    if rule.blocks or rule.style is Style.EMBEDDING:
-        raise ConfigError(
-            f"tensor parallelism cannot cut the adapter on {name}",
-            key="training.lora.target_modules",
-            way_out="Leave this module out of the adapters, or of parallel.tp_plan.",
-        )
-    # A reads what W reads, B writes what W writes: rows are cut in A, columns in B.
-    cut_half, whole_half = ("lora_A", "lora_B") if rule.style is Style.ROW else ("lora_B", "lora_A")
-    rules = {f"{name}.base_layer": rule}
-    for adapter in attribute_at(module, cut_half):
-        rules[f"{name}.{cut_half}.{adapter}"] = rule
-        if in_sequence:
-            rules[f"{name}.{whole_half}.{adapter}"] = SplitRule(Style.OWN_PART)
-    return rules
 
 
 def divide_heads(attention: nn.Module, size: int) -> None:

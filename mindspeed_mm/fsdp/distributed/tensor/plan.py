@@ -76,6 +76,8 @@ class TensorPlan:
     """Modules that run on a slice of the sequence."""
     whole: tuple[str, ...] = ()
     """What the class's plan splits and this plan does not, as it names it: experts."""
+    cuts: dict[str, SplitRule] = field(default_factory=dict)
+    """The same, of the modules that hold the parameters: a layer with adapters stands for its base and their halves."""
 
     def names(self, *styles: Style) -> list[str]:
         """Modules of these styles."""
@@ -96,7 +98,8 @@ class TensorPlan:
 
     def _filtered(self, is_kept: Callable[[str], bool]) -> TensorPlan:
         rules = {name: rule for name, rule in self.rules.items() if is_kept(name)}
-        return TensorPlan(rules, tuple(filter(is_kept, self.sequence)), self.whole)
+        cuts = {name: rule for name, rule in self.cuts.items() if is_kept(name)}
+        return TensorPlan(rules, tuple(filter(is_kept, self.sequence)), self.whole, cuts)
 
     def describe(self) -> str:
         """One line for the log: `colwise 14, rowwise 4, …`."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import nn
 
-from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
-from mindspeed_mm.fsdp.distributed.tensor.plan import TensorPlan, resolve_tensor_plan
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, TensorPlan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
 from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, base_layer_of
 
 
 def resolve_tensor_parallel(model: nn.Module, tp_plan: TpPlan, size: int, *, whole: Collection[str] = ()) -> TensorPlan:
@@ -27,7 +30,36 @@ def resolve_tensor_parallel(model: nn.Module, tp_plan: TpPlan, size: int, *, who
     """
     plan = resolve_tensor_plan(model, tp_plan).without(whole)
     check_split_sizes(model, plan, size)
-    sequence_regions(model, plan)
+    stretches = sequence_regions(model, plan)
+    cuts: dict[str, SplitRule] = {}
     for name, rule in plan.rules.items():
-        with_adapters(model, name, rule, in_sequence=False)
-    return plan
+        in_sequence = any(is_inside(name, stretch.modules) for stretch in stretches)
+        cuts |= _with_adapters(model, name, rule, in_sequence)
+    return replace(plan, cuts=cuts)
+
+
+def _with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: bool) -> dict[str, SplitRule]:
+    """The rules of a module and of the low-rank adapters on it: (x A) B is cut where x W is.
+
+    The half that stays whole works, under sequence parallelism, on what only this rank makes of it.
+
+    Raises:
+        ConfigError: The layer is fused of several, which an adapter cuts differently.
+    """
+    module = model.get_submodule(name)
+    if base_layer_of(module) is module:
+        return {name: rule}
+    if rule.blocks or rule.style is Style.EMBEDDING:
+        raise ConfigError(
+            f"tensor parallelism cannot cut the adapter on {name}",
+            key="training.lora.target_modules",
+            way_out="Leave this module out of the adapters, or of parallel.tp_plan.",
+        )
+    # A reads what W reads, B writes what W writes: rows are cut in A, columns in B.
+    cut_half, whole_half = ("lora_A", "lora_B") if rule.style is Style.ROW else ("lora_B", "lora_A")
+    rules = {f"{name}.base_layer": rule}
+    for adapter in attribute_at(module, cut_half):
+        rules[f"{name}.{cut_half}.{adapter}"] = rule
+        if in_sequence:
+            rules[f"{name}.{whole_half}.{adapter}"] = SplitRule(Style.OWN_PART)
+    return rules

@@ -9,6 +9,7 @@ vision tower.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -58,29 +59,41 @@ class TowerDescription(Protocol):
         """Run the tower on the smallest legal input of zeros, and return every tensor that it hands to the decoder."""
 
 
+@dataclass(frozen=True)
+class IdlePlan:
+    """What a model reads beside tokens, of which ranks may have none in a step."""
+
+    towers: tuple[TowerDescription, ...] = ()
+    """One entry a modality, in the order in which the model calls them; several may feed the same module."""
+    must_agree: tuple[str, ...] = ()
+    """Keys of media for whose towers nothing can stand in: all ranks must have them together, or none."""
+
+    def __bool__(self) -> bool:
+        return bool(self.towers or self.must_agree)
+
+
+NO_IDLE_TOWERS = IdlePlan()
+
+
 class IdleTowers:
     """Hooks that run the towers of modalities which this rank lacks and another rank has.
 
     Args:
         model: The root module, called with the batch as keyword arguments. Not sharded yet: these hooks must stand
             before those of sharding.
-        towers: One entry a modality, in the order in which the model calls them; several may feed the same module.
-        media_without_towers: Keys of media for whose towers nothing can stand in: all ranks must have them
-            together, or none.
+        plan: What ranks may lack.
         runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        towers: Sequence[TowerDescription],
-        media_without_towers: Sequence[str] = (),
+        plan: IdlePlan,
         *,
         runs: bool = True,
     ) -> None:
         self._model = model
-        self._without_towers = tuple(media_without_towers)
-        self._towers = tuple(towers)
+        self._without_towers, self._towers = plan.must_agree, plan.towers
         self._active: frozenset[str] = frozenset()
         self._waiting: list[tuple[TowerDescription, bool]] = []
         """Towers that are still to run in this pass, in order, and whether the model itself will run them."""
@@ -91,7 +104,7 @@ class IdleTowers:
         if not runs:
             return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
-        for decoder in {tower.decoder for tower in towers if not tower.embedding}:
+        for decoder in {tower.decoder for tower in plan.towers if not tower.embedding}:
             model.get_submodule(decoder).register_forward_pre_hook(self._add_idle_outputs, with_kwargs=True)
 
     def present(self, batches: Sequence[Batch]) -> Mapping[str, bool]:

@@ -48,21 +48,23 @@ class Directions:
 
         self._rank = rank
         self._pca = IncrementalPCA(n_components=rank, copy=True, lowrank=True, lowrank_seed=42)
+        self._waiting: list[torch.Tensor] = []
 
     def add(self, samples: list[torch.Tensor]) -> None:
-        """Take in a micro-batch: (tokens, features) of each sample, without padding. Called by all ranks. A batch of
-        fewer tokens than the rank says nothing."""
-        rows = of_all_ranks(torch.cat(samples).float())
-        if len(rows) >= self._rank:
-            self._pca.partial_fit(rows)
+        """Take in a micro-batch: (tokens, features) of each sample, without padding. Called by all ranks. Fewer tokens
+        than the rank wait for those of the next one."""
+        self._waiting.append(of_all_ranks(torch.cat(samples).float()))
+        if sum(map(len, self._waiting)) >= self._rank:
+            self._pca.partial_fit(torch.cat(self._waiting))
+            self._waiting.clear()
 
     def start(self, weight: torch.Tensor, layer: AdaptedLinear, seed: int) -> Started:
         """The adapter of a layer with this whole weight. Called on one rank."""
         if not has_all(self._pca, "components_"):
             raise ConfigError(
-                f"'eva' found no batch of at least {self._rank} tokens to look at",
+                f"'eva' looked at {sum(map(len, self._waiting))} tokens, fewer than the rank {self._rank}",
                 key=_KEY,
-                way_out="Raise training.micro_batch_size.",
+                way_out="Raise training.lora.init_batches or training.micro_batch_size, or lower training.lora.rank.",
             )
         return Started(self._pca.components_, torch.zeros(weight.shape[0], self._rank))
 

@@ -7,7 +7,7 @@ first dimension into as many equal parts as there are ranks; the first rank's pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import innermost_first
-from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, SplitRule, Style
 
 FP32_BYTES = 4
@@ -78,7 +77,7 @@ def held_units(model: nn.Module, plan: ParallelPlan, stage_rank: int = 0) -> lis
         stage_rank: Which rank of a pipeline, where there is one.
     """
     sharding, sizes, stages = plan.sharding, plan.sizes, plan.stages
-    cuts = _Cuts(model, plan)
+    cuts = _Cuts(plan)
     owned: set[int] = set()
     found: list[HeldUnit] = []
 
@@ -113,12 +112,11 @@ def held_units(model: nn.Module, plan: ParallelPlan, stage_rank: int = 0) -> lis
 class _Cuts:
     """How a plan cuts parameters."""
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
+    def __init__(self, plan: ParallelPlan) -> None:
         self._sizes, self._sharding = plan.sizes, plan.sharding
-        self._rules: dict[str, SplitRule] = {}
+        self._rules: Mapping[str, SplitRule] = {}
         if plan.tensor is not None:
-            for name, rule in plan.tensor.rules.items():
-                self._rules |= with_adapters(model, name, rule, in_sequence=False)
+            self._rules = plan.tensor.cuts
 
     def held(self, name: str, parameter: nn.Parameter, shards: int) -> HeldParameter:
         """One parameter of a unit that is cut over `shards` ranks; 0: not at all."""

@@ -17,7 +17,6 @@ from torch import nn
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.model_kinds import LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
@@ -141,7 +140,7 @@ def evaluation_hook(parts: RunParts) -> EvaluationHook:
 
 def check_generates(model: nn.Module) -> None:
     """Raise `ConfigError` for a model that does not answer by generating text."""
-    if facts_of(model).kind is LANGUAGE and callable(getattr(model, "generate", None)):
+    if facts_of(model).kind.has_tokens and callable(getattr(model, "generate", None)):
         return
     raise ConfigError(
         f"{type(model).__name__.removeprefix('FSDP')} does not answer questions by generating text",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue, name_of
@@ -75,7 +75,7 @@ class ProviderObjective:
     def tokens(self, batch: Batch) -> BatchTokens:
         """Token ids that are not padding; zeros where a batch has none."""
         ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
-        trained = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
+        trained = int((labels != IGNORED_LABEL).sum()) if isinstance(labels, torch.Tensor) else 0
         if not isinstance(ids, torch.Tensor):
             return BatchTokens(0, trained)
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:

@@ -87,7 +87,7 @@ def _parts(assembled: Assembled) -> dict[str, str]:
     described = {}
     if assembled.lora is not None:
         described["lora"] = str(assembled.lora)
-    described |= {word: line for word, line in assembled.plan.describe().items() if word in ("split", "media")}
+    described |= assembled.plan.describe()
     adapter = facts_of(whole_of(assembled.model)).adapter
     if adapter is not None and adapter.quantize_encoders:
         described["encode"] = f"text and picture encoders in {adapter.quantize_encoders}"

@@ -22,7 +22,6 @@ from mindspeed_mm.fsdp.distributed.job.watchdog import Watchdog
 from mindspeed_mm.fsdp.distributed.parallel_state import (
     ParallelState,
     destroy_parallel_state,
-    forget_meshes,
     init_parallel_state,
 )
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -181,7 +180,6 @@ def leave(joined_already: bool, *, wait: bool) -> None:
     """
     destroy_parallel_state()
     if not joined_already:
-        forget_meshes()
         shutdown_distributed(wait=wait)
 
 

@@ -139,6 +139,6 @@ def count_step(model: nn.Module, plan: FeaturePlan, arguments: Arguments) -> Flo
 def arithmetic(arguments: Arguments) -> str:
     """In which format the plan multiplies, by the names of `peaks`; what quantised layers do faster is measured by the
     same peak."""
-    dtype = arguments.parallel.fsdp_plan.param_dtype or "fp32"
+    dtype = arguments.parallel.fsdp_plan.computed_in
     short = arguments.training.allow_hf32 and get_device_type() == "cuda"
     return "tf32" if dtype == "fp32" and short else dtype
