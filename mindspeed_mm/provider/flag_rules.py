@@ -72,7 +72,7 @@ def decay(reading: Reading) -> None:
     value, place, draft = reading.value(name), reading.place(name), reading.draft
     if value not in _STYLES:
         hint = did_you_mean(value, _STYLES)
-        draft.problem(f"'{value}' is not built", place, f"{hint}There are constant, linear, cosine and WSD.")
+        draft.problem(f"'{value}' is not built", place, f"{hint}Known: {', '.join(_STYLES)}.")
     elif reading.has(name):
         draft.put("training.lr_decay_style", _STYLES[value], place)
     elif not reading.has("learning_rate"):  # of the scripts in diffusers' manner, whose rate is constant

@@ -14,6 +14,7 @@ import pytest
 from mindspeed_mm.fsdp.distributed.pipeline import schedules as pipeline_torch
 from mindspeed_mm.fsdp.models.behaviour import quantized_linear
 from tests.fsdp.refusals import LONG_TABLE, SHORT_TABLE
+from tests.fsdp.refusals_of_resumes import SAVE, with_a_run
 from tests.helpers.pretended_ranks import first_of
 from tests.helpers.refusal import ENVIRONMENT, LORA, USAGE, Refusal, make_base, spoiled
 from tests.helpers.runs import mm
@@ -58,6 +59,16 @@ def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Pat
     if row.code == USAGE:
         assert re.search(rf"^{re.escape(str(yaml))}: (1 problem|\d+ problems)$", trained.err, re.MULTILINE), trained.err
         assert all(each["where"] in trained.err for each in alike if each["what"] in trained.err), trained.err
+
+
+@pytest.mark.parametrize("changes", [["training.seed=8"], ["training.seed=8", "training.optimizer=muon"]])
+def test_a_refused_resume_says_how_to_go_on(changes: list[str], base: Callable[[str], Path], tmp_path: Path) -> None:
+    yaml = spoiled(base("vision"), tmp_path / "run", Refusal("a run", (), "", spoil=with_a_run()))
+    words = [SAVE.replace("{folder}", str(yaml.parent)), *changes]
+    trained, checked = mm("train", yaml, *words, "training.train_iters=2"), mm("check", yaml, *words)
+    for said in (trained.err, checked.out + checked.err):
+        assert "this is not the run that saved the checkpoint. Undo these changes; or start a new run from its" in said
+        assert re.search(r"training.seed +was 7, is 8", said)
 
 
 def test_a_schedule_that_torch_has_wrong_is_refused_alike(

@@ -22,6 +22,9 @@ ANNEALS: dict[str, Callable[[float], float]] = {
 }
 """The same for the last part of `wsd`; the shapes that Megatron-Core has (`optimizer_param_scheduler.py`, 0.12.1)."""
 
+STYLES = (*DECAYS, "wsd")
+"""What `training.lr_decay_style` may name."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -46,8 +49,8 @@ class Schedule:
     warms_from_start: bool = False
 
     def __post_init__(self) -> None:
-        if self.style not in (*DECAYS, "wsd"):
-            raise ConfigError(f"'{self.style}' is not one of {', '.join(DECAYS)}, wsd", key="training.lr_decay_style")
+        if self.style not in STYLES:
+            raise ConfigError(f"'{self.style}' is not one of {', '.join(STYLES)}", key="training.lr_decay_style")
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""

@@ -113,7 +113,7 @@ class ResolvedConfig:
         except MMError as error:
             problems = self.locate(error.problems)
             is_about_it = len(problems) == 1 and self._has(problems[0].key) and error.exit_code in _BEFORE_TRAINING
-            if isinstance(error, ConfigError) or is_about_it:
+            if isinstance(error, ConfigError) or (is_about_it and not error.headline):
                 error.retell(count_problems(self.path, problems), problems)
             elif error.headline:
                 error.retell(error.headline, problems)

@@ -160,7 +160,9 @@ class _Check:
 
     def add(self, error: MMError) -> None:
         """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
-        problems = error.problems if self.read is None else self.read.locate(error.problems)
+        problems = list(error.problems if self.read is None else self.read.locate(error.problems))
+        if error.headline and not isinstance(error, ConfigError):  # what the single problems are part of
+            problems.insert(0, Problem(error.headline))
         known, absent = set(), set()
         for finding in self.result.findings:
             known.add(finding.problem)

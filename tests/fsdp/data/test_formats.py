@@ -8,8 +8,9 @@ import base64
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,8 +18,14 @@ import pytest
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.convert import CONVERTERS
+from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import FORMATS, RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.sampling.answers.asking import has_columns
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.helpers.tiny_media import wav_bytes, write_video
@@ -277,3 +284,19 @@ def test_a_section_of_an_entry_is_checked_like_any_other(tmp_path: Path, open_fo
             open_folder({"dataset": [entry]}, text_folder)
         for word in ("basic_parameters.dataset", *words):
             assert word in str(caught.value)
+
+
+def test_every_format_is_read_trained_and_asked_alike() -> None:
+    """One table says which columns a format has: what converts rows, fills in answers and finds questions reads it."""
+    named = DatasetParam.model_fields["attr"].annotation.model_fields["formatting"].annotation
+    assert set(FORMATS) == set(CONVERTERS) == set(get_args(named))
+    for name, flat in FORMATS.items():
+        layout = RowFormat(name)
+        row: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
+        if flat is not None:
+            row = dict.fromkeys(layout.question_columns[:1], QUESTION)
+        assert has_columns(row, layout) and not has_columns({"other": QUESTION}, replace(layout, messages="messages"))
+        answered = with_answer(row, layout)
+        sample, prompt = (convert(answered, layout, RowLocation("rows", 1)) for convert in CONVERTERS[name])
+        assert [message["role"] for message in sample.messages] == ["user", "assistant"]
+        assert sample.messages[0] == prompt.messages[0]

@@ -1,9 +1,13 @@
 """Schedules against torch's own, and their corner cases."""
 
+from typing import Any, get_args
+
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.optimizer.schedules import Schedule
+from mindspeed_mm.fsdp.optimizer.schedules import ANNEALS, STYLES, Schedule
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.provider import flag_rules
 
 
 def schedule(style="cosine", **changes):
@@ -39,3 +43,13 @@ def test_warmup_reaches_the_peak_at_its_last_step():
 def test_styles(style, step, expected):
     ratio = 0.2 if style == "wsd" else 1.0
     assert schedule(style, decay_ratio=ratio).at(step) == pytest.approx(expected)
+
+
+def named_by(key: str) -> set[str]:
+    annotation: Any = TrainingArguments.model_fields[key].annotation
+    return set(get_args(annotation))
+
+
+def test_every_schedule_that_can_be_named_is_there():
+    assert named_by("lr_decay_style") == set(STYLES) == set(flag_rules._STYLES.values())
+    assert named_by("lr_wsd_style") == set(ANNEALS) == set(flag_rules._ANNEALS)

@@ -42,6 +42,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"reference": {"sync_steps": 2, "model_name_or_path": "a"}}, {}, "reference.sync_steps", "one of them"),
     ({"reference": {"sync_steps": 2}}, {"training": {"ema": {"enable": True}}}, "reference.sync_steps", "one of them"),
     ({"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, {}, "dpo.label_smoothing", "sigmoid"),
+    ({"dpo": {"loss_type": "ipo", "simpo_gamma": 2.0}}, {}, "dpo.simpo_gamma", "use simpo"),
+    ({"dpo": {"discopop_tau": 1.0}}, {}, "dpo.discopop_tau", "use discopop"),
 ]
 SAMPLES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"rewards": []}, {}, "rewards", "exact_match"),

@@ -56,7 +56,7 @@ def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
 def from_alpaca(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """`{"instruction", "input", "output", "history": [[question, answer], …], "system"}` with configurable names."""
     sample = _alpaca_prompt(row, row_format, place)
-    column = _name(row_format.response, "output")
+    column = row_format.answer_column
     response = row.get(column)
     if not isinstance(response, str):
         raise wrong_field(column, response, row, place, "text")
@@ -66,7 +66,7 @@ def from_alpaca(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
 
 def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """Everything before the answer."""
-    columns = (_name(row_format.prompt, "instruction"), _name(row_format.query, "input"))
+    columns = row_format.question_columns
     texts = list(filter(None, (text_of(row, column, place) for column in columns)))
     if not texts:
         raise wrong_field(columns[0], row.get(columns[0]), row, place, "an instruction")
@@ -89,10 +89,6 @@ def _is_exchange(pair: object) -> bool:
         return False
     asked, answered = pair
     return isinstance(asked, str) and isinstance(answered, str)
-
-
-def _name(configured: str | None, usual: str) -> str:
-    return usual if configured is None else configured
 
 
 def _add(sample: Sample, role: str, content: str) -> None:

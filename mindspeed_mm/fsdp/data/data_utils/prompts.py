@@ -19,8 +19,7 @@ _COLUMNS = ("messages", "conversations", "prompt")
 def with_answer(row: JsonObject, row_format: RowFormat, *, needs_answer: bool = False) -> JsonObject:
     """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one, unless
     one is needed. A `prompt` of plain text, with media beside it, becomes such a list."""
-    if row_format.formatting == "alpaca":
-        response = row_format.response or "output"
+    if response := row_format.answer_column:
         return row if needs_answer or row.get(response) is not None else {**row, response: ""}
     if isinstance(row.get("prompt"), str):
         row = _prompt_as_conversation(row)

@@ -25,8 +25,12 @@ _MEDIA_ALONE = ("timestep_weight", "weight_alpha", "weight_beta", "histogram_pat
 """Keys of `posttrain.dpo` that act on pairs of answers, and those that act on pairs of media."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations after which the base model alone is not what training started from."""
-_SMOOTHED = frozenset({"sigmoid", "sigmoid_norm", "robust", "exo_pair"})
-"""Losses that `posttrain.dpo.label_smoothing` acts on."""
+_READ_BY = {
+    "label_smoothing": ("exo_pair", "robust", "sigmoid", "sigmoid_norm"),
+    "simpo_gamma": ("simpo",),
+    "discopop_tau": ("discopop",),
+}
+"""Key of `posttrain.dpo` → the losses that it acts on; the other keys act on all."""
 
 ReferenceKind = Literal["adapters_off", "frozen", "stored"]
 
@@ -261,12 +265,13 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.dpo.label_smoothing",
             way_out="Set it above 0, e.g. 0.001.",
         )
-    if dpo.label_smoothing and _SMOOTHED.isdisjoint(dpo.loss_type):
-        yield Problem(
-            f"{dpo.label_smoothing:g} has no effect on {', '.join(dpo.loss_type)}",
-            key=f"{_KEY}.dpo.label_smoothing",
-            way_out=f"Leave it out, or use one of {', '.join(sorted(_SMOOTHED))}.",
-        )
+    for name, losses in _READ_BY.items():
+        if dpo[name] != type(dpo).model_fields[name].default and set(losses).isdisjoint(dpo.loss_type):
+            yield Problem(
+                f"{dpo[name]:g} has no effect on {', '.join(dpo.loss_type)}",
+                key=f"{_KEY}.dpo.{name}",
+                way_out=f"Leave it out, or use {' or '.join(losses)}.",
+            )
 
 
 def _of_pairs_of_media(arguments: Arguments) -> Iterator[Problem]:

@@ -73,8 +73,8 @@ class RowsView:
 
 def has_columns(row: dict[str, Any], row_format: RowFormat) -> bool:
     """Whether a row has what its format asks for, its answer aside."""
-    if row_format.formatting == "alpaca":
-        return any(name in row for name in (row_format.prompt or "instruction", row_format.query or "input"))
+    if columns := row_format.question_columns:
+        return any(name in row for name in columns)
     return not row_format.messages or row_format.messages in row
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import read_json_object
@@ -17,11 +17,28 @@ from mindspeed_mm.fsdp.params.value_types import Section
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
 INFO_FILE = "dataset_info.json"
-FORMATS = ("sharegpt", "alpaca", "openai", "multimodal_tool")
 _GLOB = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
 """How shards of a Hugging Face data set are called: `train-00000-of-00002.parquet`."""
 _HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+
+
+class FlatColumns(NamedTuple):
+    """The columns of a format whose rows hold no list of turns: key of `attr` → the usual name."""
+
+    question: Mapping[str, str]
+    """What is asked, in the order in which it is joined; the first is needed."""
+    answer: Mapping[str, str]
+    """The one column of what is answered."""
+
+
+FORMATS: dict[str, FlatColumns | None] = {
+    "sharegpt": None,
+    "alpaca": FlatColumns({"prompt": "instruction", "query": "input"}, {"response": "output"}),
+    "openai": None,
+    "multimodal_tool": None,
+}
+"""`attr.formatting` → the columns of a row; None: a list of turns, in `messages`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,7 @@ class RowFormat:
         """
         where = f"{INFO_FILE}: {name}"
         formatting = entry.get("formatting", "alpaca")
-        _check_known([formatting], FORMATS, where, "formatting")
+        _check_known([formatting], list(FORMATS), where, "formatting")
         columns, tags = entry.get("columns"), entry.get("tags") or {}
         found: dict[str, Any] = {}
         if columns is not None:
@@ -80,13 +97,32 @@ class RowFormat:
     @property
     def needed_columns(self) -> tuple[str, ...]:
         """Columns without which no row converts, as far as they are named."""
+        keys = ["messages"]
         if self.ranking:
-            columns = [self.chosen, self.rejected]
-        elif self.formatting == "alpaca":
-            columns = [self.prompt, self.response]
-        else:
-            columns = [self.messages]
-        return tuple(column for column in columns if column)
+            keys = ["chosen", "rejected"]
+        elif flat := FORMATS[self.formatting]:
+            keys = [*list(flat.question)[:1], *flat.answer]
+        named = [vars(self)[key] for key in keys]
+        return tuple(filter(None, named))
+
+    @property
+    def question_columns(self) -> tuple[str, ...]:
+        """Where a row has what is asked; empty: in its list of turns."""
+        flat = FORMATS[self.formatting]
+        return () if flat is None else self._names_of(flat.question)
+
+    @property
+    def answer_column(self) -> str:
+        """Where a row has what is answered; empty: at the end of its list of turns."""
+        flat = FORMATS[self.formatting]
+        return "" if flat is None else self._names_of(flat.answer)[0]
+
+    def _names_of(self, usual: Mapping[str, str]) -> tuple[str, ...]:
+        names = []
+        for key, name in usual.items():
+            given = vars(self)[key]
+            names.append(name if given is None else given)
+        return tuple(names)
 
 
 _TAGS = tuple(f.name for f in fields(RowFormat) if f.name.endswith("_tag"))
