@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
-from mindspeed_mm.core.errors import CollectedErrors, ConfigError, ExitCode, MMError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import (
+    CheckpointError,
+    CollectedErrors,
+    ConfigError,
+    ExitCode,
+    MMError,
+    ModelFolderError,
+    Problem,
+)
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -161,8 +169,10 @@ class _Check:
     def add(self, error: MMError) -> None:
         """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
         problems = list(error.problems if self.read is None else self.read.locate(error.problems))
-        if error.headline and not isinstance(error, ConfigError):  # what the single problems are part of
-            problems.insert(0, Problem(error.headline))
+        if error.headline and isinstance(error, CheckpointError | ModelFolderError):
+            problems.insert(
+                0, Problem(error.headline)
+            )  # it says what the changes or tensors below it are, and what to do
         known, absent = set(), set()
         for finding in self.result.findings:
             known.add(finding.problem)

@@ -354,7 +354,7 @@ def called(value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "field", "message"),
     [
-        ({"text": "x"}, "conversations", "the field is missing; the row has ['text']"),
+        ({"text": "x"}, "conversations", "the field is missing, and no other column holds"),
         ({"messages": "hello"}, "messages", "'hello' is not a list of messages"),
         ({"messages": None}, "messages", "None is not a list of messages"),
         ({"messages": turns("hi", 5)}, "message 1.content", "5 is not text"),
@@ -414,6 +414,13 @@ def test_a_wrong_alpaca_row(row: dict[str, Any], field: str, message: str) -> No
         convert(row, formatting="alpaca")
     assert caught.value.problems[0].key == field
     assert message in caught.value.problems[0].what
+
+
+def test_the_way_out_is_one_that_fits_the_row() -> None:
+    with pytest.raises(DataError, match=r"formatting=alpaca, .*attr.prompt and .*attr.response to the names of their"):
+        convert({"question": "<image>1 + 2?", "answer": "3"})
+    with pytest.raises(DataError, match=r"The row has no column 'images': name the column in .*attr.images, or write"):
+        convert({"messages": turns("<image>", "b"), "picture": "a.png"})
 
 
 def test_a_column_that_is_named_is_the_only_one_looked_at() -> None:

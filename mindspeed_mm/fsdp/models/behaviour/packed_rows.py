@@ -84,20 +84,20 @@ def _reasons_against_packing(model: nn.Module) -> Iterator[str]:
     takes = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     if not takes_any and "cu_seq_lens_q" not in takes:
-        yield "its forward takes no cu_seq_lens_q, the borders of documents"
+        yield "the model's forward takes no cu_seq_lens_q, the borders of documents"
     if not _is_of_transformers(model):
         return
     if attribute_at(model, "config.is_encoder_decoder", False):
-        yield "it is an encoder-decoder, which encodes every sample by itself"
+        yield "the model is an encoder-decoder, which encodes every sample by itself"
         return
     if not _calls_attention_interface(model):
-        yield "its attention is not behind transformers' interface"
+        yield "the model's attention is not behind transformers' interface"
     if attribute_at(model, "_is_stateful", False) and not has_mixers:
-        yield "its layers carry a state over tokens, and it is not known how to reset it between documents"
+        yield "the model's layers carry a state over tokens, and it is not known how to reset it between documents"
     kept_apart = _KEPT_APART if has_mixers else _KEPT_APART - {"linear_attention"}
     looking_beyond = set(attribute_at(model.config.get_text_config(), "layer_types", ())) - kept_apart
     if looking_beyond:
-        yield f"it has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
+        yield f"the model has layers of type {', '.join(sorted(looking_beyond))}, which look beyond a document"
 
 
 def _calls_attention_interface(model: nn.Module) -> bool:

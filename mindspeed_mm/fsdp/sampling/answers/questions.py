@@ -153,7 +153,7 @@ def as_asked(problem: Problem) -> Problem:
     YAML are out of reach until an option names one."""
     way_out = problem.way_out.replace(LEAVE_OUT, "")
     if _YAML_SECTION in way_out + problem.key:
-        way_out = f"{way_out} This is a key of the YAML that --config names.".strip()
+        way_out = f"{way_out} This is a key of a YAML: --config YAML names it.".strip()
     return replace(problem, way_out=way_out)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, first_given, short
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
 
@@ -96,11 +96,14 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
         name, sources = _column(sample, row, row_format, kind)
         placeholders = sum(part["type"] == kind and "source" not in part for part in media)
         if placeholders != len(sources):
+            way_out = "Write one placeholder for each, in the same order."
+            if name not in row:
+                way_out = f"The row has no column '{name}': name the column in {ATTR_KEY}.{kind}s, or write none."
             raise DataError(
                 f"{placeholders} <{kind}> placeholders in the text, but {len(sources)} {kind}s",
                 where=str(sample.place),
                 key=name,
-                way_out="Write one placeholder for each, in the same order.",
+                way_out=way_out,
             )
         taken[kind] = iter(sources)
     for part in media:

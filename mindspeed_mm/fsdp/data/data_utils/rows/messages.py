@@ -61,7 +61,7 @@ def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
         name = column or row_format.messages or MESSAGE_COLUMNS[0]
         if column is None and name in MESSAGE_COLUMNS:  # one of them may be there and hold null
             name = next((usual for usual in MESSAGE_COLUMNS if usual in row), name)
-        raise wrong_field(name, row.get(name), row, place, "a list of messages")
+        raise _no_turns(name, row, place)
     sample = Sample(place)
     add_messages(sample, row[column], row_format)
     add_system(sample, row, row_format)
@@ -209,3 +209,15 @@ def _weight(message: Row, where: str, key: str) -> float:
     if mask or (train is not None and not train):
         return 0.0
     return 1.0 if weight is None else float(weight)
+
+
+def _no_turns(column: str, row: Row, place: RowLocation) -> DataError:
+    if column in row or any(isinstance(value, list) for value in row.values()):
+        return wrong_field(column, row.get(column), row, place, "a list of messages")
+    return DataError(
+        f"the field is missing, and no other column holds a list of messages; the row has {sorted(row)}",
+        where=str(place),
+        key=column,
+        way_out=f"If the row has a question and its answer, set {ATTR_KEY}.formatting=alpaca, {ATTR_KEY}.prompt and "
+        f"{ATTR_KEY}.response to the names of their columns.",
+    )
