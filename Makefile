@@ -61,6 +61,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_words.py tests/test_source_rules.py
 
 bench: install
 	$(BIN)/python -m benchmarks

@@ -1,24 +1,16 @@
 """Rules that the sources keep: nothing that runs foreign code, one door to the device, files and functions of a size
-that can be read, and imports that do nothing."""
+that can be read, and names that exist. `make check` runs this file."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
-import click
 import pytest
-from packaging.version import Version
 
-from mindspeed_mm.cli import main
-from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from tests import architecture
 
 ROOT = Path(__file__).parents[1]
@@ -166,193 +158,6 @@ def test_a_long_function_is_found() -> None:
     assert long_functions(f"def short():\n{body}".removesuffix("    pass\n")) == []
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
-
-_FRAGMENT = re.compile(r"(Of|Whose|Those|Its|Their|Such|Where (its|their))\b")
-_NEIGHBOUR = re.compile(
-    r"\b(next|previous|following|preceding) (key|setting|option|one|two|three)s?\b|\bkeys? (that follow|below|above)\b|"
-    r"\bnext (two|three|four)\b|\bof (its|their) own\b",
-    re.IGNORECASE,
-)
-"""Words that send the reader to the key before or after."""
-_POINTING = re.compile(
-    r"\b(of|in|on|at|by|with|from) (that|such|those|these|it|them)\b|\bwhich (it|they)\b", re.IGNORECASE
-)
-"""In a first clause, where nothing has been named yet, these stand for what the key before is about."""
-
-
-_AUDIENCE = re.compile(r"(Generators|Language models|Qwen3-Omni|(With|For|To) [^:]*): ")
-"""What some texts begin with: `Generators: …`."""
-
-
-def points_elsewhere(text: str) -> bool:
-    """Whether a help text needs the one before or after it."""
-    first_clause = re.split(r"[.;:(]", _AUDIENCE.sub("", text, count=1))[0]
-    return bool(_NEIGHBOUR.search(text) or _POINTING.search(first_clause))
-
-
-def unreadable_help(text: str) -> bool:
-    """Whether a help text cannot be read alone: too short, a fragment of the sentence that its key would begin, or one
-    that points at another key."""
-    return len(text.split()) < 5 or bool(_FRAGMENT.match(text)) or points_elsewhere(text)
-
-
-def options_of(command: click.Command, name: str = "mm") -> Iterator[tuple[str, str]]:
-    """(name, help text) of every option of a command and of those below it."""
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            yield f"{name} {parameter.opts[0]}", parameter.help or ""
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for below in command.list_commands(context):
-            found = command.get_command(context, below)
-            assert found is not None
-            yield from options_of(found, f"{name} {below}")
-
-
-def test_every_help_text_can_be_read_alone() -> None:
-    unreadable = {key: info.description or "" for key, info in walk_fields() if unreadable_help(info.description or "")}
-    assert unreadable == {}
-
-
-def test_every_help_text_of_an_option_can_be_read_alone() -> None:
-    options = dict(options_of(main.cli))
-    assert len(options) > 100
-    assert {name: text for name, text in options.items() if _FRAGMENT.match(text) or points_elsewhere(text)} == {}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "When.",
-        "The slices.",
-        "Of the weights.",
-        "Whose activations are moved to the host.",
-        "",
-        "Where its log-probabilities come from, in a few words.",
-        "Share of the policy in that mixture (TR-DPO, arXiv:2404.09656).",
-        "Generators: numerator of that weight; null: the largest share of the histogram.",
-        "Distance above 1 at which it is clipped; null: `epsilon`.",
-        "Number of such steps; null: all of them.",
-        "Number of steps by which it moves.",
-        "Factor on it before rewards are summed.",
-        "Settings of its own: arguments of the reward by name.",
-        "Number of passes over the rows. For generators only, like the next key.",
-        "Maximum area. Null, here and in the keys that follow, leaves the choice to the processor.",
-        "Level of detail. The three keys below add to any level.",
-    ],
-)
-def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
-    assert unreadable_help(text)
-
-
-def class_names(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Name of a class → the modules that define one of this name."""
-    found: dict[str, list[str]] = {}
-    for path, source in sources.items():
-        if "class " not in source:
-            continue
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path)
-    return found
-
-
-def test_a_class_name_stands_for_one_thing() -> None:
-    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in SOURCES if path.is_relative_to(PACKAGE)}
-    assert {name: paths for name, paths in class_names(sources).items() if len(paths) > 1} == {}
-
-
-def test_a_class_name_that_is_used_twice_is_found() -> None:
-    found = class_names({"a.py": "class Share: ...", "b.py": "class Share: ...\nclass Other: ..."})
-    assert found == {"Share": ["a.py", "b.py"], "Other": ["b.py"]}
-
-
-# --- imports ---------------------------------------------------------------------------------------------------------
-
-LOOK = """
-import gc, importlib, json, logging, os, pkgutil, signal, sys, threading, warnings
-def state():
-    handlers = {n.name: repr(signal.getsignal(n)) for n in signal.Signals if n not in (signal.SIGKILL, signal.SIGSTOP)}
-    return {
-        "signal handlers": handlers, "environment": dict(os.environ), "path": list(sys.path), "gc": gc.isenabled(),
-        "log handlers": len(logging.root.handlers), "threads": [t.name for t in threading.enumerate()],
-        "hooks": [repr(sys.excepthook), repr(sys.settrace)], "warning filters": len(warnings.filters),
-    }
-"""
-
-LIGHT = (
-    LOOK
-    + """
-import click, pydantic, ruamel.yaml  # their own imports are not ours: ruamel.yaml adds a warning filter
-import mindspeed_mm
-before = state()
-for package in ("mindspeed_mm.core", "mindspeed_mm.fsdp.params", "mindspeed_mm.cli", "mindspeed_mm.tasks"):
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
-        importlib.import_module(module.name)
-    heavy = sorted(sys.modules.keys() & {"torch", "transformers", "numpy"})
-    print(json.dumps([package, heavy, [k for k, v in before.items() if v != state()[k]]]))
-"""
-)
-
-ALL = (
-    LOOK
-    + """
-import click, pydantic, ruamel.yaml, PIL.Image, torch, transformers, torch.distributed.checkpoint
-import torch.distributed.fsdp
-from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-prepare_for_transformers()  # a patch that says so; whoever needs transformers' processors calls it
-from transformers import AutoModel, AutoProcessor, PreTrainedModel
-from diffusers import ModelMixin  # the base of our pixel-space VAE
-def torch_state():
-    return [torch.get_num_threads(), repr(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
-            torch.get_rng_state().sum().item(), torch.distributed.is_initialized()]
-import mindspeed_mm
-before, torch_before = state(), torch_state()
-has_verl = importlib.util.find_spec("verl")
-needs_verl = () if has_verl else ("mindspeed_mm.verl.engine", "mindspeed_mm.verl.config_classes")
-for module in pkgutil.walk_packages(mindspeed_mm.__path__, "mindspeed_mm."):
-    if not module.name.endswith("__main__") and module.name not in needs_verl:
-        importlib.import_module(module.name)
-print(json.dumps([[k for k, v in before.items() if v != state()[k]], torch_before == torch_state()]))
-"""
-)
-
-
-def lines_of(program: str) -> list[list[object]]:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-
-
-def test_the_ground_floor_and_the_command_line_import_nothing_heavy() -> None:
-    told = {package: (heavy, changed) for package, heavy, changed in lines_of(LIGHT)}
-    for package in ("mindspeed_mm.core", "mindspeed_mm.fsdp.params", "mindspeed_mm.cli"):
-        assert told[package] == ([], []), package
-
-
-@pytest.mark.skipif(Version(metadata.version("transformers")) < Version("5.23"), reason="a family's classes are newer")
-def test_importing_everything_does_nothing() -> None:
-    assert lines_of(ALL) == [[[], True]]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
-        "os.environ['PLANTED'] = '1'",
-        "logging.basicConfig()",
-        "gc.disable()",
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
-    ],
-)
-def test_a_side_effect_is_found(fault: str) -> None:
-    program = f"{LOOK}\nbefore = state()\n{fault}\nprint(json.dumps([k for k, v in before.items() if v != state()[k]]))"
-    assert len(lines_of(program)[0]) == 1
-
-
 # --- names that are imported -----------------------------------------------------------------------------------------
 
 
@@ -407,40 +212,6 @@ def test_what_is_imported_is_there() -> None:
 )
 def test_an_import_of_nothing_is_found(source: str) -> None:
     assert unknown_imports(source)
-
-
-# --- what is said to people ------------------------------------------------------------------------------------------
-
-LIBRARIES_SILENCED = {
-    "cli/main.py",
-    "fsdp/models/loading/local_shard.py",
-    "fsdp/utils/quiet.py",
-    "tasks/launch/agent.py",
-}
-"""Files that set the level of a library's logger."""
-WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py", "fsdp/models/vocabulary.py")
-"""Code that reads samples, in worker processes too, or that answers as well, knows no run: it warns, and a run notes
-its warnings."""
-
-
-def said_apart(inside: str, source: str) -> list[str]:
-    """Ways to say something that pass a run's `note` by, so that it would be in no log and among no events."""
-    if not re.search(r"logg|warn", source):  # most files: parsing all of them takes seconds
-        return []
-    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    logs = [call for call in calls if call.startswith(("logging.", "logger."))]
-    warns = [call for call in calls if call in ("warnings.warn", "warn")]
-    allowed = [*(logs if inside in LIBRARIES_SILENCED else ()), *(warns if inside.startswith(WARNING_ROOMS) else ())]
-    return [call for call in (*logs, *warns) if call not in allowed]
-
-
-def test_what_is_said_to_people_is_noted() -> None:
-    assert said_apart("a.py", "import logging\nlogging.getLogger(__name__).info('deleted')")
-    assert said_apart("fsdp/train/a.py", "warnings.warn('nearly full', stacklevel=2)")
-    assert not said_apart("fsdp/data/a.py", "warnings.warn('is silent', stacklevel=2)")
-    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    found = {inside: said_apart(inside, source) for inside, source in files.items()}
-    assert {inside: calls for inside, calls in found.items() if calls} == {}
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def read_quantization(section: object, where: str, key: str) -> Quantization:
         f"the weights are quantised ({told}) in a way that cannot be read, and cannot be trained",
         where=where,
         key=key,
-        way_out="Use the unquantised weights of this model. Read are fp8 with weight_block_size, mxfp4, and "
+        way_out="Use the unquantised weights of this model. Supported are fp8 with weight_block_size, mxfp4, and "
         "compressed-tensors of the format pack-quantized with symmetric whole numbers of 4 or 8 bits.",
     )
 

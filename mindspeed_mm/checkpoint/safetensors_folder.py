@@ -282,5 +282,5 @@ def _orphans(
             found.append(Problem("is named by no entry of the index", str(file), way_out=way_out))
     for name, header in headers.items():
         for key in header.keys() - weight_map.keys():
-            found.append(Problem(f"stands in '{name}' but not in the index", str(index), key))
+            found.append(Problem(f"is in '{name}' but not in the index", str(index), key))
     return found

@@ -41,7 +41,7 @@ def command(
     start: ResumeOptions,
     as_json: bool,
 ) -> None:
-    """Find what is wrong with CONFIG before training, and say how to mend it.
+    """Find what is wrong with CONFIG before training, and say how to fix it.
 
     Checked in this order: the configuration, plugins, paths, module patterns against the model (built without weights),
     the first samples, batch keys against the model's forward, and the memory that the first batch will take (on one of

@@ -44,7 +44,7 @@ class _ConfigCommand(click.Command):
     "from_flags",
     is_flag=True,
     help="Print the YAML that means the same as the Megatron-style flags that follow, without the defaults. A launch "
-    "script, a command with its entry, or a YAML with gpt_args may stand in their place.",
+    "script, a command with its entry, or a YAML with gpt_args can be given instead.",
 )
 @click.pass_context
 def command(
@@ -62,7 +62,7 @@ def command(
     notes: tuple[str, ...] = ()
     if from_flags:
         if config is not None:
-            raise click.UsageError(f"{config} stands before {_FROM_FLAGS}: it takes no other configuration.", context)
+            raise click.UsageError(f"{_FROM_FLAGS} takes no other configuration: remove {config}.", context)
         translated = task.run_flags(context.meta[_FROM_FLAGS], os.environ)
         resolved = translated.config
         notes = (*translated.notes, *task.notes_on_inputs(resolved))

@@ -49,7 +49,7 @@ def command() -> None:
     """Look at the rows of a configuration before training on them."""
 
 
-@command.command(epilog=CHECK_EXAMPLES, short_help="Find what is wrong with the rows, and how to mend it.")
+@command.command(epilog=CHECK_EXAMPLES, short_help="Find what is wrong with the rows, and how to fix it.")
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
 @click.option("--decode", is_flag=True, help="Decode every image, clip and sound; otherwise only its header is read.")

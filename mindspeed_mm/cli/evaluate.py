@@ -175,7 +175,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--judge-key-env",
     metavar="VARIABLE",
-    help="With --judge: environment variable that holds the server's key; by default none is sent.",
+    help="With --judge: environment variable that holds the server's API key; default: no key is sent.",
 )
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(

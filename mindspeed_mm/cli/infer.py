@@ -459,7 +459,7 @@ def check_speech(options: Options) -> None:
         raise UsageError("only the answer to --prompt is spoken", key="--speak", way_out="Ask row by row.")
     if options["lora"] is not None:
         way_out = "Merge the adapters first: mm merge."
-        raise UsageError("a model with adapters beside it does not speak", key="--lora", way_out=way_out)
+        raise UsageError("a model cannot speak with adapters that are not merged", key="--lora", way_out=way_out)
     if options["hide_thoughts"]:
         raise UsageError("all of a spoken answer is heard", key="--hide-thoughts", way_out="Leave one of them out.")
 
@@ -474,7 +474,7 @@ def read_adapters(words: Sequence[str]) -> dict[str, Path]:
     for word in words:
         name, equals, folder = word.partition("=")
         if not re.fullmatch(r"\w[\w-]*", name) or not equals or not folder or name in found:
-            way_out = "Each has a name of its own: --adapter NAME=FOLDER."
+            way_out = "Give each a different name: --adapter NAME=FOLDER."
             raise UsageError(f"'{word}' does not name adapters", key="--adapter", way_out=way_out)
         found[name] = Path(folder)
     return found

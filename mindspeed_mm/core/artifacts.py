@@ -314,8 +314,8 @@ class RunFolder:
             f"is in use by run {owner.run_id} (host {owner.host}, pid {owner.pid}, seen {silent_for_s:.0f} s ago)",
             where=str(self.path),
             key=self._key,
-            way_out="Wait for it to end, or give this run a folder of its own. A dead job on another host lets go "
-            f"after {_SILENT_AFTER_S:.0f} s; if you are sure that it is dead, delete {self.lock_file}.",
+            way_out="Wait for it to end, or give this run a different folder. The lock of a dead job on another host "
+            f"expires after {_SILENT_AFTER_S:.0f} s; if you are sure that it is dead, delete {self.lock_file}.",
         )
 
     def _owner(self) -> LockOwner | None:

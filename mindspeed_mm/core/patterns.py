@@ -104,7 +104,7 @@ def _no_match(pattern: str, names: Sequence[str], key: str, allow_suffix: bool) 
     if not found:
         last_part = plain.rpartition(".")[2]
         found = [name for name in names if last_part in name.split(".")][:3]
-    way_out = f"The model has {len(names)} modules; none is similar."
+    way_out = f"The model has {len(names)} modules; none has a similar name."
     if found:
         listed = ", ".join(f"'{name}'" for name in found)
         way_out = f"Nearest real names: {listed}."

@@ -33,7 +33,7 @@ def notes_on_entry(path: Path, *, has_runner: bool = False) -> list[str]:
     notes = []
     if own := list(dict.fromkeys(_own_functions(tree).values())):
         notes.append(
-            f"{path} hands functions of its own to pretrain ({', '.join(own)}): they stay behind. mm train builds the "
+            f"{path} passes its own functions to pretrain ({', '.join(own)}): they are not used. mm train builds the "
             "model, reads the data and computes the loss as the YAML says."
         )
     others = sorted(_imported(tree) & set(_OTHERS))

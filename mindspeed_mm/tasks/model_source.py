@@ -115,7 +115,7 @@ def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
     if chosen is None:
         return source
     if source.lora is not None:
-        raise UsageError("the run has adapters of its own", where=str(source.run), key=key, way_out="Leave it out.")
+        raise UsageError("the run already has adapters", where=str(source.run), key=key, way_out="Leave it out.")
     AdapterFile.find(chosen, key)
     return replace(source, lora=chosen)
 

@@ -72,7 +72,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
         if self._trains:
             training = self._arguments.training
             self._optimizer = build_optimizer(
-                self.module, training, self._arguments.features, self._assembled.plan.groups, note=print
+                self.module, training, self._arguments.features, self._assembled.plan.groups, note=self._note
             )
             self._schedule = build_lr_schedule(self._arguments, training.train_iters)
             set_lr(self._optimizer, self._schedule.at(0))
@@ -237,7 +237,12 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
 
     def _manager(self, folder: str) -> CheckpointManager:
         context = {"world_size": self._job.world_size}
-        return CheckpointManager(Path(folder), self._arguments.training, context=context, note=print)
+        return CheckpointManager(Path(folder), self._arguments.training, context=context, note=self._note)
+
+    def _note(self, text: str) -> None:
+        """For people; one rank speaks for all."""
+        if self._job.rank == 0:
+            print(text, flush=True)
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 

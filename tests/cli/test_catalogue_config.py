@@ -82,7 +82,7 @@ CASES = [
     Case(
         "A7 duplicate key",
         yaml("training:\n  lr: 1e-5\n  seed: 1\n  lr: 2e-5\n"),
-        r"run\.yaml:4:3  training\.lr  'lr' stands twice, first in line 2",
+        r"run\.yaml:4:3  training\.lr  'lr' is given twice, first in line 2",
     ),
     Case(
         "A8 unknown key", yaml("training:\n  learning_rat: 1\n"), r"run\.yaml:2:3 .*unknown key\. Did you mean 'lr'\?"

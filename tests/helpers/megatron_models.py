@@ -16,6 +16,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily
+from mindspeed_mm.checkpoint.megatron.folder import divided_files, megatron_tensors
+from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 prepare_for_transformers()
@@ -307,3 +311,11 @@ def _gated(name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 _SYNTHETIC = {"internvl_chat": _internvl_chat, "internlm2": _internlm2, "deepseek_vl2": _deepseek_vl2}
 NAMES = (*_CLASSES, *_SYNTHETIC)
+
+
+def files_of(
+    hub: Mapping[str, LazyTensor], family: MegatronFamily, config: Config, layout: MegatronLayout
+) -> dict[str, dict[str, dict[str, LazyTensor]]]:
+    """What a folder in this division holds of a model under the hub's names."""
+    model = family.model(config, canonical=layout.canonical)
+    return divided_files(megatron_tensors(hub, model), model, layout)

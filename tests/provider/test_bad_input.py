@@ -279,7 +279,7 @@ def test_a_script_with_functions_of_its_own() -> None:
         "pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step_func=partial(step, 3))\n"
     )
     own, others = run_flags(["torchrun", "mine.py", *NEEDED.split()], {}).notes
-    assert own.startswith("mine.py hands functions of its own to pretrain (model_provider, step): they stay behind.")
+    assert own.startswith("mine.py passes its own functions to pretrain (model_provider, step): they are not used.")
     assert others.endswith("start it by -m mindspeed_mm.megatron_names mine.py.")
     by_runner = run_flags(["torchrun", "-m", "mindspeed_mm.megatron_names", "mine.py", *NEEDED.split()], {}).notes
     assert by_runner == (own,)

@@ -31,6 +31,7 @@ from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.export import export as export_task
+from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
@@ -113,7 +114,7 @@ def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> 
     generator = load_generator(make_tiny_qwen3(tmp_path / "text"))
     media = generator.encoder.media(rows.parent)
     question = generator.encoder.encode(ask("zero one").sample, media)
-    assert generator.answer_batch([question], TOKENS)[0].token_ids
+    assert greedy_answers(generator, [question], TOKENS)[0].token_ids
     with_picture = next(q for q in read_questions(rows, needs_answers=False) if q.images)
     with pytest.raises(DataError, match=r"jsonl:2.*takes text only\. Name a model that takes"):
         generator.encoder.encode(with_picture.sample, media)
@@ -124,7 +125,7 @@ def test_answers_end_where_the_models_positions_do(tmp_path: Path) -> None:
     generator, media = load_generator(folder), load_generator(folder).encoder.media(tmp_path)
     question = generator.encode(ask("zero one").sample, media)
     generator.end_ids = []
-    answer = generator.answer_batch([question], 512)[0]
+    answer = greedy_answers(generator, [question], 512)[0]
     assert (len(answer.token_ids), answer.finished) == (24 - len(question.input_ids), False)
     longer = generator.encode(ask("zero one two zero").sample, media)
     rows = [LiveAnswer(each, Sampling(512, temperature=0, beams=2)) for each in (question, longer)]

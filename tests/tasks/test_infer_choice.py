@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import ask, read_questions
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
+from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -195,7 +196,7 @@ def test_requests_name_adapters_as_their_model(folder: Path, adapters: dict[str,
     generator = load_generator(folder, adapters=adapters)
     alone = {name: load_generator(folder, path) for name, path in adapters.items()} | {NAME: load_generator(folder)}
     question = generator.encoder.encode(ask("one two").sample, generator.encoder.media(folder))
-    expected = {name: each.answer_batch([question], TOKENS)[0].text for name, each in alone.items()}
+    expected = {name: greedy_answers(each, [question], TOKENS)[0].text for name, each in alone.items()}
     assert len(set(expected.values())) == 3
     with served(AnswerEngine(generator)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)

@@ -127,7 +127,7 @@ def test_adapters_of_a_run_and_beside_a_folder(tmp_path: Path) -> None:
     name = "00000_00_a-cat.png"
     assert content(tmp_path / "of run")[name] == content(tmp_path / "beside")[name]
     assert content(tmp_path / "without")[name] != content(tmp_path / "beside")[name]
-    with pytest.raises(UsageError, match="adapters of its own"):
+    with pytest.raises(UsageError, match="already has adapters"):
         make(tmp_path / "run", tmp_path / "x", beside)
     other = make_tiny_flux(tmp_path / "other", num_layers=0)
     with pytest.raises(ModelFolderError, match=r"no layer transformer_blocks\.0.*others"):

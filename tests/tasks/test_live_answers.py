@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart, words_of
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from tests.helpers.greedy import greedy_answers
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 WAIT_S = 60
@@ -244,7 +245,7 @@ def test_what_is_compared_has_no_thoughts(said: str, words: str) -> None:
 def test_beams_find_what_transformers_finds(
     generator: Generator, questions: Sequence[EncodedQuestion], monkeypatch: pytest.MonkeyPatch, configured: bool
 ) -> None:
-    greedy = [answer.token_ids for answer in generator.answer_batch(questions, 8)]
+    greedy = [answer.token_ids for answer in greedy_answers(generator, questions, 8)]
     expected = []
     for question in questions:
         inputs = generator.encoder.collate([question])
@@ -272,8 +273,8 @@ def test_rows_do_not_change_the_positions_of_their_neighbours(kind: str, tmp_pat
     generator = load_generator(folder)
     texts = ["why?", "one two " * 20, "who is it? " * 3, "no " * 30]
     rows = [generator.encode(ask(text, []).sample, generator.encoder.media(tmp_path)) for text in texts]
-    together = generator.answer_batch(rows, 12)
-    alone = [generator.answer_batch([row], 12)[0] for row in rows]
+    together = greedy_answers(generator, rows, 12)
+    alone = [greedy_answers(generator, [row], 12)[0] for row in rows]
     assert together == alone
     generator.longest_alike = None
-    assert generator.answer_batch(rows, 12) != alone
+    assert greedy_answers(generator, rows, 12) != alone

@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, Sliced
 from mindspeed_mm.checkpoint.recognise import Layout
 from mindspeed_mm.cli.mm_convert import run as mm_convert
 from mindspeed_mm.core.errors import CheckpointError, MachineError
-from mindspeed_mm.fsdp.utils.host_memory import available_bytes
+from mindspeed_mm.fsdp.utils import host_memory
 from mindspeed_mm.tasks.convert import convert, same_logits
 from tests.helpers.family_templates import QWEN2_5_OMNI
 from tests.helpers.megatron_models import save_tiny
@@ -314,13 +314,14 @@ def test_names_by_flags_are_none_of_a_model(saved: Callable[[str], Path], tmp_pa
     assert mm_convert([str(word) for word in [*words, "--dcp_prefix", "thinker."]]) == 0
 
 
-def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
     (tmp_path / "proc").mkdir()
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:  10 kB\nMemFree:  1 kB\nMemAvailable:     8 kB\n")
-    assert available_bytes(tmp_path) == 8192
+    assert host_memory.available_bytes() == 8192
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("5000\n")
     (tmp_path / "sys/fs/cgroup/memory.stat").write_text("anon 1000\nfile 4000\n")
-    assert available_bytes(tmp_path) == 4000
+    assert host_memory.available_bytes() == 4000
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) == 8192
+    assert host_memory.available_bytes() == 8192

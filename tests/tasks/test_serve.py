@@ -22,6 +22,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.serve import chat
 from mindspeed_mm.tasks.serve.request import Access
+from tests.helpers.greedy import greedy_answers
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3_vl
@@ -189,7 +190,7 @@ def test_videos(client: OpenAI, media: Path, generator: Generator) -> None:
     answer = client.chat.completions.create(messages=[turn], **GREEDY)
     loader = generator.encoder.media(media)
     question = generator.encoder.encode(ask("what?", [MediaItem("video", "walk.mp4")]).sample, loader)
-    assert answer.choices[0].message.content == generator.answer_batch([question], TOKENS)[0].text
+    assert answer.choices[0].message.content == greedy_answers(generator, [question], TOKENS)[0].text
     assert answer.usage is not None and answer.usage.prompt_tokens == len(question.input_ids)
 
 

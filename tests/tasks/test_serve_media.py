@@ -24,6 +24,7 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.serve.limits import Limits
+from tests.helpers.greedy import greedy_answers
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_sounds import sound_bytes, tone
@@ -146,7 +147,7 @@ def test_transcripts(tmp_path: Path) -> None:
     sounds = [sound_bytes(tone(0.5, 16000, hertz), 16000) for hertz in (220.0, 1760.0, 660.0)]
     loader = generator.encoder.media(tmp_path)
     questions = [generator.encoder.encode(ask("", [MediaItem("audio", sound)]).sample, loader) for sound in sounds]
-    expected = [generator.answer_batch([question], TOKENS)[0].text for question in questions]
+    expected = [greedy_answers(generator, [question], TOKENS)[0].text for question in questions]
     assert len(set(expected)) > 1
     with served(AnswerEngine(generator), Limits(max_new_tokens=TOKENS)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)

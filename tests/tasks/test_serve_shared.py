@@ -57,7 +57,7 @@ def answer_on_ranks(model: str, plan: str) -> Any:
     left.give_up()
     mine.answer([broken_off, left])  # its ranks do not know of texts that end it, nor of clients that leave
     assert (broken_off.ending, left.ending) == ("stop", "given up")
-    with pytest.raises(RuntimeError, match="partly told"):
+    with pytest.raises(RuntimeError, match="partly streamed"):
         mine.answer([broken_off])
     with pytest.raises(UsageError, match="beams are not searched"):
         mine.answer([LiveAnswer(question(20), Sampling(TOKENS, beams=2))])

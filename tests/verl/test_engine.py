@@ -97,6 +97,15 @@ def test_verl_finds_it() -> None:
                 assert hasattr(classes, content["_target_"].rpartition(".")[2])
 
 
+def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    with verl_stub():
+        from mindspeed_mm.verl.engine import LanguageModelEngine
+
+        for rank in (1, 0):
+            LanguageModelEngine._note(SimpleNamespace(_job=SimpleNamespace(rank=rank)), f"rank {rank}")
+    assert capsys.readouterr().out == "rank 0\n"
+
+
 def test_probabilities_and_entropies_are_the_models(folder: Path) -> None:
     _, log_probs, entropies = by_hand(folder)
     with verl_stub():

@@ -263,29 +263,6 @@ def read_shards(step: Path, layout: MegatronLayout) -> Shards:
     return _shards(step, _read_files(step, layout.ep), layout)
 
 
-def files_of(
-    hub: Mapping[str, LazyTensor], family: MegatronFamily, config: Config, layout: MegatronLayout
-) -> dict[str, dict[str, dict[str, LazyTensor]]]:
-    """What a folder in this division holds.
-
-    Args:
-        hub: The model's tensors under the hub's names.
-        family: Of the model.
-        config: Its config.json.
-        layout: The division.
-
-    Returns:
-        File, relative to the step's folder → `model` (or `model0` …) → name → tensor.
-
-    Raises:
-        UsageError: The division does not fit the model.
-        ModelFolderError: A tensor has no place, or is missing.
-    """
-    model = family.model(config, canonical=layout.canonical)
-    layout.check(model.depths, model.experts)
-    return divided_files(megatron_tensors(hub, model), model, layout)
-
-
 def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
     """The hub's tensors as whole Megatron tensors, without those that the layout has no place for.
 
@@ -302,7 +279,20 @@ def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dic
 def divided_files(
     whole: Mapping[str, LazyTensor], model: MegatronModel, layout: MegatronLayout
 ) -> dict[str, dict[str, dict[str, LazyTensor]]]:
-    """As `files_of`, of tensors under Megatron's own names."""
+    """What a folder in this division holds.
+
+    Args:
+        whole: The model's tensors under Megatron's own names.
+        model: Of the tensors.
+        layout: The division.
+
+    Returns:
+        File, relative to the step's folder → `model` (or `model0` …) → name → tensor.
+
+    Raises:
+        UsageError: The division does not fit the model.
+        ModelFolderError: A layer is missing.
+    """
     layout.check(model.depths, model.experts)
     _check_layers(whole, model)
     return rank_files(divide(whole, model, layout), layout)

@@ -49,7 +49,7 @@ class GroupPlan:
         scaled = sum(each.lr_scale != 1 for each in self.settings.values())
         described = f"{len(self.settings) - undecayed} parameters decay, {undecayed} do not"
         if scaled:
-            described += f", {scaled} with a learning rate of their own"
+            described += f", {scaled} with their own learning rate"
         return described
 
 

@@ -168,7 +168,7 @@ class DiffusionSampler:
 
         Raises:
             DataError: The size is not one that the family takes; a picture is missing or too many; a video is short.
-            ConfigError: The pipeline has no size of its own; a setting has no effect here.
+            ConfigError: The pipeline has no default size; a setting has no effect here.
         """
         check_request(self.adapter, prompts, sampling, key)
         size = resolve_size(self.adapter, self.pipeline, sampling, key)
@@ -271,7 +271,7 @@ def resolve_size(
     )
     if not (size.height and size.width):
         raise ConfigError(
-            f"{type(pipeline).__name__} has no size of its own",
+            f"{type(pipeline).__name__} has no default size",
             key=key,
             way_out=f"Set height and width, multiples of {adapter.geometry.side_step}.",
         )

@@ -9,20 +9,18 @@ import sys
 from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_ROOT = Path("/")
+"""Where `proc` and `sys` are."""
 KEPT_BYTES = 1 << 30
 FROM_HEAP_BYTES = 32 << 20  # glibc takes no more
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """What processes may still take without swapping: of the machine, or of the container that this one runs in.
-
-    Args:
-        root: Where `proc` and `sys` are.
-    """
+def available_bytes() -> int:
+    """What processes may still take without swapping: of the machine, or of the container that this one runs in."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without what the disk cache would give back
-    if found := re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE):
+    if found := re.search(r"^MemAvailable:\s+(\d+) kB", _text(_ROOT / "proc/meminfo"), re.MULTILINE):
         room = int(found[1]) * 1024
-    group = root / "sys/fs/cgroup"  # a container's own, version 2
+    group = _ROOT / "sys/fs/cgroup"  # a container's own, version 2
     limit = _text(group / "memory.max").strip()
     held = re.search(r"^anon (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     if limit.isdecimal() and held:

@@ -120,7 +120,7 @@ _SENTENCES = {
     "missing media": "a file that they name does not exist",
     "media outside the roots": "they name media that may not be opened",
     "placeholders and media differ": "text and media do not match one to one",
-    "roles": "the order of the turns is off",
+    "roles": "the turns are not in a valid order",
     "nothing is trained": "none of their tokens would be trained",
     "everything is trained": "the label mask covers the prompt too",
     "text files": "the file cannot be read there",

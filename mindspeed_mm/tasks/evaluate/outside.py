@@ -90,7 +90,8 @@ def find_outside(wanted: Wanted, python: Path | None) -> OutsidePackage:
         raise MachineError(what, where=str(program), key=wanted.key, way_out=way_out) from error
     if found["file"] is None:
         way_out = (
-            f"Install it ({wanted.install}); it may have an environment of its own, whose Python {wanted.key} names."
+            f"Install it ({wanted.install}); if it is in a separate environment, name that environment's Python with "
+            f"{wanted.key}."
         )
         raise MachineError(f"{wanted.title} is not installed", where=str(program), key=wanted.key, way_out=way_out)
     return OutsidePackage(wanted, program, Path(found["file"]).parent, found["version"])

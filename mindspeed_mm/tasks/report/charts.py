@@ -112,11 +112,11 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return result
 
 
-def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+def thinned(curve: Curve) -> Curve:
     """Every n-th point and the last one."""
-    if len(curve) <= most:
+    if len(curve) <= MOST_POINTS:
         return curve
-    stride = -(-len(curve) // most)
+    stride = -(-len(curve) // MOST_POINTS)
     kept = curve[::stride]
     return kept if kept[-1] == curve[-1] else [*kept, curve[-1]]
 

@@ -106,7 +106,7 @@ def _check_engine(request: ServeRequest, is_generator: bool) -> None:
     if is_generator and request.engine != OWN:
         raise UsageError("pictures and clips are made here alone", key="--engine", way_out="Leave it out.")
     if request.plan is not None and not request.is_own:
-        way_out = f"Leave it out: {request.engine} spreads a model by settings of its own."
+        way_out = f"Leave it out: {request.engine} has its own settings for spreading a model."
         raise UsageError("is for the package's own engine", key="--plan", way_out=way_out)
     if request.engine != CONTINUOUS:
         return

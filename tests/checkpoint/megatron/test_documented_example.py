@@ -11,11 +11,10 @@ import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_VL
-from mindspeed_mm.checkpoint.megatron.folder import files_of
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, parse_stages
 from mindspeed_mm.checkpoint.megatron.sharding import join
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from tests.helpers.megatron_models import save_tiny
+from tests.helpers.megatron_models import files_of, save_tiny
 
 PICTURES, WORDS = "image_encoder.encoder.blocks.layers.", "text_decoder.decoder.layers."
 LAYERS_OF_STAGE_AND_CHUNK = {  # as the document lists them: layers of pictures, layers of text

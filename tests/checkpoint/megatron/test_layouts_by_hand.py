@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.megatron.folder import divided_files, files_of
+from mindspeed_mm.checkpoint.megatron.folder import divided_files
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from tests.helpers.megatron_models import GROUPS, INNER, UNEVEN_HEADS, H, save_tiny
+from tests.helpers.megatron_models import GROUPS, INNER, UNEVEN_HEADS, H, files_of, save_tiny
 
 TP = 2
 TEXT_STAGES, PICTURE_STAGES = ((0,), (1, 2, 3, 4)), ((0, 1), (2,))

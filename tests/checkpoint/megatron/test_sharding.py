@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_5_VL
-from mindspeed_mm.checkpoint.megatron.folder import files_of, read_divided, renamed_to_hub
+from mindspeed_mm.checkpoint.megatron.folder import read_divided, renamed_to_hub
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from tests.helpers.megatron_models import files_of
 
 H, HEADS, GROUPS, LAYERS, DEPTH = 32, 4, 2, 5, 3
 

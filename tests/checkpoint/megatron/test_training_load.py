@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.megatron.folder import files_of
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from tests.helpers.distributed import run_ranks
+from tests.helpers.megatron_models import files_of
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import overrides, train_steps

@@ -51,7 +51,7 @@ def test_the_models_own_blocks_unless_patterns_name_others() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({}, "Model names no blocks of its own"),
+        ({}, "Model declares no repeated blocks"),
         ({"apply_modules": ["layer.{*}"]}, r"'layer\.\{\*\}' matches no module.*'layers\.0'"),
         ({"apply_modules": ["layers"]}, r"'layers' is a ModuleList, which is never called itself.*'layers\.\{\*\}'"),
         ({"apply_modules": ["layers.{*}", "layers.1.0"]}, r"'layers\.1\.0' lies inside 'layers\.1'"),

@@ -28,7 +28,7 @@ def select_modules(model: nn.Module, patterns: Sequence[str], blocks: Sequence[s
     found = resolve_patterns(patterns, names, key=key) if patterns else list(blocks)
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} names no blocks of its own",
+            f"{type(model).__name__} declares no repeated blocks",
             key=key,
             way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
         )

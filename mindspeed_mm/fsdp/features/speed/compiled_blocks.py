@@ -73,7 +73,7 @@ def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str
     found = list(blocks)
     if plan.apply_modules:
         found = resolve_patterns(plan.apply_modules, names, key=MODULES_KEY)
-    problem = "" if found else f"{type(model).__name__} names no blocks of its own to compile"
+    problem = "" if found else f"{type(model).__name__} declares no repeated blocks to compile"
     for name in found:
         kind = type(model.get_submodule(name))
         if kind.forward is nn.Module.forward:

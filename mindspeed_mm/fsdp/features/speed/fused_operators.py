@@ -32,13 +32,13 @@ class FusedOperators:
     """(gate, up) → silu(gate) · up."""
 
 
-def fused_operators(device_type: str | None = None) -> FusedOperators:
+def fused_operators() -> FusedOperators:
     """Those of this device.
 
     Raises:
         MachineError: There are none, or their package is not installed.
     """
-    device_type = device_type or get_device_type()
+    device_type = get_device_type()
     if device_type == "cuda":
         return _of_liger()
     if device_type == "npu":

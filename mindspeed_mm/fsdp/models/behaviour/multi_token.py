@@ -171,7 +171,7 @@ def renamings(model: nn.Module) -> list[WeightRenaming]:
     depths = len(heads.layers)  # type: ignore[arg-type]
     if depths > 1:
         raise ConfigError(
-            f"{depths}, but this family's folders hold parts of their own for each depth, which are shared here",
+            f"{depths}, but this family's folders hold separate modules for each depth, and here all depths share one",
             key=KEY,
             way_out="Set it to 1.",
         )

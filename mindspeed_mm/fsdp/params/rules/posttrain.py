@@ -182,7 +182,7 @@ def _rows_hold_one_answer(arguments: Arguments) -> Iterator[Problem]:
 
 def _not_with_method(key: str, value: str, method: str | None) -> Problem:
     return Problem(
-        f"{value} is for supervised training, and posttrain.method is {method}, which has a loss of its own",
+        f"{value} is for supervised training, and posttrain.method: {method} has its own loss",
         key=key,
         way_out="Leave it out.",
     )
@@ -211,7 +211,7 @@ def _of_the_reference(arguments: Arguments) -> Iterator[Problem]:
     for name, value in frozen_only.items():
         if value and kind != "frozen":
             yield Problem(
-                f"{value}, but the reference is not a model of its own: posttrain.reference.kind is {kind}",
+                f"{value}, but the reference is not a separate model: posttrain.reference.kind is {kind}",
                 key=f"{_KEY}.reference.{name}",
                 way_out="Set posttrain.reference.kind: frozen, or leave it out.",
             )

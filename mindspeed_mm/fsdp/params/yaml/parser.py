@@ -125,7 +125,7 @@ class _Builder:
             if isinstance(event, DocumentStartEvent):
                 raise self._fault(event, "a second document begins here", "A configuration must be one YAML document.")
             if not isinstance(event, DocumentEndEvent | StreamEndEvent):
-                raise self._fault(event, "something stands after the end of the document", "Take it out.")
+                raise self._fault(event, "there is text after the end of the document", "Remove it.")
         return YamlDocument(root, self.problems)
 
     def _build(self, event: Any, level: int) -> Node:
@@ -194,7 +194,7 @@ class _Builder:
             first = entries[key.value].key.line
             dotted = ".".join([*self.path, key.value])
             self.problems.append(
-                Problem(f"'{key.value}' stands twice, first in line {first}", str(place), dotted, "Keep one of them.")
+                Problem(f"'{key.value}' is given twice, first in line {first}", str(place), dotted, "Keep one of them.")
             )
         entries[key.value] = MappingEntry(place, child)
 

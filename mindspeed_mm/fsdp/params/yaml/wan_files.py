@@ -125,7 +125,7 @@ def _settle_models(root: Node, models: MappingEntry, notes: Notes) -> None:
         _put(root, "model.attn_implementation", plain(attention.node), attention.node.place)
     for key, value in _NOISE_THERE.items():
         _put(root, f"{_NOISE}.{key}", value, models.key)
-    _note(notes, _MODELS, "of the components their folder is read", "Their sizes stand in its files.")
+    _note(notes, _MODELS, "of the components their folder is read", "The sizes are read from its files.")
     _settle_parts(root, models)
 
 

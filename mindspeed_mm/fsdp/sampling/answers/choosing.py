@@ -46,7 +46,7 @@ class Sampling:
             what = f"temperature {self.temperature:g} is below {LEAST_TEMPERATURE}, and is not 0"
             raise UsageError(what, key="--temperature", way_out="0 always takes the likeliest token.")
         if self.beams and self.beams > MOST_BEAMS:
-            what = f"{self.beams:,} beams, each of which takes the memory of a row, are not searched"
+            what = f"{self.beams:,} beams are too many: each takes the memory of a row"
             raise UsageError(what, key="--beams", way_out=f"Give up to {MOST_BEAMS}.")
 
     def of_row(self, row: int) -> Sampling:

@@ -145,11 +145,6 @@ class Generator:
                 coming = thread.submit(encode, start + window)
                 yield encoded
 
-    def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
-        """The answers to encoded questions, in order."""
-        rows = [LiveAnswer(question, Sampling(max_new_tokens, temperature=0)) for question in questions]
-        return self.answer_live(rows)
-
     def answer_streamed(self, question: EncodedQuestion, tell: Callable[[str], None], sampling: Sampling) -> Answer:
         """The answer to one question, told piece by piece while it is made."""
         return self.answer_live([LiveAnswer(question, sampling, tell)])[0]

@@ -75,7 +75,7 @@ class LiveAnswer:
     def check_untold(self) -> None:
         """Raise `RuntimeError` where somebody has read a part of it: then it cannot begin again."""
         if self.token_ids and self.tell is not None:
-            raise RuntimeError("an answer that was partly told cannot begin again")
+            raise RuntimeError("an answer that was partly streamed cannot start again")
 
     def give_up(self) -> None:
         """Nobody waits for it any more: it ends with the next token."""

@@ -193,15 +193,15 @@ def bootstrap_interval(errors: np.ndarray, units: np.ndarray) -> tuple[float, fl
     return float(low), float(high)
 
 
-def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float]:
-    """Bounds of a proportion by Wilson's score interval (Wilson 1927, JASA 22, p. 209); right at 0 and 1 too.
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """95 % bounds of a proportion by Wilson's score interval (Wilson 1927, JASA 22, p. 209); right at 0 and 1 too.
 
     Raises:
         ValueError: `n` is not positive.
     """
     if n <= 0:
         raise ValueError("no trials")
-    share = correct / n
+    share, z = correct / n, Z_95
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     denominator = 1 + z * z / n

@@ -170,7 +170,7 @@ def _tsv_choice(table: SetTable, index: int, turn: int) -> Item:
         name = f"{name} turned by {turn}"
     if options:
         if gold not in turned:
-            raise ValueError(f"its answer '{gold}' is none of the options")
+            raise ValueError(f"its answer '{gold}' is not one of the options")
         gold = turned[gold]
     return Item(
         id=name,

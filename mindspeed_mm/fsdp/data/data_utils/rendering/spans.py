@@ -291,7 +291,7 @@ class TurnFinder:
 def mixed_turns(text: str) -> DataError:
     """The error for a template whose turns cannot be told apart."""
     return DataError(
-        f"the chat template writes turns so that the model's own words cannot be told apart in: {text[:2000]!r}",
+        f"the model's turns cannot be told from the others in what the chat template writes: {text[:2000]!r}",
         way_out="Set data.dataset_param.basic_parameters.mask_history: true, or give a simpler template in "
         "data.dataset_param.basic_parameters.chat_template.",
     )

@@ -49,7 +49,7 @@ class Tokens:
 
     Raises:
         ModelFolderError: The tokenizer is of the slow kind, which has no character positions.
-        ConfigError: `split_special` is asked for and the tokenizer ends every text with a token of its own.
+        ConfigError: `split_special` is asked for and the tokenizer appends a token to every text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, of_processor: bool, split_special: bool = False) -> None:
@@ -155,9 +155,7 @@ class Tokens:
 
     def _check_ending(self) -> None:
         if self._of_processor and len(self._backend.encode("", add_special_tokens=True).ids) > 1:
-            raise ConfigError(
-                "the tokenizer ends every text with a token of its own", key=_KEY, way_out="Leave it at false."
-            )
+            raise ConfigError("the tokenizer appends a token to every text", key=_KEY, way_out="Leave it at false.")
 
 
 def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
                 f"has the columns {_differing(table, tables[0])}, but {tables[0].path.name} has "
                 f"{_differing(tables[0], table)}",
                 where=str(table.path),
-                way_out="Files of one entry must agree; name those that differ as entries of their own.",
+                way_out="Files of one entry must agree; list those that differ as separate entries.",
             )
         for column in row_format.needed_columns:
             if isinstance(table, ParquetReader) and column in table.columns and table.is_null(column):

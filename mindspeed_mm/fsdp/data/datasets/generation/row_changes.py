@@ -49,7 +49,7 @@ def row_changes(
     added = [row for row in _surplus(now, today - before) if row.place not in unusable]
     problems = list(_described(removed, added))
     if not problems and said_then != list(filter(before.__contains__, said_now)):
-        problems = [Problem("the rows are the same, but stand in another order", then[0].place)]
+        problems = [Problem("the rows are the same, but in a different order", then[0].place)]
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
         problems = [*problems[:_SHOWN], Problem(f"… and {more} more rows differ")]
@@ -106,7 +106,7 @@ def _described(removed: Sequence[_Row], added: Sequence[_Row]) -> Iterable[Probl
 
 def _changed(then: _Row, now: _Row) -> Problem:
     if then.captions is None or then.captions == now.captions:
-        return Problem(f"what the row says of '{now.path}' beside its caption has changed", now.place)
+        return Problem(f"fields of '{now.path}' other than its caption have changed", now.place)
     return Problem(
         f"the caption of '{now.path}' was {_shown(then.captions)}, is {_shown(now.captions or ())}", now.place
     )

@@ -165,7 +165,7 @@ def _size(preprocess: PreprocessParameters) -> MediaSize:
     height, width = preprocess.get("height"), preprocess.get("width")
     if not (isinstance(height, int) and isinstance(width, int)):
         raise ConfigError(
-            "prompts have no size of their own",
+            "prompts have no default size",
             key=f"data.dataset_param.preprocess_parameters.{'width' if height else 'height'}",
             way_out="Set height and width in pixels; for clips num_frames, too.",
         )

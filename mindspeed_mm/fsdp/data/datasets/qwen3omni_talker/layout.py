@@ -61,7 +61,7 @@ def spoken_answer(
     media_K = np.isin(ids_K, _placeholders(config))
     if (media_K & ~user_K).any():
         raise DataError(
-            "media stand in a turn that is not the user's, and the talker reads no other turn of a prompt",
+            "media are in a turn that is not the user's, and the talker reads only the user's turns of a prompt",
             way_out="Move them into a user's turn, or drop the row.",
         )
     asked = ids_K[user_K]
