@@ -19,6 +19,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
 TimestepWeight = Literal["constant", "sigma"]
+_BINS = 20
 _LEAST_PROBABILITY = 1e-3
 _HISTOGRAM = "posttrain.dpo.histogram_path"
 _ABOUT_BINS = ("total_num", "max_num", "min_bin", "max_bin", "bin_width", "bin_size")
@@ -57,14 +58,14 @@ class ScoreHistogram:
     """The file, for messages."""
 
     @classmethod
-    def of_scores(cls, scores: Sequence[float], bins: int = 20) -> ScoreHistogram:
+    def of_scores(cls, scores: Sequence[float]) -> ScoreHistogram:
         """Of scores that are at hand."""
         low, high = min(scores), max(scores)
-        width = (high - low) / bins or 1.0
-        edges = tuple(low + width * number for number in range(bins + 1))
-        counts = [0.0] * bins
+        width = (high - low) / _BINS or 1.0
+        edges = tuple(low + width * number for number in range(_BINS + 1))
+        counts = [0.0] * _BINS
         for score in scores:
-            counts[min(int((score - low) / width), bins - 1)] += 1
+            counts[min(int((score - low) / width), _BINS - 1)] += 1
         return cls(edges, tuple(counts))
 
     @classmethod

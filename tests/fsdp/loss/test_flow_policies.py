@@ -182,8 +182,10 @@ def test_pairs_begin_at_ln_2_and_learn_what_the_reference_lacks() -> None:
 
 
 def test_rare_pairs_count_more() -> None:
-    histogram = flow_pairs.ScoreHistogram.of_scores([0.05] * 8 + [0.95, 1.0, 0.0], bins=2)
-    assert histogram.counts == (9, 2)
+    counted = flow_pairs.ScoreHistogram.of_scores([0.0, 0.01, 0.02, 0.99, 1.0])
+    assert counted.counts == (3, *[0] * 18, 2)
+    assert counted.edges == pytest.approx([number / 20 for number in range(21)])
+    histogram = flow_pairs.ScoreHistogram((0.0, 0.5, 1.0), (9, 2))
     assert histogram.default_beta == pytest.approx(9 / 11)
     assert flow_pairs.pair_weight(histogram, 0.1, 0.2, 2.0, None) == pytest.approx(1)
     rare = flow_pairs.pair_weight(histogram, 1.0, 0.2, 2.0, None)

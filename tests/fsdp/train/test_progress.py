@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.fsdp.train.run.progress import HEADER, Progress, format_line, short_count
+from mindspeed_mm.fsdp.train.run.progress import HEADER, Progress, format_line, short_rate
 from mindspeed_mm.fsdp.train.run.trackers import TensorBoard, TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.work_progress import clock
 
@@ -42,7 +42,7 @@ def test_rewards_have_columns_where_a_run_has_rewards() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [short_count(n) for n in (7, 1234, 2.5e6, 3e9)] == ["7", "1.2k", "2.5M", "3.0G"]
+    assert [short_rate(n) for n in (7, 1234, 2.5e6, 3e9)] == ["7", "1.2k", "2.5M", "3.0G"]
     assert clock(3661.4) == "01:01:01"
 
 

@@ -19,12 +19,13 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_k
 
 _SHOWN = 4
 """Numbers, and modules of each, that a message names."""
+_NEAREST = 3
 
 
-def nearest_divisors(number: int, wanted: int, most: int = 3) -> list[int]:
-    """Up to `most` divisors of a number, those nearest to `wanted`, in rising order."""
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Up to three divisors of a number, those nearest to `wanted`, in rising order."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:most])
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:_NEAREST])
 
 
 def check_split_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:

@@ -20,6 +20,7 @@ PATIENCE_S = 20.0
 """Longest that changes are tried; a prediction takes a second or two."""
 _WORTH_NAMING = 0.02
 """Least saving, as a share of the peak."""
+_MOST_ADVICE = 3
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def candidates(arguments: Arguments, batch: Batch, device_type: str) -> Iterator
 
 
 def advise(
-    arguments: Arguments, batch: Batch, now: MemoryPrediction, world_size: int, device_type: str, most: int = 3
+    arguments: Arguments, batch: Batch, now: MemoryPrediction, world_size: int, device_type: str
 ) -> list[Advice]:
     """The changes with the greatest predicted saving.
 
@@ -95,7 +96,6 @@ def advise(
         now: The prediction for it.
         world_size: Ranks.
         device_type: Of the ranks.
-        most: How many.
     """
     found, started = [], time.perf_counter()
     for change in candidates(arguments, batch, device_type):
@@ -104,7 +104,7 @@ def advise(
         peak = _peak_with(change, arguments, batch, now, world_size, device_type)
         if peak is not None and now.peak - peak > _WORTH_NAMING * now.peak:
             found.append(Advice(change, peak))
-    return sorted(found, key=lambda advice: advice.peak)[:most]
+    return sorted(found, key=lambda advice: advice.peak)[:_MOST_ADVICE]
 
 
 def _peak_with(

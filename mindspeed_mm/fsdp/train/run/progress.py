@@ -41,7 +41,7 @@ def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> st
         f"{metrics['loss']:.4f}",
         f"{metrics['grad_norm']:.3g}",
         f"{metrics['lr']:.2e}",
-        short_count(metrics["tokens_per_s"]),
+        short_rate(metrics["tokens_per_s"]),
         mfu,
         f"{metrics['memory_gib']:.2f}",
         f"{metrics['data_share']:.1%}",
@@ -77,7 +77,7 @@ def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
     return line
 
 
-def short_count(value: float) -> str:
+def short_rate(value: float) -> str:
     """1234 → `1.2k`."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
