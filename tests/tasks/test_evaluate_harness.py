@@ -130,4 +130,4 @@ def test_a_harness_that_is_not_installed(server: JudgingServer, tmp_path: Path) 
     import sys
 
     said = asked(server, Path(sys.executable), tmp_path / "out", "vlmevalkit", "AI2D_TEST")
-    assert said.code == 3 and "VLMEvalKit is not installed" in said.err and "--harness-python names" in said.err
+    assert said.code == 3 and "VLMEvalKit is not installed" in said.err and "with --harness-python" in said.err

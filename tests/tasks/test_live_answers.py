@@ -226,7 +226,7 @@ def test_what_was_partly_told_does_not_begin_again() -> None:
     row = LiveAnswer(EncodedQuestion(np.zeros(3, np.int64), []), Sampling(5), lambda _: None)
     row.begin(decode_bytes)
     row.take(65, [])
-    with pytest.raises(RuntimeError, match="cannot begin again"):
+    with pytest.raises(RuntimeError, match="cannot start again"):
         row.begin(decode_bytes)
 
 
