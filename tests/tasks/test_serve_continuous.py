@@ -20,8 +20,9 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
-from mindspeed_mm.tasks.answer import continuous
+from mindspeed_mm.tasks.answer import continuous, continuous_fit
 from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
+from mindspeed_mm.tasks.answer.continuous_fit import is_new_enough
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
 from mindspeed_mm.tasks.serve import serve
@@ -33,6 +34,8 @@ from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make
 TOKENS = 12
 WAIT_S = 20.0
 ASKED = [f"{'one two ' * (number % 7)}{number}?" for number in range(12)]
+
+pytestmark = pytest.mark.skipif(not is_new_enough(), reason="this transformers is too old for it")
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +286,9 @@ def test_models_that_it_is_not_for(folder: Path, tmp_path: Path, monkeypatch: py
         assert problem.key == "--engine" and problem.way_out
         return problem.what
 
+    with monkeypatch.context() as patched:
+        patched.setattr(continuous_fit, "_NEEDS_TRANSFORMERS", "99.1")
+        assert "needs transformers 99.1" in refused()
     assert "pictures" in refused(model=make_tiny_qwen3_vl(tmp_path / "sees"))
     assert "adapters" in refused(adapters={"kind": tmp_path / "none"})
     searches = make_tiny_qwen3(tmp_path / "searches")

@@ -6,7 +6,6 @@ Tokens are chosen as `Generator` chooses them, each row by settings of its own, 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import threading
@@ -111,19 +110,15 @@ class ContinuousWorker:
         from transformers import ContinuousBatchingConfig, GenerationConfig  # seconds
 
         greedy = GenerationConfig(do_sample=False, eos_token_id=self._generator.end_ids or -1)
-        takes = inspect.signature(ContinuousBatchingConfig).parameters
-        # transformers 5.17 calls pages blocks, and has no kernels of a hub to switch to.
-        of_release: dict[str, Any] = {"page_size" if "page_size" in takes else "block_size": _PAGE_TOKENS}
-        if "auto_switch_to_flash" in takes:
-            of_release["auto_switch_to_flash"] = False  # which loads kernels from a hub
         settings = ContinuousBatchingConfig(
-            **of_release,
+            page_size=_PAGE_TOKENS,
             num_blocks=self._pages,
             max_batch_tokens=max(STEP_TOKENS, self._most_rows),
             max_requests_per_batch=self._most_rows,
             allow_block_sharing=False,  # blocks are told apart by Python's hash, for which others can find equals
             use_async_batching=False,  # else a token is chosen before the one in front of it is known
             use_cuda_graph=False,
+            auto_switch_to_flash=False,  # which loads kernels from a hub
         )
         manager = self._generator.model.init_continuous_batching(greedy, settings)
         manager.logit_processor = self._chooser

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
+from torch.torch_version import TorchVersion
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
@@ -15,6 +17,8 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Chooser, Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 
+_NEEDS_TRANSFORMERS = "5.23"
+"""Earlier ones name its settings otherwise, and their paged attention refuses the plain pass of `try_out`."""
 _HONOURED = frozenset(
     ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "bos_token_id",
      "pad_token_id", "max_length", "max_new_tokens", "transformers_version", "use_cache", "_from_model_config")
@@ -27,6 +31,11 @@ _SHORT_TOLERANCE = 0.05
 """How far scores may differ from those of a plain pass, as a share of their range: types of 16 bits round more."""
 
 
+def is_new_enough() -> bool:
+    """Whether the installed transformers is one whose continuous batching is used here."""
+    return TorchVersion(version("transformers")) >= _NEEDS_TRANSFORMERS
+
+
 def unfit(reason: str) -> UsageError:
     """The error of a model that is not answered so."""
     what = f"this model is not answered by continuous batching: {reason.rstrip('.')}"
@@ -36,6 +45,8 @@ def unfit(reason: str) -> UsageError:
 def why_not(generator: Generator) -> str | None:
     """What keeps a model from being answered so; None: nothing that can be seen without trying."""
     model = generator.model
+    if not is_new_enough():
+        return f"that needs transformers {_NEEDS_TRANSFORMERS}, and {version('transformers')} is installed"
     if generator.adapters:
         return "rows choose among adapters by name"
     if generator.encoder.processor is not generator.encoder.tokenizer:
