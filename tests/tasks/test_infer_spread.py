@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.fsdp.distributed import parallel_state
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.tasks.answer import infer
 from tests.helpers.distributed import run_ranks
@@ -66,6 +67,8 @@ def answer_as_rank(model: str, rows: str, out: str, plan: str, beams: int | None
         )
     except MMError as error:
         return str(error)
+    # Groups that are kept alive until the interpreter ends abort it now and then.
+    assert not parallel_state._meshes and parallel_state._state is None
     return ""
 
 
