@@ -217,6 +217,7 @@ def test_meaningless_keys_are_dropped_with_one_warning_that_gives_the_reason(loa
         ("training: {lr_scaling_plan: [{match: a, scal: 1}]}\n", "Did you mean 'scale'?"),
         ("training: {lr_scaling_plan: [{match: a, scale:0.1}]}\n", "a space after the colon: 'scale: 0.1'."),
         ("features: {zzzzz: 1}\n", "Keys here: recompute"),
+        ("training: {weight_decay: 0,1}\n", "YAML writes decimals with a point"),
     ],
 )
 def test_unknown_keys_say_what_was_probably_meant(load: Any, text: str, message: str) -> None:

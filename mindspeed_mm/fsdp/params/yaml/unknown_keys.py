@@ -145,6 +145,8 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
         return f"YAML wants a space after the colon: '{before}: {after}'."
     if OTHER_TOOLS.get(name) in here:
         return f"Did you mean '{OTHER_TOOLS[name]}'?"
+    if name.isdigit():
+        return "If it belongs to the number before the comma: YAML writes decimals with a point, 0.1."
     places = places_of_name()
     if name in places:
         return f"It belongs elsewhere: {' or '.join(places[name][:3])}."
