@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.utils.host_memory import keep_freed_memory
+from mindspeed_mm.fsdp.utils.host_memory import available_bytes, keep_freed_memory, total_bytes
 
 _PINNED_AT_ONCE_BYTES = 16 * 2**20
 """Tensors up to this size are copied to locked memory on their way: larger ones come from the loader, which knows
@@ -261,8 +261,7 @@ class CopyStream:
 def memory_room_bytes(share: float) -> int:
     """Bytes that this process may still take until the device is filled to `share`; memory of the host on a CPU."""
     if get_device_type() == "cpu":
-        page = os.sysconf("SC_PAGE_SIZE")
-        free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        free, total = available_bytes(), total_bytes()  # what the disk cache holds is free
     else:
         free, total = torch.accelerator.get_memory_info()
         free += torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()

@@ -11,6 +11,8 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _ROOT = Path("/")
 """Where `proc` and `sys` are."""
+_GROUP = "sys/fs/cgroup"
+"""Below it: a container's own, version 2."""
 KEPT_BYTES = 1 << 30
 FROM_HEAP_BYTES = 32 << 20  # glibc takes no more
 
@@ -20,12 +22,21 @@ def available_bytes() -> int:
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # without what the disk cache would give back
     if found := re.search(r"^MemAvailable:\s+(\d+) kB", _text(_ROOT / "proc/meminfo"), re.MULTILINE):
         room = int(found[1]) * 1024
-    group = _ROOT / "sys/fs/cgroup"  # a container's own, version 2
-    limit = _text(group / "memory.max").strip()
-    held = re.search(r"^anon (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
-    if limit.isdecimal() and held:
-        room = min(room, int(limit) - int(held[1]))
+    limit, held = _container_bytes(), re.search(r"^anon (\d+)$", _text(_ROOT / _GROUP / "memory.stat"), re.MULTILINE)
+    if limit is not None and held:
+        room = min(room, limit - int(held[1]))
     return max(0, room)
+
+
+def total_bytes() -> int:
+    """Memory of the machine, or of the container that this process runs in."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, _container_bytes() or machine)
+
+
+def _container_bytes() -> int | None:
+    limit = _text(_ROOT / _GROUP / "memory.max").strip()
+    return int(limit) if limit.isdecimal() else None
 
 
 def _text(path: Path) -> str:

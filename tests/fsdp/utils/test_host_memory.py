@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from mindspeed_mm.fsdp.utils import host_memory
+from mindspeed_mm.fsdp.utils.device import memory_room_bytes
 
 PROGRAM = """
 import resource, sys
@@ -36,6 +40,21 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
     done, faults = run("keep")
     assert done == "True"
     assert faults < 1_000
+
+
+def test_what_the_disk_cache_holds_is_room_and_a_container_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(f"MemFree: 100 kB\nMemAvailable: {total // 1024} kB\n")
+    assert memory_room_bytes(0.8) == pytest.approx(0.8 * total, rel=1e-6)
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.stat").write_text("anon 300000\nfile 600000\n")
+    assert memory_room_bytes(0.8) == 500_000
 
 
 def test_the_environment_wins() -> None:
