@@ -116,7 +116,12 @@ BAD_ROWS = [
     Case("35 latin-1", row('{"messages": "\u00e9"}'.encode("latin-1")), ("byte 14 of the row is not UTF-8 (0xe9)",)),
     Case("35 lone surrogate", row(b'{"messages": "\\ud83d\\ude00\\ud83d"}'), ("byte 26", "lone surrogate")),
     Case("35 second half alone", row(b'{"messages": "\\ud83d\\ude00\\ude00"}'), ("byte 26", "lone surrogate")),
-    Case("36 missing", row({"text": "x", "id": 3}), ("is missing; the row has ['id', 'text']",), "conversations"),
+    Case(
+        "36 missing",
+        row({"text": "x", "id": 3}),
+        ("no other column holds a list of messages; the row has ['id', 'text']",),
+        "conversations",
+    ),
     Case("37 string", row({"messages": "hi"}), ("'hi' is not a list of messages",), "messages"),
     Case("37 number", talk("hi", 5), ("5 is not text",), "message 1.content"),
     Case("37 null", talk("hi", None), ("None is not text",), "message 1.content"),

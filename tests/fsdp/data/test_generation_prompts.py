@@ -71,7 +71,7 @@ def test_embeddings_of_older_tools(model: Path, tmp_path: Path) -> None:
     ("content", "basic", "said"),
     [
         ("", {}, "no prompts"),
-        ("a\n", {"sizes": {"height": None}}, "no size"),
+        ("a\n", {"sizes": {"height": None}}, "no default size"),
         ("a\n", {"sizes": {"height": 17}}, "17"),
     ],
 )

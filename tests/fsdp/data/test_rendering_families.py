@@ -292,7 +292,7 @@ def test_turns_are_found_alike_in_every_way(
             assert dataset[0]["labels"].tolist() == whole, (chat, only_last)
             monkeypatch.setattr(TurnFinder, "borders", lambda *_, **__: {})
             if (name, chat, only_last) in CHANGED:
-                with pytest.raises(DataError, match="cannot be told apart"):
+                with pytest.raises(DataError, match="cannot be told from the others"):
                     dataset[0]
             else:
                 assert dataset[0]["labels"].tolist() == whole, (chat, only_last)

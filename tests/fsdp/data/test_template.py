@@ -153,7 +153,7 @@ def test_a_turn_that_repeats_the_prompt_is_found_where_it_stands(tokenizer: Any)
 
 @pytest.mark.parametrize("source", [MIXES, MIXES_ENDS])
 def test_a_template_that_mixes_turns_is_refused(tokenizer: Any, source: str) -> None:
-    with pytest.raises(DataError, match="cannot be told apart"):
+    with pytest.raises(DataError, match="cannot be told from the others"):
         spoken(tokenizer, source)
 
 

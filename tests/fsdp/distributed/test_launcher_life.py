@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from mindspeed_mm.fsdp.distributed.job import launcher_life
 from mindspeed_mm.fsdp.distributed.job.launcher_life import LAUNCHER_VARIABLE, follow_launcher, launcher_of_this_rank
 
 
 @pytest.fixture
-def left() -> tuple[threading.Event, list[int], Callable[[int], None]]:
+def left(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int], Callable[[int], None]]:
+    """What a rank ends with. No test before this one has left a thread behind that follows a launcher."""
+    monkeypatch.setattr(launcher_life, "_THREAD", f"followed in {time.monotonic_ns()}")
     codes: list[int] = []
     event = threading.Event()
 

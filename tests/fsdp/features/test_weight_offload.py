@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import weight_offload
 from mindspeed_mm.fsdp.features.memory.weight_offload import WeightTraffic
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 from tests.helpers.distributed import run_ranks
@@ -171,6 +172,8 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_adapters_of_a_generator_are_trained_the_same(plan: str, tmp_path: Path) -> None:
+    if plan == "bytes" and not can_shard_bytes():
+        pytest.skip("bytes are sharded with a newer torch")
     yaml, words = make_run(tmp_path), [*LORA, *PLANS[plan]]
     assert same(train_steps(yaml, words), train_steps(yaml, [*words, OFFLOAD]))
 
