@@ -122,28 +122,36 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: Words after `mm`. `--traceback` may stand anywhere.
     """
-    words = [word for word in arguments if word != "--traceback"]
+    words = without_traceback_word(arguments)
 
     def call() -> int:
         result = cli.main(words, prog_name="mm", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK
 
-    return guarded(call, with_traceback=len(words) < len(arguments))
+    return guarded(call)
 
 
-def guarded(call: Callable[[], int], *, with_traceback: bool = False) -> int:
-    """Run a command and return its exit code; errors are printed to stderr.
+def without_traceback_word(arguments: Sequence[str]) -> list[str]:
+    """The other words; where `--traceback` is among them, this process and the ranks that it starts show tracebacks."""
+    words = [word for word in arguments if word != "--traceback"]
+    if len(words) < len(arguments):
+        os.environ["MM_TRACEBACK"] = "1"
+    return words
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Run a command and return its exit code; errors are printed to stderr, with where they came from if the variable
+    MM_TRACEBACK is 1.
 
     Args:
         call: The command.
-        with_traceback: Show where an error came from.
     """
     # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     _quiet_libraries()
     warnings.formatwarning = _format_warning
-    with_traceback = with_traceback or os.environ.get("MM_TRACEBACK") == "1"
+    with_traceback = os.environ.get("MM_TRACEBACK") == "1"
     try:
         return call()
     except click.UsageError as error:

@@ -90,10 +90,10 @@ A converter of your own: a subclass of mindspeed_mm.checkpoint.common.converter.
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and end the process with its exit code."""
-    from mindspeed_mm.cli.main import guarded
+    from mindspeed_mm.cli.main import guarded, without_traceback_word
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(guarded(lambda: run(words), with_traceback="--traceback" in words))
+    words = without_traceback_word(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(guarded(lambda: run(words)))
 
 
 def run(words: list[str]) -> int:
@@ -106,7 +106,7 @@ def run(words: list[str]) -> int:
     plugins, words = taken("--plugin", words)
     _import_plugins(plugins)
     wants_help = not _HELP_WORDS.isdisjoint(words)
-    words = [word for word in words if word not in _HELP_WORDS | {"--traceback"}]
+    words = [word for word in words if word not in _HELP_WORDS]
     if not words:
         print(_overview())
         return ExitCode.OK

@@ -81,6 +81,10 @@ def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: 
     return code
 
 
+_INPUTS = ("model.", "data.dataset_param.", "training.evaluate.data", "training.lora.")
+"""Keys of files that must be there, each told beside the others."""
+
+
 def _save_folder(config: ResolvedConfig) -> Path | None:
     save = config.arguments.training.save
     return Path(save) if save else None
@@ -90,11 +94,7 @@ def _check_inputs(config: ResolvedConfig) -> None:
     """Where a model's folder is missing and the rows cannot be opened, raise for both at once: either would be refused
     later, the one without the other."""
     arguments = config.arguments
-    missing = [
-        error
-        for error in check_paths(arguments, config.path)
-        if error.problems[0].key.startswith(("model.", "data.dataset_param."))
-    ]
+    missing = [error for error in check_paths(arguments, config.path) if error.problems[0].key.startswith(_INPUTS)]
     if not missing:
         return
     from mindspeed_mm.fsdp.data import build_mm_dataset  # seconds to import

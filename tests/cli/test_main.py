@@ -100,9 +100,13 @@ def test_an_error_nobody_foresaw_is_a_bug_and_says_where(verb: Any, capsys: pyte
 
 
 @pytest.mark.parametrize("words", [["train", "--traceback"], ["--traceback", "train"]])
-def test_the_traceback_is_shown_when_asked_for(words: list[str], verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_is_shown_when_asked_for(
+    words: list[str], verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MM_TRACEBACK", "0")
     verb(raising(DataError("x")))
     assert main.run(words) == 4
+    assert os.environ["MM_TRACEBACK"] == "1"  # the ranks that a command starts show theirs
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 

@@ -161,7 +161,7 @@ def output_of(output: object, name: str) -> torch.Tensor:
         raise ConfigError(
             f"the model's output has no '{name}'",
             key="features.loss_cfg.loss_type",
-            way_out="'raw' takes the model's own `loss`, the other types take its `logits`: return it, or choose the "
-            "other.",
+            way_out="'raw' takes the model's own `loss`, the other types take its `logits`: return it, choose the "
+            "other, or name a model with an output head (…ForCausalLM).",
         )
     return value

@@ -61,7 +61,6 @@ def test_one_data_rank_has_nobody_to_share_with() -> None:
         ({"encoder_plan": {"tensor_parallel_size": 2}}, "tensor", ("decoder, 1",)),
         ({"encoder_plan": {"ulysses_parallel_size": 2}}, "ulysses", ("2 ranks", "can be 1", "balance=true 2")),
         ({"encoder_plan": {"balance": True, "ring_attention_size": 3}}, "ring", ("3 ranks", "data 8", "1, 2, 4, 8")),
-        ({"pipeline_parallel_size": 2, "encoder_plan": {"balance": True}}, "encoder_plan", ("2 pipeline stages",)),
     ],
 )
 def test_layouts_that_cannot_be_had_name_those_that_can(keys: dict[str, Any], key: str, words: tuple[str, ...]) -> None:

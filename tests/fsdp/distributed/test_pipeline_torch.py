@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage, schedules, stage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.torch_version import TorchVersion
 
-from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, check_schedule, is_schedule_right
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, check_schedule, is_schedule_right, run_schedule
 
 BASE = inspect.getsource(stage._PipelineStageBase)
 
@@ -130,3 +132,19 @@ def test_a_schedule_is_refused_where_torch_has_it_wrong(
     else:
         with pytest.raises(MachineError, match=r"'zbv' needs torch 2.13, and 2.11.0.cu130 is installed"):
             check_schedule(schedule)
+
+
+def test_what_a_stage_refuses_is_told_as_it_refused_it() -> None:
+    class Refusing:
+        def step(self, **_: object) -> None:
+            raise RuntimeError("[Stage 1] failed to run forward") from ConfigError("has no loss", key="a.b")
+
+    class Failing:
+        def step(self, **_: object) -> None:
+            raise RuntimeError("a bug")
+
+    stages: Any = [SimpleNamespace(is_last=True)]
+    with pytest.raises(ConfigError, match="has no loss"):
+        run_schedule(cast("Any", Refusing()), stages, 2)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_schedule(cast("Any", Failing()), stages, 2)

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.errors import MachineError, MMError
 from mindspeed_mm.fsdp.distributed.pipeline.carried import Passed
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 
@@ -217,12 +217,21 @@ def _work_of_single_stage(stage: int, micro_batches: int, most_ahead: int) -> li
 def run_schedule(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[OwnShapes], micro_batches: int
 ) -> None:
-    """Forward and backward of all micro-batches; stages get the number of each."""
+    """Forward and backward of all micro-batches; stages get the number of each.
+
+    Raises:
+        MMError: What a stage refused, which torch wraps in an error of its own.
+    """
     numbers = torch.arange(micro_batches)
-    if any(stage.is_last for stage in stages):
-        schedule.step(mb=numbers, target=numbers, losses=[], return_outputs=False)
-    else:
-        schedule.step(mb=numbers, return_outputs=False)
+    try:
+        if any(stage.is_last for stage in stages):
+            schedule.step(mb=numbers, target=numbers, losses=[], return_outputs=False)
+        else:
+            schedule.step(mb=numbers, return_outputs=False)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, MMError):
+            raise error.__cause__ from error
+        raise
 
 
 def _itself(output: Tensor, _target: object) -> Tensor:

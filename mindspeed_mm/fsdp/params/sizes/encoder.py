@@ -88,12 +88,6 @@ def check_encoder_plan(parallel: ParallelArguments) -> None:
             key=f"{KEY}.tensor_parallel_size",
             way_out=way_out,
         )
-    if parallel.pipeline_parallel_size > 1 and is_given(plan):
-        raise ConfigError(
-            f"is given together with {parallel.pipeline_parallel_size} pipeline stages, which is not supported",
-            key=KEY,
-            way_out="Leave it out, or set parallel.pipeline_parallel_size=1.",
-        )
 
 
 def is_given(plan: EncoderPlan) -> bool:
