@@ -91,21 +91,22 @@ def _save_folder(config: ResolvedConfig) -> Path | None:
 
 
 def _check_inputs(config: ResolvedConfig) -> None:
-    """Where a model's folder is missing and the rows cannot be opened, raise for both at once: either would be refused
-    later, the one without the other."""
+    """Where a model's folder, adapters or questions are missing, raise for all of them and for rows that cannot be
+    opened: each would be refused later, without the others."""
     arguments = config.arguments
     missing = [error for error in check_paths(arguments, config.path) if error.problems[0].key.startswith(_INPUTS)]
     if not missing:
         return
     from mindspeed_mm.fsdp.data import build_mm_dataset  # seconds to import
 
+    errors = CollectedErrors()
+    errors.errors = list(missing)
     try:
         build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
     except MMError as error:
-        known = {each.problems[0].key for each in missing}
-        errors = CollectedErrors()
-        errors.errors = [*missing, *([] if error.problems[0].key in known else [error])]
-        errors.raise_all(f"{config.path}: {len(errors.errors)} problems")
+        if error.problems[0].key not in {each.problems[0].key for each in missing}:
+            errors.errors.append(error)
+    errors.raise_all(f"{config.path}: {len(errors.errors)} problems")
 
 
 def tell_launcher(error: Exception) -> bool:

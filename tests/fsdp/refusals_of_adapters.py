@@ -52,6 +52,20 @@ ADAPTERS = (
         ranks=2,
     ),
     Refusal(
+        "adapters that are not there",
+        (*LORA, f"{KEY}.pretrained_lora_path=none/ad"),
+        "'none/ad' does not exist",
+        f"{KEY}.pretrained_lora_path",
+        DATA,
+    ),
+    Refusal(
+        "questions that are not there",
+        ("training.evaluate.interval=1", "training.evaluate.data=none.jsonl"),
+        "'none.jsonl' does not exist",
+        "training.evaluate.data",
+        DATA,
+    ),
+    Refusal(
         "adapters frozen",
         (*LORA, "model.freeze=['*']"),
         "the adapters of training.lora.enable included",
