@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Callable[[Rows], Rows], str]] = {
     ),
     "a column": (
         lambda rows: [{**rows[0], "resolution": {"height": 16, "width": 24}}, *rows[1:]],
-        r"rows\.jsonl:1 what the row says of 'pictures/0\.png' beside its caption has changed",
+        r"rows\.jsonl:1 fields of 'pictures/0\.png' other than its caption have changed",
     ),
     "order": (lambda rows: rows[::-1], "the rows are the same, but in a different order"),
 }
