@@ -27,7 +27,8 @@ def describe() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # The figures of the benchmark before this one are no change of what is measured.
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
         "date": time.strftime("%Y-%m-%d"),
     }
 
