@@ -176,7 +176,11 @@ def path_of_reference(arguments: Arguments) -> Path:
     if arguments.posttrain.reference.path:
         return Path(arguments.posttrain.reference.path)
     if not arguments.training.save:
-        raise ConfigError("is not given, and neither is training.save", key=KEY, way_out="Name the file.")
+        raise ConfigError(
+            "is not given, and neither is training.save, where the stored log-probabilities of the reference would be",
+            key=KEY,
+            way_out="Set training.save and run `mm posttrain reference`, or name the file that it wrote.",
+        )
     return Path(arguments.training.save) / FILE
 
 

@@ -194,7 +194,7 @@ class TestBadSamples:
     def test_a_data_set_of_nothing_usable_is_an_error(self) -> None:
         with pytest.raises(DataError, match=r"10 samples cannot be used, and too few remain; the first: .*is broken"):
             next(iter(loader(Texts([9] * 10, bad=range(10), **{**self.KEYS, "max_bad_fraction": 1.0}))))
-        with pytest.raises(DataError, match="has 3 samples, which do not fill 4 micro-batches"):
+        with pytest.raises(DataError, match="has 3 samples, which do not fill the 4 micro-batches"):
             next(iter(loader(Texts([9] * 3, **PACKED), accumulation=4, drop_last=True)))
 
 

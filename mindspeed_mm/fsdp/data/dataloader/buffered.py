@@ -234,7 +234,8 @@ class BufferedOrder(Order):
         if buffer.left_out:
             first = buffer.left_out[0][1]
             return DataError(f"{len(buffer.left_out)} samples cannot be used, and too few remain; the first: {first}")
-        return too_few(self._sampler.size or 0, f"which do not fill {self._count} micro-batches")
+        of_size = "" if self.shape.kind == "rows" else f" of {self.shape.tokens:,} tokens"
+        return too_few(self._sampler.size or 0, f"which do not fill the {self._count} micro-batches{of_size} of a step")
 
 
 _AtEnd = Literal["drop", "run on", "stop"]
