@@ -262,3 +262,18 @@ def test_a_corrected_rule_for_splitting_text_holds_wherever_the_model_is_used(tm
     assert QuestionEncoder(base, RowsView(param)).tokenizer(text).input_ids == corrected
     assert trained_from(exported, tmp_path / "again").joinpath("training_view.json").is_file()
     assert load_processor(tmp_path / "again")(text).input_ids == corrected
+
+
+def test_that_a_run_trusted_a_folders_code_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    asked: list[Any] = []
+
+    def reading(folder: Path, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        return load_processor(folder, **options)
+
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.training_view.load_processor", reading)
+    param = DatasetParam.model_validate({"preprocess_parameters": {"trust_remote_code": True}})
+    QuestionEncoder(tmp_path, RowsView(param))
+    assert asked == [False]

@@ -89,7 +89,9 @@ class QuestionEncoder:
     def __init__(self, folder: Path, view: RowsView | None = None) -> None:
         param = with_view((view or RowsView(DatasetParam())).param, folder)
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
-        self.processor = view_processor(folder, self._preprocess)
+        # A run may come from somebody else: that its configuration trusted a folder's code is no word of who asks now.
+        untrusting = self._preprocess.model_copy(update={"trust_remote_code": False})
+        self.processor = view_processor(folder, untrusting)
         self.tokenizer = tokenizer_of(self.processor)
         tell_language(self.processor, folder)
         self._detects_language = detects_language(self.processor, folder)
