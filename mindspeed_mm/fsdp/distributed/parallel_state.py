@@ -7,11 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, Literal, cast, get_args
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+from mindspeed_mm.fsdp.utils.device import get_device_type
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "dp", "cp", "fsdp", "edp", "efsdp", "ep"]
 """What the ranks along an axis have to do with each other:
@@ -206,21 +208,65 @@ def sizes_along(sizes: ParallelSizes, axes: Sequence[Axis]) -> list[int]:
     return [getattr(sizes, axis) for axis in axes]
 
 
+_SAMPLE_AXES = frozenset({"dp_replicate", "dp_shard", "dp", "fsdp", "edp", "efsdp", "copies"})
+"""Axes whose collectives are ordered among themselves anyway: where they hold the same ranks, they use one group. Other
+axes exchange activations while parameters travel, and keep a group of their own."""
+
 _meshes: dict[Hashable, DeviceMesh] = {}
 """What `job_mesh` has made in this job."""
+_groups: dict[Hashable, dist.ProcessGroup] = {}
+"""The groups behind them."""
 
 
 def job_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of this shape over all ranks; every rank asks for the same ones in the same order. It is made once in a
-    job: a second run in a process that stays in its group has the groups of the first. Each group of gloo's keeps
-    threads that wake up a hundred times a second, and DTensor remembers a mesh for all that are equal to it, so that
-    the groups of an earlier run cannot be left either."""
+    """The mesh of this shape over all ranks. Every rank requests the same meshes in the same order.
+
+    A mesh is made once per job, and so is each of its groups: all axes of size 1 share one group of this rank alone. A
+    second run in a process that stays in its group reuses them. Each gloo group keeps threads that wake up a hundred
+    times a second, and DTensor remembers one mesh for all that are equal to it, so groups of an earlier run cannot be
+    closed.
+    """
     key = (id(dist.group.WORLD), device_type, shape, names)
     if key not in _meshes:
-        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        ranks = torch.arange(dist.get_world_size()).view(shape)
+        groups = [_axis_group(ranks.movedim(place, -1).flatten(0, -2), name) for place, name in enumerate(names)]
+        _meshes[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
     return _meshes[key]
+
+
+def _axis_group(ranks_by_group: torch.Tensor, name: str) -> dist.ProcessGroup:
+    """The group of this rank among those of one axis.
+
+    Args:
+        ranks_by_group: Global ranks of every group of the axis, (groups, ranks in each).
+        name: Of the axis.
+    """
+    rows: list[list[int]] = ranks_by_group.tolist()
+    use = "alone" if len(rows[0]) == 1 else "samples" if name in _SAMPLE_AXES else name
+    key = (id(dist.group.WORLD), use, tuple(map(tuple, rows)))
+    if key not in _groups:
+        _groups[key] = _make_group(rows, name)
+    return _groups[key]
+
+
+def _make_group(rows: list[list[int]], name: str) -> dist.ProcessGroup:
+    """Make the groups of an axis as `init_device_mesh` does; a group of one rank waits for no other rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(rows) == 1:
+        return world
+    description = f"mesh_{name}"
+    if world.bound_device_id is not None and get_device_type() != "cpu":
+        own = dist.split_group(split_ranks=rows, group_desc=description)
+    elif len(rows[0]) == 1:
+        own = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=description)
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(rows, group_desc=description)
+    assert own is not None
+    return own
 
 
 def forget_meshes() -> None:
     """Let go of the meshes, before the job's group is left: they keep their groups, and so the job's, alive."""
     _meshes.clear()
+    _groups.clear()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.distributed.parallel_state import (
+    Axis,
     check_world_size,
     destroy_parallel_state,
     get_parallel_state,
@@ -111,6 +114,33 @@ def test_sizes_must_multiply_to_the_world():
 def test_there_is_no_state_before_it_is_made():
     with pytest.raises(MachineError, match="no parallel state yet"):
         get_parallel_state()
+
+
+def groups_of(plan: ParallelSizes) -> tuple[int, int, bool]:
+    """Groups and threads that the meshes of a plan add, and whether keys and parameters travel in groups apart."""
+    before, threads = len(distributed_c10d._world.pg_map), own_threads()
+    state = init_parallel_state(plan, "cpu")
+    state.build_copies_device_mesh()
+    alone = {state.axis_group(axis).group_name for axis in get_args(Axis) if state.axis_size(axis) == 1}
+    assert len(alone) == 1
+    apart = state.axis_group("ring") is not state.axis_group("fsdp")
+    added = len(distributed_c10d._world.pg_map) - before, own_threads() - threads
+    destroy_parallel_state()
+    return *added, apart
+
+
+def own_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux lists them")
+def test_axes_of_one_rank_share_one_group():
+    for groups, threads, _ in run_ranks(2, groups_of, sizes(2, dp_shard=2, efsdp=2)):
+        assert groups == 1 and threads <= 4
+    for groups, _, _ in run_ranks(4, groups_of, sizes(4, dp_shard=2, tp=2, efsdp=2)):
+        assert groups == 3
+    for _, _, apart in run_ranks(4, groups_of, sizes(4, pp=2, ring=2, efsdp=2)):
+        assert apart
 
 
 def make_two_states() -> str:
