@@ -8,7 +8,7 @@ from typing import Literal
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.suggest import near_path
+from mindspeed_mm.core.suggest import where_else
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
 """`hf` is what a library's `from_pretrained` takes: a model of transformers, a generator in diffusers' layout, or its
@@ -41,8 +41,7 @@ def recognise(path: Path) -> FolderKind:
     Raises:
         CheckpointError: It is none of them, or is not there.
     """
-    if not path.is_dir():
-        raise _not_a_folder(path)
+    check_folder_exists(path)
     is_own = (path / layout.MANIFEST).exists()
     if not is_own and is_megatron_folder(path):
         return "megatron"
@@ -77,11 +76,13 @@ def is_torch_dist(path: Path) -> bool:
     return (path / DIST_SETTINGS).is_file() and ((path / layout.METADATA).is_file() or (path / DIST_COMMON).is_file())
 
 
-def _not_a_folder(path: Path) -> CheckpointError:
-    what = "is a file, not a folder" if path.exists() else "does not exist"
-    near = near_path(path, Path.is_dir)
-    hint = f"Did you mean '{near.name}'? " if near is not None else ""
-    return CheckpointError(what, where=str(path), way_out=f"{hint}Give a folder on this machine.")
+def check_folder_exists(path: Path) -> None:
+    """Raise `CheckpointError` unless there is a folder."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise CheckpointError("is a file, not a folder", where=str(path), way_out="Name the folder that holds it.")
+    raise CheckpointError("does not exist", where=str(path), way_out=where_else(path))
 
 
 def _unknown(path: Path) -> CheckpointError:

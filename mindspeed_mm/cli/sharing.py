@@ -40,7 +40,18 @@ def is_address(model: str) -> bool:
 
 
 def check_inputs(context: click.Context) -> None:
-    """Raise `UsageError`, or of rows and media `DataError`, for the first option whose file or folder is not there."""
+    """Raise for a model folder, or the first option whose file or folder is not there, before torch is loaded.
+
+    Raises:
+        CheckpointError: There is no such model folder.
+        DataError: There are no such rows or media.
+        UsageError: Another path does not exist.
+    """
+    model = context.params.get("model")
+    if isinstance(model, str | Path):
+        from mindspeed_mm.checkpoint.recognise import check_folder_exists  # the help does without
+
+        check_folder_exists(Path(model))
     for option in context.command.params:
         path = context.params[option.name or ""]
         if option.name in _INPUTS and isinstance(path, Path) and not path.exists():

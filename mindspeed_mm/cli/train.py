@@ -33,6 +33,12 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Build everything, then stop before the first step.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps, counted from this start.")
 @resume_options
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print how the model is split, packed and sped up; the log file always has it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def command(
     config: Path,
@@ -41,6 +47,7 @@ def command(
     dry_run: bool,
     steps: int | None,
     start: ResumeOptions,
+    verbose: bool,
     as_json: bool,
 ) -> int:
     """Train the model of CONFIG. OVERRIDES are section.key=value, each parsed as YAML.
@@ -54,12 +61,20 @@ def command(
             words += ["--steps", str(steps)]
         if dry_run:
             words.append("--dry-run")
+        if verbose:
+            words.append("--verbose")
         if as_json:
             words.append("--json")
         return train.run_ranks(nproc, config, overrides, words)
     try:
         outcome = train.run(
-            config, overrides, steps=steps, dry_run=dry_run, progress_to_stderr=as_json, **asdict(start)
+            config,
+            overrides,
+            steps=steps,
+            dry_run=dry_run,
+            verbose=verbose,
+            progress_to_stderr=as_json,
+            **asdict(start),
         )
     except Exception as error:
         if train.tell_launcher(error) and isinstance(error, MMError):

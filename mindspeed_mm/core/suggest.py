@@ -1,4 +1,4 @@
-"""The nearest known word to a mistyped one."""
+"""The nearest known word to a mistyped one, and where a missing path may be."""
 
 from __future__ import annotations
 
@@ -32,3 +32,18 @@ def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | 
     by_stem = {entry.stem.lower(): entry for entry in sorted(path.parent.iterdir()) if fits(entry)}
     near = nearest(path.stem.lower(), by_stem, likeness=0.75)
     return by_stem[near[0]] if near else None
+
+
+def where_else(path: Path) -> str:
+    """The way out for an input that does not exist: a similar name in the same folder, or a download if it looks like a
+    name on a model hub, else where relative paths start."""
+    near = near_path(path.expanduser())
+    if near is not None:
+        return f"Did you mean '{near}'?"
+    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
+        name, folder = path.as_posix(), path.name
+        return (
+            f"If this is a name on a model hub, download it first (hf download {name} --local-dir {folder}, or "
+            f"modelscope download {name} --local_dir {folder}) and name the local folder."
+        )
+    return f"Relative paths start at '{Path.cwd()}'."

@@ -200,6 +200,7 @@ def test_answers_without_heavy_imports(words: list[str], also_absent: tuple[str,
     assert finished.stderr.strip() == "[]"
 
 
+@pytest.mark.edge("BU7")
 def test_what_the_words_alone_tell_is_refused_without_heavy_imports(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     judge = ["--judge", "http://127.0.0.1:1/v1", "--judge-model", "large"]
@@ -219,6 +220,8 @@ def test_what_the_words_alone_tell_is_refused_without_heavy_imports(tmp_path: Pa
         ["evaluate", "model", "--data", "there", "--benchmark", "docvqa_val", *judge],
         ["evaluate", "model", "--generated", "--vbench", ","],
         ["evaluate", "model", "--harness", "lmms-eval"],
+        ["infer", "runs/nothing", "--prompt", "a"],
+        ["serve", "Qwen/Qwen3-VL-2B-Instruct"],
     ]
     code = (
         f"import sys\nfrom mindspeed_mm.cli.main import run\nprint([run(words) for words in {commands!r}])\n"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core.suggest import did_you_mean, near_path, nearest
+from mindspeed_mm.core.suggest import did_you_mean, near_path, nearest, where_else
 
 
 def test_nearest_word_is_suggested() -> None:
@@ -36,3 +36,12 @@ def test_only_near_files_are_offered(missing: str, offered: str | None, tmp_path
     assert near_path(tmp_path / missing) == (tmp_path / offered if offered else None)
     assert near_path(tmp_path / missing, Path.is_dir) is None
     assert near_path(tmp_path / "gone" / missing) is None
+
+
+@pytest.mark.edge("BU7")
+def test_a_name_on_a_hub_leads_to_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "hf download Qwen/Qwen3-VL-2B --local-dir Qwen3-VL-2B" in where_else(Path("Qwen/Qwen3-VL-2B"))
+    assert where_else(Path("models/a/b")) == f"Relative paths start at '{tmp_path}'."
+    (tmp_path / "runs").mkdir()
+    assert "hf download" not in where_else(Path("runs/nothing"))

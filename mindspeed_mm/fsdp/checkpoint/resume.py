@@ -247,9 +247,9 @@ def _file_changes(then: Sequence[Context], today: Sequence[Context]) -> list[Pro
         if old == new:
             continue
         if old is None:
-            what = "is new"
+            what = "is named now, and was not when the checkpoint was written"
         elif new is None:
-            what = "is gone"
+            what = "is no longer named; the checkpoint was trained on it"
         elif old.get("rows") != new.get("rows"):
             what = f"had {old.get('rows')} rows, has {new.get('rows')}"
         else:
@@ -277,8 +277,21 @@ def _batch_change(before: Context, now: Context) -> tuple[list[Problem], list[Pr
     then, today = before.get("global_batch"), now.get("global_batch")
     if then == today or then is None:
         return [], []
-    way_out = f"Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is {then}."
-    return [], [Problem(_change(then, today), key="global batch size", way_out=way_out)]
+    return [], [Problem(_change(then, today), key="global batch size", way_out=_same_batch(then, now))]
+
+
+def _same_batch(then: int, now: Context) -> str:
+    """The option that gives the global batch of the checkpoint on today's ranks, if there is one."""
+    training = now.get("config", {}).get("training", {})
+    accumulation, micro_batch = (training.get(key) for key in ("gradient_accumulation_steps", "micro_batch_size"))
+    if accumulation and micro_batch:
+        samples = now["global_batch"] // accumulation  # of one micro-batch on all data ranks
+        if then % samples == 0:
+            return f"Add training.gradient_accumulation_steps={then // samples}."
+        ranks = samples // micro_batch
+        if then % ranks == 0:
+            return f"Add training.micro_batch_size={then // ranks} training.gradient_accumulation_steps=1."
+    return f"Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is {then}."
 
 
 def is_other_split(then: Context, today: Context) -> bool:

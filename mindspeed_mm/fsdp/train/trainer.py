@@ -89,6 +89,9 @@ class TrainOptions(ResumeOptions):
     """Stop after this many steps of this start; the schedule stays that of the whole run."""
     dry_run: bool = False
     """Build everything, run nothing."""
+    verbose: bool = False
+    """Print everything that is known before the first step; otherwise four lines, and the rest goes to the log file. A
+    dry run prints everything."""
     progress_to_stderr: bool = False
     """Leave stdout to the result."""
     plain_lines: bool = False
@@ -187,7 +190,8 @@ class Trainer:
             return None
         engine, parts = self._build(job, record, data, loader, resume, total_steps)
         engine.hooks = [*self._build_hooks(parts), *self.hooks, summary_hook(parts)]
-        introduce(record.progress.note, self.config, parts.assembled, loader, engine, job.state)
+        verbose = self.options.verbose or self.options.dry_run
+        introduce(record.progress, self.config, parts.assembled, loader, engine, job.state, verbose=verbose)
         if self.options.dry_run:
             record.progress.note("dry run: everything was built, nothing was run")
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,7 @@ def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = 
         ) from error
     # PEFT leaves what it does not find as it was drawn, and says so in a warning.
     if lacking := [str(each.message) for each in said if "missing adapter keys" in str(each.message)]:
-        what = f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}"
+        first_line = shorten(lacking[0].splitlines()[0], 200, placeholder=" …")
+        what = f"the adapters do not belong to this model: {first_line}"
         raise ModelFolderError(what, where=str(folder), key=key, way_out=_WAY_OUT)
     return adapted.eval()

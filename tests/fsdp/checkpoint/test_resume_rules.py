@@ -242,8 +242,8 @@ def test_a_change_of_the_data_is_told_once_and_in_words() -> None:
     ]
     assert refusals(context(True, 3, "a.jsonl", "b.jsonl"), context(True, 4, "a.jsonl", "c.jsonl")) == [
         ("data: a.jsonl", "had 3 rows, has 4"),
-        ("data: b.jsonl", "is gone"),
-        ("data: c.jsonl", "is new"),
+        ("data: b.jsonl", "is no longer named; the checkpoint was trained on it"),
+        ("data: c.jsonl", "is named now, and was not when the checkpoint was written"),
     ]
     turned = refusals(context(True, 3, "a.jsonl", "b.jsonl"), context(True, 3, "b.jsonl", "a.jsonl"))
     assert turned == [("data: files", "the files come in another order")]

@@ -54,6 +54,39 @@ def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path
     assert "elapsed time per iteration (ms): 55.5" in text
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.edge("BU7")
+def test_a_terminal_breaks_lines_between_words_and_a_file_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = "model  Qwen3VLForConditionalGeneration, 0.40 M parameters, weights from /a/very/long/path/without/blanks"
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        progress = Progress(0, log_file=tmp_path / "train.log", stream=stream)
+        progress.note(text)
+        progress.close()
+        shown[type(stream)] = stream.getvalue().splitlines()
+    assert shown[io.StringIO] == [text]
+    assert all(line.endswith(text) for line in (tmp_path / "train.log").read_text().splitlines())
+    assert " ".join(line.strip() for line in shown[Terminal]).split() == text.split()
+    assert all(line.startswith(" " * 7) for line in shown[Terminal][1:]) and len(shown[Terminal]) == 3
+
+
+@pytest.mark.edge("BU7")
+def test_details_go_to_the_log_file_alone(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    progress = Progress(0, log_file=tmp_path / "train.log", stream=stream)
+    progress.keep("shard  plain parameters")
+    progress.close()
+    assert stream.getvalue() == "" and "shard  plain parameters" in (tmp_path / "train.log").read_text()
+
+
 def test_plain_lines_are_what_scripts_of_older_tools_take_apart(tmp_path: Path) -> None:
     stream = io.StringIO()
     progress = Progress(0, stream=stream, plain_lines=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -144,11 +145,15 @@ def test_another_learning_rate_is_noted(yaml: Path, begun: Path) -> None:
     assert "training.lr  was 0.001, is 0.002" in out
 
 
+@pytest.mark.edge("BU6")
 def test_another_batch_size_is_refused(yaml: Path, begun: Path) -> None:
     said = mm("train", yaml, f"training.save={begun}", "training.micro_batch_size=2")
     assert said.code == 4
     assert "global batch size" in said.err and "was 4, is 2" in said.err
-    train(yaml, begun, "training.micro_batch_size=2", "training.gradient_accumulation_steps=2", "--steps", 1)
+    (option,) = re.findall(r"Add (training\.gradient_accumulation_steps=\d+)\.", said.err)
+    train(yaml, begun, "training.micro_batch_size=2", option, "--steps", 1)
+    said = mm("train", yaml, f"training.save={begun}", "training.micro_batch_size=3")
+    assert "Add training.micro_batch_size=4 training.gradient_accumulation_steps=1." in said.err
 
 
 def test_other_data_are_refused_unless_accepted(yaml: Path, begun: Path, tmp_path: Path) -> None:

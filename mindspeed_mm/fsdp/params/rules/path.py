@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.run_ownership import check_run_folder
-from mindspeed_mm.core.suggest import near_path
+from mindspeed_mm.core.suggest import where_else
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 _INPUTS: dict[str, type[MMError]] = {
@@ -100,13 +100,4 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
 
 def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:
     """What is said of an input that is not there: with the name beside it that was meant, if there is one."""
-    return kind(f"'{path}' does not exist", key=key, way_out=_where_else(path))
-
-
-def _where_else(path: Path) -> str:
-    near = near_path(path.expanduser())
-    if near is not None:
-        return f"Did you mean '{near}'?"
-    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
-        return "If this is a name on a model hub: download it first and name the local folder."
-    return f"Working directory: {Path.cwd()}."
+    return kind(f"'{path}' does not exist", key=key, way_out=where_else(path))

@@ -1,8 +1,8 @@
-"""What a run says of itself before its first step: warnings, the model, how it is split, the data, the plan."""
+"""The head of a run's log: warnings, run folder, model, data and plan; with `--verbose` also how the model was split,
+packed and sped up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_mm.core.counts import short_count
@@ -19,36 +19,51 @@ from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.run.data import RunLoader
+from mindspeed_mm.fsdp.train.run.progress import Progress
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
 
 def introduce(
-    note: Callable[[str], None],
+    progress: Progress,
     config: ResolvedConfig,
     assembled: Assembled,
     loader: RunLoader,
     engine: TrainEngine,
     state: ParallelState,
+    *,
+    verbose: bool,
 ) -> None:
-    """Tell `note` each of its lines."""
+    """Print warnings and four lines (run, model, data, plan).
+
+    Args:
+        progress: Prints them; what is not printed goes to its log file.
+        config: Of the run.
+        assembled: The model.
+        loader: The data.
+        engine: Knows its steps.
+        state: The ranks.
+        verbose: Print every line: what was done to the model, the loss, padding, what inference takes over.
+    """
+    note = progress.note
+    detail = progress.note if verbose else progress.keep
     for warning in (*config.warnings, *assembled.plan.parallel.warnings, *assembled.loaded.warnings):
         note(f"warning: {warning}")
     if config.arguments.training.save:
         note(f"run    {_run_folder(Path(config.arguments.training.save), config, is_new=engine.iteration == 0)}")
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
-        note(f"{word:<6} {part}")
+        detail(f"{word:<6} {part}")
     if config.arguments.training.lr == 0:
         note("lr     0: nothing will be learned")
-    note(f"loss   {engine.objective.describe()}")
+    detail(f"loss   {engine.objective.describe()}")
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
     if loader.dataset.collate_fn is None:
-        note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
+        detail(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
     for line in loader.dataset.view_notes():
-        note(f"data   {line}; inference and the exported folder take it over")
+        detail(f"data   {line}; inference and the exported folder take it over")
     if loader.estimate_note:
-        note(f"data   {loader.estimate_note}")
+        detail(f"data   {loader.estimate_note}")
     note(
         f"plan   {get_device_type()} × {state.sizes.world}, {state.describe()}; "
         f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"

@@ -4,7 +4,9 @@ notebook, a log file."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -113,9 +115,25 @@ class Progress:
             self._open_log(log_file)
 
     def note(self, text: str) -> None:
-        """A line of prose."""
-        self._print(text + "\n")
+        """A line of prose; on a terminal it is broken between words."""
+        self._print(self._wrapped(text) + "\n")
         self._write_log(text)
+
+    def _wrapped(self, text: str) -> str:
+        if self._stream is None or not self._stream.isatty():
+            return text
+        wrapper = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * len("model  "),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        return "\n".join(wrapper.fill(line) for line in text.splitlines())
+
+    def keep(self, text: str) -> None:
+        """A line of prose for the log file alone."""
+        if self._speaks:
+            self._write_log(text)
 
     def step(self, metrics: Mapping[str, float], last_step: int, total_steps: int) -> None:
         """A logged step.
