@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.comparing import compare, mcnemar
 from mindspeed_mm.tasks.evaluate.judge import Judge
-from mindspeed_mm.tasks.evaluate.published import evaluate, rules
+from mindspeed_mm.tasks.evaluate.published import evaluate, mmmu_rules, rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS
 from tests.helpers.judging import JudgingServer, judging
@@ -78,8 +78,10 @@ def test_the_option_that_an_answer_names(answer: str, letter: str | None) -> Non
         ("1,050", "1000", 1), ("blue.", "Blue", 1), ("light blue", "Blue", 0), ("0", "0", 1), ("0.001", "0", 0),
         # 5 % are of what is right: 95.3 is within 5 % of 100, and 100 is not within 5 % of 95.2.
         ("95.3", "100", 1), ("100", "95.2", 0), ("21,5", "215", 0), ("1,234,567", "1234567", 1),
+        ("50%%", "0.5", 1), ("50%%", "50", 0),
     ],
 )  # fmt: skip
+@pytest.mark.edge("BN14")
 def test_relaxed_accuracy(answer: str, gold: str, share: float) -> None:
     assert rules.relaxed(answer, item(gold)) == share
 
@@ -90,10 +92,30 @@ def test_relaxed_accuracy(answer: str, gold: str, share: float) -> None:
         ("hello world", ["Hello World", "x"], 1.0), ("Hello  World", ["hello world"], 1.0), ("hallo", ["hello"], 0.8),
         ("abxx", ["abcd"], 0.5), ("axxx", ["abcd"], 0.0), ("", ["a"], 0.0), ("abcde", ["abxde", "zzz"], 0.8),
         ("12", ["13"], 0.5),
+        # One edit in eleven characters as written, nine of them the text.
+        ("a  b c d xyz", ["a  b c d xyw"], 1 - 1 / 12), ("ab", ["a   x"], 1 - 2 / 5), ("abc", ["ab        "], 0.9),
     ],
 )  # fmt: skip
+@pytest.mark.edge("BN14")
 def test_anls(answer: str, golds: list[str], share: float) -> None:
     assert rules.anls(answer, item(*golds)) == pytest.approx(share)
+
+
+@pytest.mark.edge("BN16")
+@pytest.mark.parametrize(
+    ("answer", "share"), [("b", 1), ("B", 1), ("(b)", 1), (" b. ", 1), ("a", 0), ("a dog", 1), ("a cat", 0), ("e", 0)]
+)
+def test_a_letter_alone_counts_in_either_case_in_ai2d(answer: str, share: float) -> None:
+    assert SETS["ai2d_test"].rule(answer, item("B", options=ABCD)) == share
+
+
+@pytest.mark.edge("BN14")
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [("B. C. are both seen", "B"), ("C. B. are both seen", "B"), ("C.", "C"), ("not B but C", "C")],
+)
+def test_mmmu_takes_the_first_of_options_with_full_stops(answer: str, letter: str) -> None:
+    assert mmmu_rules.last_named_letter(answer, ABCD) == letter
 
 
 def test_agreement_with_ten_people() -> None:

@@ -315,6 +315,7 @@ def test_texts_of_media_depend_on_their_neighbours(
     assert dataset[0]["input_ids"].tolist() != reference(dataset, dataset.sample(0), True)
 
 
+@pytest.mark.edge("BN16")
 def test_the_ids_of_whisper(build: Callable[..., Qwen2VLDataset]) -> None:
     """What its tokenizer makes of the words alone; the sound stands nowhere in them."""
     row = {"messages": [said("user", "<audio>"), said("assistant", "hi one")], "audios": ["a.wav"]}

@@ -19,14 +19,17 @@ _LONG_ANSWER = 5
 
 
 def last_named_letter(answer: str, options: Mapping[str, str]) -> str | None:
-    """The option that is named last, by "(B)", else " B ", else "B.", else in a long answer by its own words; None
-    where none is named."""
+    """The option that is named last, by "(B)", else " B ", else in a long answer by its own words; None where none is
+    named. Of several that are named by "B." alone it is the first option: the authors' script looks for the last " B "
+    then, and finds none."""
     for mark in _OUTER_MARKS:
         answer = answer.strip(mark)
     answer = f" {answer} "
-    for form in ("({})", " {} ", "{}."):
+    for form in ("({})", " {} "):
         if last := _last(answer, {letter: form.format(letter) for letter in options}):
             return last
+    if first := next((letter for letter in options if f"{letter}." in answer), None):
+        return first
     if len(answer.split()) > _LONG_ANSWER:
         return _last(answer.lower(), {letter: text.lower() for letter, text in options.items()})
     return None

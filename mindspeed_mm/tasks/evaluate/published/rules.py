@@ -93,6 +93,13 @@ def choice(answer: str, item: Item) -> float:
     return float(chosen_letter(answer, item.options) in item.gold)
 
 
+def choice_in_any_case(answer: str, item: Item) -> float:
+    """The right option; an answer that is nothing but a letter counts in either case, punctuation apart, as lmms-eval
+    compares answers of AI2D (`exact_match` with `ignore_case` and `ignore_punctuation`)."""
+    letter = re.sub(r"[^\w\s]", "", answer).strip().upper()
+    return float(letter in item.gold) if letter in item.options else choice(answer, item)
+
+
 def exact_or_choice(answer: str, item: Item) -> float:
     """The right option, or where there are none the right word, case and a full stop apart (RealWorldQA)."""
     if item.options:
@@ -126,15 +133,16 @@ def relaxed(answer: str, item: Item) -> float:
 
 def anls(answer: str, item: Item) -> float:
     """Average normalised Levenshtein similarity, nothing below one half (Biten et al. 2019, ICDAR, equation 1; one half
-    itself counts, as in the organisers' script)."""
-    return max(_similarity(_collapsed(answer), _collapsed(gold)) for gold in item.gold)
+    itself counts, as in the organisers' script). As there, edits are counted between texts with single blanks, and
+    divided by the length of the longer text as it is written."""
+    return max(_similarity(answer, gold) for gold in item.gold)
 
 
 def _similarity(said: str, wanted: str) -> float:
     longer = max(len(said), len(wanted))
     if longer == 0:
         return 1.0
-    distance = _edits(said, wanted) / longer
+    distance = _edits(_collapsed(said), _collapsed(wanted)) / longer
     return 1 - distance if distance <= 0.5 else 0.0
 
 
@@ -205,11 +213,11 @@ def _numbers(text: str) -> list[float]:
 
 
 def _number(text: str) -> float | None:
-    """A text that is one number; a percentage is its share."""
+    """A text that is one number; a percentage is its share. ChartQA's script strips all of several signs."""
     text = _THOUSANDS.sub("", text.strip().rstrip("."))
     scale = 100 if text.endswith("%") else 1
     try:
-        return float(text.removesuffix("%")) / scale
+        return float(text.rstrip("%")) / scale
     except ValueError:
         return None
 

@@ -430,7 +430,9 @@ def _of_validation(row: Row) -> int:
 
 SETS: dict[str, PublishedSet] = {
     "ai2d_test": PublishedSet(
-        "AI2D", {"AI2D_TEST*.tsv": _tsv(_tsv_choice), "**/test-*.parquet": _parquet(_parquet_choice)}, rules.choice
+        "AI2D",
+        {"AI2D_TEST*.tsv": _tsv(_tsv_choice), "**/test-*.parquet": _parquet(_parquet_choice)},
+        rules.choice_in_any_case,
     ),
     "mmmu_dev_val": PublishedSet(
         "MMMU",
