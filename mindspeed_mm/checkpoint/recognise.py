@@ -21,6 +21,7 @@ WAYS: Mapping[str, tuple[Layout, ...]] = {
     "run": ("hf",),
     "megatron": ("hf", "dcp", "megatron"),
     "generator": ("diffusers", "original", "megatron"),
+    "gguf": ("hf",),
 }
 """Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts."""
 DIST_SETTINGS, DIST_COMMON = "metadata.json", "common.pt"
@@ -58,6 +59,15 @@ def recognise(path: Path) -> FolderKind:
     raise _unknown(path)
 
 
+def is_gguf(path: Path) -> bool:
+    """A file in llama.cpp's format, by its first four bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def is_megatron_folder(path: Path) -> bool:
     """A step of Megatron's here, or one in it."""
     for step in (path, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))):
@@ -81,7 +91,8 @@ def check_folder_exists(path: Path) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise CheckpointError("is a file, not a folder", where=str(path), way_out="Name the folder that holds it.")
+        way_out = "Name the folder that holds it; of files alone, those of text models in GGUF are read."
+        raise CheckpointError("is a file, not a folder", where=str(path), way_out=way_out)
     raise CheckpointError("does not exist", where=str(path), way_out=where_else(path))
 
 

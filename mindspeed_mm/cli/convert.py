@@ -72,8 +72,9 @@ def command(
 ) -> None:
     """Convert a checkpoint to another layout.
 
-    SOURCE is recognised: a Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder or a
-    generator's weights. TARGET appears when it is complete, with a manifest of every tensor's checksum.
+    SOURCE is recognised: a Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, a
+    generator's weights or a text model in GGUF. TARGET appears when it is complete, with a manifest of every tensor's
+    checksum; a folder made from GGUF has none.
     """
     from mindspeed_mm.tasks.convert import convert  # torch: not for --help
 

@@ -49,9 +49,10 @@ def check_inputs(context: click.Context) -> None:
     """
     model = context.params.get("model")
     if isinstance(model, str | Path):
-        from mindspeed_mm.checkpoint.recognise import check_folder_exists  # the help does without
+        from mindspeed_mm.checkpoint.recognise import check_folder_exists, is_gguf  # the help does without
 
-        check_folder_exists(Path(model))
+        if not is_gguf(Path(model)):
+            check_folder_exists(Path(model))
     for option in context.command.params:
         path = context.params[option.name or ""]
         if option.name in _INPUTS and isinstance(path, Path) and not path.exists():

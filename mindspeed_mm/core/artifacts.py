@@ -340,9 +340,9 @@ class RunFolder:
 
 
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Processes that share a folder do this one after the other. Best effort: not every file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Processes that share a folder or file do this one after the other. Best effort: not every file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

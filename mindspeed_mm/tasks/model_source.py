@@ -14,6 +14,7 @@ from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
+from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -58,7 +59,8 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         path: A Hugging Face folder, one in diffusers' or Megatron's layout, a run folder, or one `iter_*` folder of a
             run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a
             run it is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are
-            taken from where the run took them. Adapters of a language model are merged.
+            taken from where the run took them. Adapters of a language model are merged. A file in GGUF is made a
+            folder first.
         weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
             is one.
 
@@ -67,6 +69,7 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         ModelFolderError: A checkpoint of another framework, or adapters without a model.
         UsageError: A checkpoint that does not say which model it holds.
     """
+    path = model_folder_of(path)
     kind = recognise(path)
     if kind == "hf":
         return ModelSource(path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from mindspeed_mm.checkpoint.recognise import is_gguf
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.loader import (
     Given,
@@ -14,9 +17,13 @@ from mindspeed_mm.fsdp.params.loader import (
     read_plugins,
 )
 
+_MODELS = ("model.model_name_or_path", "posttrain.reference.model_name_or_path")
+"""Keys that may name a GGUF file."""
+
 
 def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks: int | None = None) -> ResolvedConfig:
-    """Import the plugins that a configuration names, then validate it with the keys that they declare.
+    """Import the plugins that a configuration names, then validate it with the keys that they declare. A model in GGUF
+    becomes the model folder that is made from it.
 
     Args:
         given: A YAML file, or a mapping of sections.
@@ -25,7 +32,21 @@ def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks
 
     Raises:
         ConfigError: Every problem of the configuration, or a plugin that cannot be imported.
+        ModelFolderError, MachineError: A GGUF file cannot be read, or its folder cannot be written.
     """
+    config = _load(given, overrides, ranks)
+    folders = []
+    for key in _MODELS:
+        name = value_at(config.arguments, key)
+        if isinstance(name, str) and is_gguf(Path(name)):
+            from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of  # torch: only such files need it
+
+            with config.told_as_own():
+                folders.append(f"{key}={model_folder_of(Path(name), key)}")
+    return _load(given, [*overrides, *folders], ranks) if folders else config
+
+
+def _load(given: Given, overrides: Sequence[Override], ranks: int | None) -> ResolvedConfig:
     plugins, model_id, dataset_type = read_plugins(given, overrides)
     if not plugins:
         return load_config(given, overrides, ranks=ranks)

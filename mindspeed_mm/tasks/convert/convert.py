@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
 from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_dcp, megatron_to_hf
-from mindspeed_mm.checkpoint.recognise import Layout, is_torch_dist, recognise, told_ways
+from mindspeed_mm.checkpoint.recognise import Layout, is_gguf, is_torch_dist, recognise, told_ways
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.loading.gguf import write_model_folder
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.convert.same_logits import same_logits
@@ -58,8 +61,8 @@ def run(
     """Convert a folder.
 
     Args:
-        source: A Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, or a generator's
-            weights in any layout.
+        source: A Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, a generator's weights
+            in any layout, or a text model in GGUF.
         target: The folder to write.
         to: Its layout; None: `dcp` of a Hugging Face folder, `hf` of anything else. `hf` of a generator is `diffusers`.
         division: Of a Megatron-style target.
@@ -78,6 +81,9 @@ def run(
         raise UsageError(
             "ranks divide a Megatron-style target", key="--tp --pp --vpp --ep", way_out="Add --to megatron."
         )
+    if is_gguf(source) and to in (None, "hf"):
+        _refuse_model(model_folder)
+        return "gguf", _from_gguf(source, target, overwrite=overwrite)
     writing = Writing(overwrite, verify, same_logits)
     distributed = GenericDCPConverter()
     distributed.examine = same_logits
@@ -104,6 +110,15 @@ def run(
             return kind, megatron_to_dcp(family, source, assets, target, writing=writing)
         return kind, megatron_to_hf(family, source, assets, target, None, facts=facts, writing=writing)
     raise _no_way(source, kind, wanted)
+
+
+def _from_gguf(source: Path, target: Path, *, overwrite: bool) -> Converted:
+    """A text model in GGUF as a model folder, by transformers' reader."""
+    start = time.perf_counter()
+    write_model_folder(source, target, overwrite=overwrite)
+    entries = find_entries(target)
+    size_bytes = sum(file.stat().st_size for file in weight_files(target))
+    return Converted(target, len(entries), size_bytes, time.perf_counter() - start, 0.0)
 
 
 def compare(folder: Path) -> tuple[int, int]:
