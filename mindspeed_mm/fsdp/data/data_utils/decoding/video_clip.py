@@ -18,6 +18,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
+    OpenVideo,
     ShownFrames,
     VideoHeader,
     check_whole,
@@ -26,6 +27,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     play,
     probe_video,
     read_start,
+    timed,
 )
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -188,16 +190,16 @@ def watch(file: BinaryIO, rule: ClipRule, sizes: FrameSizes, name: str = "video"
     Raises:
         DataError: As `probe_video`; or the video is cut, or broken where it is looked at.
     """
-    with open_video(file, name) as (container, stream):
-        video, played = read_start(container, stream, name)
+    with open_video(file, name) as opened:
+        video, played = read_start(opened, name)
         header = rule.header(video)
         height, width = sizes.size(len(header.indices), header.height, header.width)
         shown = ShownFrames(len(header.indices), lambda picture: sizes.resize(picture, height, width))
         wanted_s = np.array(header.timestamps)
         first = next(played)
         start_s = first.time or 0.0
-        frames = _jumping(container, stream, first, played, wanted_s + start_s, shown, name)
-        end_s = play(frames, wanted_s, start_s, 1 / header.fps, shown, name)
+        frames = _jumping(opened, first, played, wanted_s + start_s, shown, name)
+        end_s = play(timed(frames, start_s, 1 / header.fps, name), wanted_s, 1 / header.fps, shown)
     if shown.count < shown.asked:
         check_whole(video, end_s, name)
     return VideoClip(np.ascontiguousarray(shown.clip().transpose(1, 2, 3, 0)), header)
@@ -211,9 +213,11 @@ def watch_pictures(
 
 
 def _jumping(
-    container: Any, stream: Any, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
+    video: OpenVideo, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
 ) -> Iterator[Any]:
     """All frames in order, except those that lie before a wanted one and far behind the last."""
+    container, stream = video.container, video.stream
+    assert stream.time_base is not None  # every stream of frames has one
     frame, played, sought = first, rest, -1
     while frame is not None:
         yield frame

@@ -15,7 +15,12 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import animation_frames, decode_image, probe_image
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
+    animation_frames,
+    decode_image,
+    is_still_in_container,
+    probe_image,
+)
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip, too_short
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
@@ -55,6 +60,8 @@ def is_video(row: GenerationRow) -> bool:
     """By its name, or by the first bytes where there is no name; animated pictures are told by their header alone."""
     if isinstance(row.media, str):
         return PurePath(row.media).suffix.lower() in VIDEO_SUFFIXES
+    if is_still_in_container(row.media):
+        return False
     return any(row.media[at : at + len(start)] == start for at, start in _VIDEO_STARTS)
 
 
@@ -117,7 +124,7 @@ def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> I
     found = sampling.frames_of(header.frames, header.fps) if header.frames > 1 else 1
     if found < frames and not sampling.repeats_short:
         raise too_short(name, found, frames)
-    return animation_frames(data, sampling.indices(header.frames, header.fps or 1.0, frames), name)
+    return animation_frames(data, sampling.numbers(header, frames) if header.frames > 1 else [0] * frames, name)
 
 
 def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import probe_video
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -245,8 +246,8 @@ class RawSource:
     def _heard(self, index: int, row: GenerationRow) -> torch.Tensor:
         """The sound of the frames that are taken, (channels, samples) float32: so many that each position is whole."""
         assert self._sound is not None
-        header, size = self.headers[index], self.sizes[index]
-        start_s = self._sampling.start_s(header.frames, header.fps, size.frames)
+        size = self.sizes[index]
+        start_s = 0.0 if self._sampling.position == "start" else self._start_s(index, size.frames)
         wanted = (
             self._sound.sampling_rate,
             self._sound.channels,
@@ -255,6 +256,12 @@ class RawSource:
         )
         with self.media.open(row.media) as file:
             return torch.from_numpy(read_stretch(file, *wanted, row.name))
+
+    def _start_s(self, index: int, frames: int) -> float:
+        """Where the clip of row `index` begins."""
+        row = self.rows[index]
+        with self.media.open(row.media) as file:
+            return self._sampling.start_s(probe_video(file, row.name), frames)
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`."""
