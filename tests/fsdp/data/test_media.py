@@ -26,13 +26,6 @@ def encoded(image: Image.Image, format_: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def huge_text_chunk() -> bytes:
-    data = encoded(picture())
-    body = b"zTXtkey\x00\x00" + zlib.compress(b"x" * 100_000_000)
-    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
-    return data[:33] + chunk + data[33:]
-
-
 def header_only(width: int, height: int) -> bytes:
     data = bytearray(encoded(Image.new("L", (1, 1))))
     data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
@@ -158,7 +151,7 @@ class TestPaths:
             ("empty.png", "0 bytes"),
             ("http://x.org/a.png", "is a URL"),
             ("file:///etc/passwd", "is a URL"),
-            ("data:image/png;base64,AAAA", "is a URL"),
+            ("data:image/png;base64,AAAA", "is not an image"),
             ("a\x00.png", "not a media item"),
         ],
     )

@@ -23,7 +23,13 @@ import numpy as np
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
+from mindspeed_mm.fsdp.data.data_utils.media import (
+    MediaLoader,
+    check_remote_media_off,
+    decode_data_url,
+    is_data_url,
+    refuse_remote,
+)
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
@@ -514,12 +520,18 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
+        value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.strip() or "\x00" in value:
         shown = str(value)[:60]
         raise DataError(f"{shown!r} is not a path", where=str(place), key=name, way_out="Give the path of one file.")
+    if is_data_url(value):
+        try:
+            return decode_data_url(value)[0]
+        except DataError as error:
+            (problem,) = error.problems
+            raise DataError(problem.what, where=str(place), key=name, way_out=problem.way_out) from error
     refuse_remote(value, str(place))
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 
