@@ -105,6 +105,9 @@ class DataEntry(Section):
     repeats: Positive | None = None
     """Number of times that an epoch reads each row of this dataset; null: once, but ten times for a folder named
     `10_dog`. For generators only."""
+    caption: str | None = None
+    """One caption for all media of this dataset that have none of their own: no text file beside them, no column of
+    captions (the `--instance_prompt` and `--class_prompt` of diffusers' scripts). For generators only."""
     prior: Flag = False
     """Use this dataset for prior preservation (DreamBooth): its samples form a separate loss term, weighted by
     `training.diffusion.prior_loss_weight`. For generators only."""

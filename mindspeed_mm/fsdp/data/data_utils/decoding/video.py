@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
+"""Of files that are videos in these containers, in lower case."""
 _NEAR = 0.45
 """Share of the time between two frames by which the later may begin after the time asked for, where what is on the
 screen is looked for."""

@@ -21,11 +21,16 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
     is_still_in_container,
     probe_image,
 )
-from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip, too_short
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
+    VIDEO_SUFFIXES,
+    ClipSampling,
+    probe_video,
+    read_clip,
+    too_short,
+)
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
-VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
 _VIDEO_STARTS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "))
 """(offset, bytes) by which a video in memory, without a name, is told."""
 

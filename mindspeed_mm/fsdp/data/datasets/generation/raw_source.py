@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
 )
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
@@ -49,7 +49,7 @@ _PROBED_AT_ONCE = 4096
 _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
-_MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
+_MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng", ".avif", ".avifs"})
 _WHITE = 255
 _TAKEN = ("frame_interval", "clip_position", "short_clips", "crop", "flip")
 """Settings that decide, beside the frames a second, which pixels are taken of a medium for a size."""
@@ -372,9 +372,9 @@ class RawSource:
         """The header that a row declares, as far as it is needed; None: the file has to be asked."""
         if row.height is None or row.width is None:
             return None
-        if not self._geometry.is_video or row.num_frames == 1:
+        if not self._geometry.is_video or (row.num_frames == 1 and not is_video(row)):
             return MediaHeader(row.height, row.width)
-        may_move = is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix in _MAY_BE_ANIMATED
+        may_move = is_video(row) or isinstance(row.media, bytes) or _suffix(row.media) in _MAY_BE_ANIMATED
         if not may_move:
             return MediaHeader(row.height, row.width)
         if row.num_frames is None or (row.fps is None and self._needs_rates):
@@ -432,7 +432,8 @@ class RawSource:
         for header, size in zip(self.headers, self.sizes, strict=True):
             if header.fps > 0 and size.frames > 1:
                 rates.append((header.fps, 1 / self._sampling.step_s(header.fps)))
-        notes = [doubled_note(rates)]
+        asked = () if self._settings.keeps_lengths else [size.frames for each in self._buckets for size in each.sizes]
+        notes = [stills_note([header.fps <= 0 for header in self.headers], asked), doubled_note(rates)]
         if model_fps is not None:
             is_resampled = self._sampling.model_fps is not None
             told = [own if is_resampled else taken for own, taken in rates]
@@ -487,6 +488,10 @@ def _kind(role: str, row: GenerationRow) -> MediaKind:
     if role == SOUND.name:
         return "audio"
     return "video" if is_video(row) else "image"
+
+
+def _suffix(path: str) -> str:
+    return PurePath(path).suffix.lower()
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:
