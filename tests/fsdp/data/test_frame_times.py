@@ -15,6 +15,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_stretch
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import probe_image
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, VideoHeader, probe_video, read_clip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipRule
@@ -157,6 +158,35 @@ class TestSoundClips:
         assert numbers(clip(path, 16, fps=10.0))[-1] == 19
         watched = MediaLoader(tmp_path, limits=MediaLimits(ClipRule(4.0, 128))).load_video(path.name)
         assert np.array_equal(watched.frames[[0, -1]], every.transpose(1, 2, 3, 0)[[0, -1]])
+
+    @pytest.mark.parametrize(("first", "begins"), [(50, 0.5), (0, 0.0)])
+    def test_its_sound_is_that_of_its_frames(self, tmp_path: Path, first: int, begins: float) -> None:
+        """A sound that rises by one a second, from the clip's clock of 0 on."""
+        path = tmp_path / "a.mkv"
+        with av.open(str(path), "w") as container:
+            stream, sound = container.add_stream("libx264", rate=10), container.add_stream("pcm_f32le", rate=8000)
+            stream.width, stream.height, stream.pix_fmt, sound.layout = 48, 32, "yuv420p", "mono"
+            stream.time_base = stream.codec_context.time_base = Fraction(1, 100)
+            for number in range(10):
+                frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 9, np.uint8), format="rgb24")
+                frame.pts, frame.time_base = first + 10 * number, Fraction(1, 100)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+            rising = (np.arange(16000, dtype=np.float32) / 8000)[None]
+            wave = av.AudioFrame.from_ndarray(rising, format="flt", layout="mono")
+            wave.sample_rate, wave.pts, wave.time_base = 8000, 0, Fraction(1, 8000)
+            container.mux(sound.encode(wave))
+            container.mux(sound.encode())
+        with path.open("rb") as file:
+            video = probe_video(file)
+        assert video.first_s == begins
+        for start_s in (0.0, 0.3):
+            with path.open("rb") as file:
+                heard = read_stretch(file, 8000, 1, start_s, 800, clock_s=video.first_s)
+            assert heard[0, 0] == pytest.approx(begins + start_s, abs=1e-3)
+        with path.open("rb") as file:  # pictures that begin before the sound: it has not begun yet
+            heard = read_stretch(file, 8000, 1, 0.0, 800, clock_s=-0.05)
+        assert not heard[0, :400].any() and heard[0, 401] == pytest.approx(1 / 8000)
 
     def test_a_sound_that_is_longer_than_the_pictures(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.mkv", BURSTS, sound_s=4.0)

@@ -68,6 +68,8 @@ class VideoHeader:
     """Frames per second from the first frame to the last, on average."""
     begins_s: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """When each frame is shown, in seconds from the first; empty where frame i is shown at i / fps."""
+    first_s: float = field(default=0.0, compare=False)
+    """When the first frame is shown, by the file's clock: its sound may begin earlier or later."""
 
 
 @dataclass(frozen=True)
@@ -490,17 +492,14 @@ def _header(video: OpenVideo, first: VideoFrame, name: str) -> VideoHeader:
         begins_s = begins_s[begins_s > first.time - CLOCK_S]
     begins_s = begins_s - begins_s[:1]
     declared = [float(rate) for rate in _rates(video.stream) if rate and _LEAST_FPS <= rate <= _MOST_FPS]
-    if len(begins_s) < 2:
-        if not declared:
-            raise DataError(f"'{name}' has no frame rate", way_out="Convert it: ffmpeg -r RATE -i old new.")
-        return VideoHeader(height, width, 1, declared[0])
-    fps = _mean_fps(begins_s)
-    if not _LEAST_FPS <= fps <= _MOST_FPS:
+    count, first_s = max(1, len(begins_s)), first.time or 0.0
+    rates = declared if count == 1 else [_mean_fps(begins_s)]
+    if not rates or not _LEAST_FPS <= rates[0] <= _MOST_FPS:
         raise DataError(f"'{name}' has no frame rate", way_out="Convert it: ffmpeg -r RATE -i old new.")
-    for rate in (*declared, fps):
-        if _is_steady(begins_s, rate):
-            return VideoHeader(height, width, len(begins_s), rate)
-    return VideoHeader(height, width, len(begins_s), fps, tuple(begins_s.tolist()))
+    for fps in (*declared, *rates):
+        if count == 1 or _is_steady(begins_s, fps):
+            return VideoHeader(height, width, count, fps, first_s=first_s)
+    return VideoHeader(height, width, count, rates[0], tuple(begins_s.tolist()), first_s)
 
 
 def _rates(stream: VideoStream) -> tuple[Fraction | None, ...]:

@@ -8,6 +8,7 @@ times are right. Stretches between two frames that are far apart are jumped over
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -136,6 +137,8 @@ class ClipRule:
     most_frames: int = DEFAULT_FRAMES
     pick: FramePicker | None = None
     """How the model's processor picks frames, where nothing else is configured."""
+    is_chosen: bool = True
+    """Whether `fps` is configured, and not a default."""
 
     @classmethod
     def of(cls, preprocess: Any, processor: Processor) -> ClipRule:
@@ -148,11 +151,11 @@ class ClipRule:
         fps = preprocess.video_fps
         frames = preprocess.video_maxlen
         if not setting_of(processor, bool, "do_sample_frames"):
-            return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None)
+            return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None, fps is not None)
         picker = FramePicker(processor) if fps is None and frames is None else None
         own_fps = setting_of(processor, float, "fps") or setting_of(processor, int, "fps")
         own_frames = setting_of(processor, int, "max_frames")
-        return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker)
+        return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker, fps is not None)
 
     def header(self, video: VideoHeader) -> ClipHeader:
         """The clip that a video gives. Where no processor picks, frame numbers are those that LLaMA-Factory takes, the
@@ -166,6 +169,12 @@ class ClipRule:
 
     def header_of_frames(self, height: int, width: int, count: int) -> ClipHeader:
         """The clip of a list of pictures: taken at `fps`, and thinned out where there are too many."""
+        if not self.is_chosen:
+            warnings.warn(
+                f"videos that are lists of pictures are taken at {self.fps:g} pictures per second: "
+                "preprocess_parameters.video_fps sets another rate",
+                stacklevel=2,
+            )
         taken = min(count, self.most_frames)
         indices = np.linspace(0, count - 1, taken).astype(int).tolist()
         return ClipHeader(height, width, tuple(indices), self.fps, count)

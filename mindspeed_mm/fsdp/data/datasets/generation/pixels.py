@@ -16,6 +16,7 @@ from PIL import Image
 
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
+    ImageHeader,
     animation_frames,
     decode_image,
     is_still_in_container,
@@ -24,6 +25,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     VIDEO_SUFFIXES,
     ClipSampling,
+    VideoHeader,
     probe_video,
     read_clip,
     too_short,
@@ -76,9 +78,14 @@ def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
     Raises:
         DataError: The file is missing, refused or no medium.
     """
-    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
-        found = probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
+    found = probe_times(row, media)
     return MediaHeader(found.height, found.width, found.frames, found.fps)
+
+
+def probe_times(row: GenerationRow, media: MediaLoader) -> VideoHeader | ImageHeader:
+    """The same with the times of all frames. Raises `DataError` as `probe_media`."""
+    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
+        return probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
 
 
 def media_pixels(

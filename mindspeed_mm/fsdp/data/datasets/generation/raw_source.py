@@ -16,7 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
-from mindspeed_mm.fsdp.data.data_utils.decoding.video import probe_video
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -27,7 +27,13 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
+    MediaHeader,
+    is_video,
+    media_pixels,
+    probe_media,
+    probe_times,
+)
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRow,
@@ -230,7 +236,7 @@ class RawSource:
             _check_same_size(self.headers[index], probe_media(of_roles[REJECTED.name], self.media))
         for role in self._roles:
             if role.frames == "sound":
-                seen[role.name] = self._heard(index, of_roles.get(role.name, row))
+                seen[role.name] = self._heard(index, row, of_roles.get(role.name, row))
             elif role.name in of_roles:
                 of_role = size if role.frames == "all" else MediaSize(1, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
@@ -243,25 +249,16 @@ class RawSource:
                 seen[role.name] = seen[TARGET][:, at : at + 1].clone()
         return seen
 
-    def _heard(self, index: int, row: GenerationRow) -> torch.Tensor:
+    def _heard(self, index: int, row: GenerationRow, heard: GenerationRow) -> torch.Tensor:
         """The sound of the frames that are taken, (channels, samples) float32: so many that each position is whole."""
         assert self._sound is not None
-        size = self.sizes[index]
-        start_s = 0.0 if self._sampling.position == "start" else self._start_s(index, size.frames)
-        wanted = (
-            self._sound.sampling_rate,
-            self._sound.channels,
-            start_s,
-            size.sound * self._sound.samples_per_position,
-        )
-        with self.media.open(row.media) as file:
-            return torch.from_numpy(read_stretch(file, *wanted, row.name))
-
-    def _start_s(self, index: int, frames: int) -> float:
-        """Where the clip of row `index` begins."""
-        row = self.rows[index]
-        with self.media.open(row.media) as file:
-            return self._sampling.start_s(probe_video(file, row.name), frames)
+        size, video = self.sizes[index], probe_times(row, self.media)
+        start_s, count = self._sampling.start_s(video, size.frames), size.sound * self._sound.samples_per_position
+        wanted = (self._sound.sampling_rate, self._sound.channels, start_s, count, heard.name)
+        # A file of its own begins with the pictures, wherever their clock begins.
+        clock_s = video.first_s if isinstance(video, VideoHeader) and heard.media == row.media else None
+        with self.media.open(heard.media) as file:
+            return torch.from_numpy(read_stretch(file, *wanted, clock_s=clock_s))
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`."""
