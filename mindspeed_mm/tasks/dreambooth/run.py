@@ -19,7 +19,6 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXE
 from mindspeed_mm.tasks.dreambooth.flags import configuration, read_flags
 
 
-
 def run(words: Sequence[str]) -> Path:
     """Train as the flags say; one process also exports what was trained into `exported/` of the output folder.
 
@@ -127,7 +126,8 @@ def write_rows(pictures: Path, caption: str, path: Path) -> int:
     """A row for each picture of a folder, all with one caption; returns how many there are."""
     found = pictures_in(pictures)
     if not found:
-        raise DataError("holds no picture", where=str(pictures), way_out=f"Put {', '.join(sorted(IMAGE_SUFFIXES))} there.")
+        known = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise DataError("holds no picture", where=str(pictures), way_out=f"Put pictures there: {known}.")
     rows = [json.dumps({"path": str(picture.absolute()), "cap": caption}, ensure_ascii=False) for picture in found]
     atomic_write_text(path, "".join(f"{row}\n" for row in rows))
     return len(found)

@@ -132,7 +132,7 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
     where = str(sample.place)
     sources = []
     for number, item in enumerate(value if isinstance(value, list | tuple) else [value]):
-        if item is None or item == "":
+        if _is_blank(item) and not isinstance(item, list | tuple):
             continue  # tables fill up lists of several lengths
         if not _may_be_source(item, kind):
             raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
@@ -142,9 +142,8 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
 
 def _is_blank(value: object) -> bool:
     """Whether a column holds no media: null, "", or a list of nothing else."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_blank, value))
-    return value is None or (isinstance(value, str) and not value)
+    cells = value if isinstance(value, list | tuple) else (value,)
+    return all(cell is None or (isinstance(cell, str) and not cell) for cell in cells)
 
 
 def _may_be_source(item: object, kind: MediaKind) -> bool:

@@ -297,8 +297,7 @@ def _for_regularisation(folder: Path, path: Path) -> DataError:
 
 
 def _not_read(medium: str, where: str) -> DataError:
-    suffix = os.path.splitext(medium)[1]  # noqa: PTH122
-    return DataError(f"'{medium}': {suffix} files are not read", where=where, way_out=_CONVERT)
+    return DataError(f"'{medium}': {_ending(medium)} files are not read", where=where, way_out=_CONVERT)
 
 
 def _warn_of_texts(alone: Sequence[str]) -> None:
@@ -343,11 +342,21 @@ def _is_table(name: str) -> bool:
 
 
 def _is_medium(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES  # noqa: PTH122
+    return _ending(name).lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES
 
 
 def _stem(name: str) -> str:
     return os.path.splitext(name)[0]  # noqa: PTH122
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1]  # noqa: PTH122
+
+
+def _precedence(text_file: str) -> tuple[int, bool]:
+    """By suffix; of those that differ in case the usual one first."""
+    ending = _ending(text_file)
+    return CAPTION_SUFFIXES.index(ending.lower()), ending != ending.lower()
 
 
 @dataclass(frozen=True)
@@ -363,20 +372,18 @@ class FilesOfFolder:
     @classmethod
     def of(cls, names: Iterable[str]) -> FilesOfFolder:
         """Sort files by their names."""
-        media, others, texts = [], [], dict[tuple[str, str], str]()
+        media, others, texts = list[str](), list[str](), list[str]()
         for name in names:
-            stem, ending = os.path.splitext(name)  # noqa: PTH122
+            ending = _ending(name).lower()
             if _is_medium(name):
                 media.append(name)
-            elif ending.lower() in _UNREAD_SUFFIXES:
+            elif ending in _UNREAD_SUFFIXES:
                 others.append(name)
-            elif ending.lower() in CAPTION_SUFFIXES and texts.get((stem, ending.lower()), "") != stem + ending.lower():
-                texts[stem, ending.lower()] = name
-        captions = {}
-        for suffix in CAPTION_SUFFIXES:
-            for (stem, ending), name in texts.items():
-                if ending == suffix:
-                    captions.setdefault(stem, name)
+            elif ending in CAPTION_SUFFIXES:
+                texts.append(name)
+        captions: dict[str, str] = {}
+        for name in sorted(texts, key=_precedence):
+            captions.setdefault(_stem(name), name)
         stems = set(map(_stem, media))
         return cls(tuple(media), tuple(name for name in others if _stem(name) not in stems), captions)
 
