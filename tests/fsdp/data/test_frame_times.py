@@ -103,6 +103,13 @@ class TestChosenByTheirOwnTimes:
         found = [numbers(clip(write(tmp_path / f"a.{suffix}", BURSTS), 9, **sampling)) for suffix in CODECS]
         assert found[0] == found[1] == found[2] == found[3]
 
+    def test_a_clock_of_milliseconds_costs_no_frame(self, tmp_path: Path) -> None:
+        """7/3 s are 2.333 in Matroska, where the eighth frame of three per second is at 2.3333."""
+        for suffix in ("mp4", "mkv"):
+            path = write(tmp_path / f"a.{suffix}", [0, 1, 2, 12, 13, 35], clock=15)
+            assert ClipSampling(fps=3.0).frames_of(*header(path)) == 8
+            assert numbers(clip(path, 8, fps=3.0))[-1] == 5
+
     @pytest.mark.parametrize("suffix", CODECS)
     def test_headers_count_frames_and_their_mean_rate(self, tmp_path: Path, suffix: str) -> None:
         path = write(tmp_path / f"a.{suffix}", BURSTS)

@@ -49,6 +49,7 @@ class TestDataUrls:
 
     def test_are_the_medium(self, tmp_path: Path) -> None:
         data, loader = picture_bytes(picture(24, 16)), MediaLoader(tmp_path)
+        data += bytes(1 + -len(data) % 3)  # so that its base64 is padded
         text = base64.b64encode(data).decode()
         lines = "\n".join(text[start : start + 76] for start in range(0, len(text), 76))
         for body in (text, text.rstrip("="), lines, text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")):
