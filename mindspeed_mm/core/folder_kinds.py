@@ -126,6 +126,21 @@ def kind_of(folder: Path) -> str | None:
     return "a run folder" if is_run(folder) else None
 
 
+def is_feature_set(folder: Path) -> bool:
+    """Whether a folder holds features that `mm extract` writes or has written, in whatever state; somebody's own
+    `features.json` makes none."""
+    description = folder / "features.json"
+    if not description.is_file():
+        return False
+    return not description.stat().st_size or b'"mindspeed-mm-features"' in description.read_bytes()
+
+
+def is_output(folder: Path) -> bool:
+    """Whether a folder holds what a command of ours has written, and so no data: a run, a checkpoint, a model,
+    features."""
+    return is_feature_set(folder) or kind_of(folder) is not None
+
+
 def kind_above(path: Path) -> tuple[str, Path] | None:
     """The checkpoint, model folder or run that a path lies inside of, if any, and where that is. A run's folders of
     exported models are not part of the run in this sense."""

@@ -41,7 +41,7 @@ def bad_rows(folder: Path) -> dict[str, list[Any]]:
             {"messages": [{"role": "user", "content": "a"}]},
         ],
         "nothing is trained": [untrained],
-        "text files": ['{"messages": [', '{"messages": NaN}'],
+        "text files": ['{"messages": [', '{"messages": undefined}'],
         "fields": [{"dialogue": "x"}, {"messages": "x"}],
         "too long": [conversation("red " * 200, "green " * 300)],
     }

@@ -25,6 +25,7 @@ from mindspeed_mm.core.errors import (
     StoppedAfterSave,
     UsageError,
 )
+from mindspeed_mm.fsdp.data.datasets.generation.rows import read_rows
 from mindspeed_mm.fsdp.data.feature_store import check_provenance, open_features
 from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
@@ -260,6 +261,20 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr("mindspeed_mm.tasks.extract.feature_set.load_encoders", refuse)
         yield
+
+
+@pytest.mark.edge("BU1")
+def test_features_inside_the_folder_of_media(prepared: Path, tmp_path: Path) -> None:
+    """They do not become data, for this command again or any other."""
+    media = shutil.copytree(prepared / "pictures", tmp_path / "media")
+    for path in media.glob("*.png"):
+        path.with_suffix(".txt").write_text("a red box")
+    words = (f"{BASIC}.dataset={media}", f"{BASIC}.features_dir={media / 'features'}")
+    assert run(prepared / "run.yaml", *words).samples == 12
+    assert run(prepared / "run.yaml", *words).kept == 12
+    config = load_with_plugins(prepared / "run.yaml", words)
+    raw = config.arguments.data.dataset_param.basic_parameters.model_copy(update={"features_dir": None})
+    assert len(read_rows(raw)) == 12
 
 
 @pytest.mark.usefixtures("no_encoders")

@@ -105,6 +105,9 @@ class DataEntry(Section):
     repeats: Positive | None = None
     """Number of times that an epoch reads each row of this dataset; null: once, but ten times for a folder named
     `10_dog`. For generators only."""
+    caption: str | None = None
+    """Caption of all media of this dataset without a text file or a caption column, like `--instance_prompt` and
+    `--class_prompt` of diffusers' scripts; null: such media are bad samples. For generators only."""
     prior: Flag = False
     """Use this dataset for prior preservation (DreamBooth): its samples form a separate loss term, weighted by
     `training.diffusion.prior_loss_weight`. For generators only."""
@@ -208,7 +211,8 @@ class BasicParameters(OpenSection):
     max_bad_fraction: Ratio = 0.001
     """Share of samples that may be skipped before the run stops."""
     allow_remote_media: Flag = False
-    """Fetch media from http and https URLs, and read `data:` URLs. Hosts must be public or listed in `media_roots`."""
+    """Fetch media from http and https URLs. Hosts must be public or listed in `media_roots`. `data:` URLs contain the
+    medium and are always read."""
     media_roots: Names = ()
     """Folders in which absolute media paths are allowed, and URL prefixes that are allowed on private hosts."""
 

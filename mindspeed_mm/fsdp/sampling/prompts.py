@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import parse_row
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.models.diffusion.media_roles import spread_lists
@@ -204,6 +204,9 @@ def _file(item: object, place: str, media: MediaLoader, name: str) -> Path:
     if not isinstance(item, str) or not item:
         kind = "video" if name in ("video", "control") else "picture"
         raise DataError(f"{item!r} is not a path of a {kind}", where=place, key=name)
+    if is_data_url(item):
+        what = f"'{item[:30]}…' is a data: URL, and prompts of generators name files"
+        raise DataError(what, where=place, key=name, way_out="Save it as a file and give its path.")
     try:
         media.open(item).close()
     except DataError as error:

@@ -15,9 +15,8 @@ from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
 from mindspeed_mm.tasks.dreambooth.flags import configuration, read_flags
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 def run(words: Sequence[str]) -> Path:
@@ -127,7 +126,8 @@ def write_rows(pictures: Path, caption: str, path: Path) -> int:
     """A row for each picture of a folder, all with one caption; returns how many there are."""
     found = pictures_in(pictures)
     if not found:
-        raise DataError("holds no picture", where=str(pictures), way_out=f"Put {', '.join(sorted(SUFFIXES))} there.")
+        known = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise DataError("holds no picture", where=str(pictures), way_out=f"Put pictures there: {known}.")
     rows = [json.dumps({"path": str(picture.absolute()), "cap": caption}, ensure_ascii=False) for picture in found]
     atomic_write_text(path, "".join(f"{row}\n" for row in rows))
     return len(found)
@@ -135,4 +135,4 @@ def write_rows(pictures: Path, caption: str, path: Path) -> int:
 
 def pictures_in(folder: Path) -> list[Path]:
     """By name; none where there is no folder."""
-    return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES)

@@ -109,7 +109,7 @@ PAIRS = {"attr": {"ranking": True}, "basic": {"stage": "rm"}}
 
 BAD_ROWS = [
     Case("32 cut line", row(b'{"messages": [{"role": "us'), ("broken JSON", "Unterminated string")),
-    Case("34 NaN", row(b'{"messages": [], "score": NaN}'), ("NaN is not JSON",)),
+    Case("34 NaN", row(b'{"messages": NaN, "score": NaN}'), ("messages", "nan is not a list of messages")),
     Case("34 duplicate keys", row(b'{"messages": [], "messages": []}'), ("duplicate key 'messages'",)),
     Case("34 5,000 digits", row(b'{"messages": ' + b"9" * 5000 + b"}"), ("broken JSON", "4300 digits")),
     Case("34 deep", row(b'{"messages": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), ("nested too deeply",)),

@@ -153,7 +153,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "frames half": ({**GOOD, "num_frames": 1.5}, "1.5 is not a whole number"),
     "fps 0": ({**GOOD, "fps": 0}, "rows.jsonl:2  fps  0 is not a number above 0"),
     "fps a word": ({**GOOD, "fps": "fast"}, "fast is not a number"),
-    "fps NaN": ('{"path": "1.png", "cap": "a", "fps": NaN}', "broken JSON: NaN is not JSON"),
+    "fps NaN": ('{"path": "1.png", "cap": "a", "fps": NaN}', "fps  nan is not a number above 0"),
     "fps nan as text": ({**GOOD, "fps": "nan"}, "nan is not a number above 0"),
     "resolution a word": ({**GOOD, "resolution": "480p"}, "'480p' is not a resolution"),
     "height negative": ({**GOOD, "resolution": {"height": -1, "width": 8}}, "rows.jsonl:2  height  -1 is not"),

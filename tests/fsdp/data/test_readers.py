@@ -58,7 +58,6 @@ def test_the_file_is_not_held_in_memory(tmp_path: Path) -> None:
     ("row", "message"),
     [
         (b'{"a": [1, 2', "broken JSON"),
-        (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
         (b'{"a": ' + b"9" * 5000 + b"}", "broken JSON"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
@@ -67,7 +66,7 @@ def test_the_file_is_not_held_in_memory(tmp_path: Path) -> None:
         (b"[1, 2]", "not an object"),
         (b'{"a": 1} {"a": 2}', "broken JSON"),
     ],
-    ids=["cut", "nan", "twice", "digits", "deep", "latin-1", "surrogate", "list", "two"],
+    ids=["cut", "twice", "digits", "deep", "latin-1", "surrogate", "list", "two"],
 )
 @pytest.mark.parametrize("name", ["r.jsonl", "r.json"])
 def test_a_broken_row_is_named_and_the_others_are_read(tmp_path: Path, name: str, row: bytes, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,19 @@ class TestListsOfFrames:
         assert [np.array_equal(clip.frames[i], np.asarray(picture(20, 10, seed=i))) for i in range(5)] == [True] * 5
         assert clip.header.timestamps == [0, 0.25, 0.5, 0.75, 1.0]
         assert loader.probe("video", [f"{i}.png" for i in range(5)]) == clip.header
+
+    @pytest.mark.edge("BR20")
+    def test_the_rate_is_told_unless_it_is_chosen(self, tmp_path: Path) -> None:
+        from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+
+        frames = [picture_bytes(picture(20, 10))] * 4
+        default = MediaLoader(tmp_path, limits=MediaLimits.of(PreprocessParameters(), None))
+        with pytest.warns(UserWarning, match=r"are taken at 2 pictures per second: .*video_fps sets another rate"):
+            assert default.load_video(frames).header.timestamps == [0, 0.5, 1.0, 1.5]
+        chosen = MediaLoader(tmp_path, limits=MediaLimits.of(PreprocessParameters(video_fps=4.0), None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chosen.load_video(frames).header.timestamps == [0, 0.25, 0.5, 0.75]
 
     def test_too_many_are_thinned_out_and_all_get_the_size_of_the_first(self, tmp_path: Path) -> None:
         frames = [picture_bytes(picture(20 + i, 10, seed=i)) for i in range(7)]

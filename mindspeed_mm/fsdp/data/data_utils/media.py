@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,8 +82,9 @@ class MediaLimits:
 class MediaLoader:
     """Opens the media of a data set.
 
-    An item is a path, bytes, base64 text, or `{"path" | "bytes"}` (bytes as base64 text in JSON); a video is also a
-    list of such pictures; where it is allowed, a URL (http, https, data).
+    An item is a path, bytes, base64 text, a `data:` URL, which holds the medium itself, or `{"path" | "bytes"}` (bytes
+    as base64 text or a `data:` URL in JSON); a video is also a list of such pictures; where it is allowed, an address
+    of the web (http, https).
 
     Args:
         dataset_dir: Relative paths are joined to it; it is the first media root.
@@ -183,7 +185,7 @@ class MediaLoader:
         if isinstance(item, Mapping):
             data = item.get("bytes")
             if isinstance(data, str):
-                return _from_base64(data), "base64 data"
+                return decode_data_url(data) if is_data_url(data) else (_from_base64(data), "base64 data")
             item = data if data is not None else item.get("path")
         if isinstance(item, bytes):
             return item, "embedded bytes"
@@ -191,6 +193,8 @@ class MediaLoader:
             raise DataError(
                 f"{item!r} is not a media item", way_out="Give a path, bytes, or an object with 'path' or 'bytes'."
             )
+        if is_data_url(item):
+            return decode_data_url(item)
         if _is_remote(item):
             return self._fetched(item), item[:100]
         if _BASE64.fullmatch(item):
@@ -200,8 +204,6 @@ class MediaLoader:
     def _fetched(self, url: str) -> bytes:
         if not self.limits.allow_remote:
             refuse_remote(url)
-        if url[:5].lower() == "data:":
-            return _from_base64(url.partition(";base64,")[2])
         return fetch(url.strip(), self._url_roots, MAX_FILE_BYTES)
 
     def open(self, item: str | bytes, most_bytes: int | None = None) -> BinaryIO:
@@ -328,11 +330,38 @@ class PixelBudget:
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")
 """Text that is not a path: names of media have a dot, which base64 has not."""
-_REMOTE = ("http://", "https://", "ftp://", "s3://", "file:", "data:")
+_REMOTE = ("http://", "https://", "ftp://", "s3://", "file:")
 
 
 def _is_remote(item: str) -> bool:
     return item[:64].lstrip().lower().startswith(_REMOTE)
+
+
+def is_data_url(item: str) -> bool:
+    """Whether it holds a medium itself: `data:image/png;base64,…`."""
+    return item[:64].lstrip()[:5].lower() == "data:"
+
+
+def decode_data_url(item: str) -> tuple[bytes, str]:
+    """The bytes that a `data:` URL (RFC 2397) holds, in base64 or percent-encoded, and what to call it in messages.
+
+    Raises:
+        DataError: It has no comma, is not base64 though it says so, or holds nothing or too much.
+    """
+    head, comma, text = item.strip().partition(",")
+    name = f"{head[:60]},…"
+    if not comma:
+        raise DataError(
+            f"'{item.strip()[:30]}…' is not a data: URL: it has no comma",
+            way_out="Write data:image/png;base64, followed by the file's bytes in base64.",
+        )
+    if not head.lower().replace(" ", "").endswith(";base64"):
+        data = urllib.parse.unquote_to_bytes(text)
+    else:
+        text = "".join(urllib.parse.unquote(text).split()) if "%" in text or not text.isalnum() else text
+        data = _from_base64(text + "=" * (-len(text) % 4), name)
+    _check_size(len(data), name, MAX_FILE_BYTES)
+    return data, name
 
 
 def _is_web(root: str) -> bool:
@@ -359,8 +388,12 @@ def check_remote_media_off(allow_remote_media: bool) -> None:
         )
 
 
-def _from_base64(text: str) -> bytes:
+def _from_base64(text: str, name: str = "") -> bytes:
+    if (size_bytes := len(text) * 3 // 4) > MAX_FILE_BYTES + 3:  # padding
+        raise DataError(f"'{name or 'base64 data'}' has {size_bytes} bytes, more than {MAX_FILE_BYTES}")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"'{text[:30]}…' is not base64: {error}") from error
+        raise DataError(
+            f"'{name or text[:30] + '…'}' is not base64: {error}", way_out="Encode the file again, or give its path."
+        ) from error

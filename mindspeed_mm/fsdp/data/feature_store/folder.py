@@ -14,6 +14,7 @@ from pathlib import Path
 from mindspeed_mm.core.artifacts import make_writable_folder
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.file_writing import check_output_place
+from mindspeed_mm.core.folder_kinds import is_feature_set
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file
 
@@ -77,10 +78,7 @@ class FeatureFolder:
             )
 
     def _describes_features(self) -> bool:
-        """Whether the description is ours, in whatever state; somebody's own `features.json` is not."""
-        if not self.description.is_file():
-            return False
-        return not self.description.stat().st_size or b'"mindspeed-mm-features"' in self.description.read_bytes()
+        return is_feature_set(self.path)
 
     def clear(self) -> None:
         """Take away a feature set, if one is there, and nothing else; what it was stays known until all is gone."""

@@ -33,6 +33,8 @@ LEAST_COMPLETE = 0.95
 """Share of the declared length that must be there."""
 
 _BLOCK_SAMPLES = 65536
+_IN_TIME_S = 0.02
+"""Sound and pictures that begin so little apart begin together: coders put some samples in front."""
 _LEAST_OF_STRETCH = 0.9
 """Share of a stretch of sound that must be there."""
 _SLACK_S = 0.1
@@ -90,6 +92,8 @@ class _Track:
     is_exact: bool
     blocks: Iterator[np.ndarray]
     """(samples, channels) each."""
+    first_s: float = 0.0
+    """When it begins, by the file's clock."""
 
 
 def probe_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioHeader:
@@ -134,10 +138,17 @@ def read_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioClip:
 
 
 def read_stretch(
-    file: BinaryIO, rate: int, channels: int, start_s: float, count: int, name: str = "audio"
+    file: BinaryIO,
+    rate: int,
+    channels: int,
+    start_s: float,
+    count: int,
+    name: str = "audio",
+    *,
+    clock_s: float | None = None,
 ) -> np.ndarray:
-    """A stretch of a sound file, or of the sound of a video: (channels, count) float32. What little it lacks at the end
-    is silence.
+    """A stretch of a sound file, or of the sound of a video: (channels, count) float32. What it lacks before it begins,
+    and what little it lacks at the end, is silence.
 
     Args:
         file: Opened for reading.
@@ -147,14 +158,18 @@ def read_stretch(
         start_s: Where the stretch begins.
         count: Samples.
         name: What to call it in messages.
+        clock_s: Where `start_s` counts from, by the file's clock; None: from where the sound begins.
 
     Raises:
         DataError: As `read_audio`; or the sound ends before a tenth of a second, or of the stretch, is left.
     """
-    first = round(start_s * rate)
     with _opened(file, name) as track:
+        if clock_s is not None and abs(clock_s - track.first_s) > _IN_TIME_S:
+            start_s += clock_s - track.first_s
+        first = round(start_s * rate)
         pieces, found = _decoded(track, rate, channels, name, until_s=(first + count) / rate + _SLACK_S)
-    stretch = pieces.joined(_resampled_length(found, track.rate, rate))[:, first : first + count]
+    stretch = pieces.joined(_resampled_length(found, track.rate, rate))[:, max(0, first) : max(0, first + count)]
+    stretch = np.pad(stretch, ((0, 0), (min(count, max(0, -first)), 0)))  # it has not begun yet
     missing = count - stretch.shape[1]
     if missing > max(_SLACK_S * rate, (1 - _LEAST_OF_STRETCH) * count):
         raise DataError(
@@ -324,7 +339,8 @@ def _container(file: BinaryIO, start: bytes, name: str) -> Iterator[_Track]:
         rate = int(stream.rate or 0)
         if rate <= 0:
             raise DataError(f"'{name}' has no sample rate", way_out=_REPLACE)
-        yield _Track(rate, _declared_by_stream(container, stream, rate), False, _stream_blocks(container, stream, name))
+        declared, blocks = _declared_by_stream(container, stream, rate), _stream_blocks(container, stream, name)
+        yield _Track(rate, declared, False, blocks, float((stream.start_time or 0) * (stream.time_base or 0)))
 
 
 def _declared_by_stream(container: Any, stream: Any, rate: int) -> int | None:

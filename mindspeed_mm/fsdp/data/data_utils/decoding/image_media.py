@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
@@ -15,8 +16,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mindspeed_mm.core.errors import DataError
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
 """What is decoded, by content and whatever the file is called. JPEG covers the camera's multi-picture files."""
+_SUFFIXES_OF_FORMATS = (
+    ".png .apng .jpg .jpeg .jpe .jfif .mpo .webp .bmp .gif .tif .tiff .avif .avifs .jp2 .j2k .j2c .jpc .jpf .jpx "
+    ".ppm .pgm .pbm .pnm"
+)
+IMAGE_SUFFIXES = frozenset(_SUFFIXES_OF_FORMATS.split())
+"""Of files that are pictures of these formats, in lower case; as Pillow registers them."""
+_ANIMATED = frozenset({"GIF", "WEBP", "PNG", "AVIF"})
+"""Formats whose further pictures are frames, not pages or views."""
 MAX_PIXELS = 8192 * 8192
 
 _DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error, MemoryError)
@@ -30,12 +39,20 @@ _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
     (b"%!PS", "format EPS not allowed"),
     (b"\xc5\xd0\xd3\xc6", "format EPS not allowed"),
     (b"8BPS", "format PSD not allowed"),
-    (b"II*\x00", "format TIFF not allowed"),
-    (b"MM\x00*", "format TIFF not allowed"),
     (b"%PDF", "format PDF not allowed"),
     (b"<svg", "format SVG not allowed"),
     (b"<?xml", "format SVG not allowed"),
+    (b"\xff\x0a", "format JPEG XL not allowed"),
+    (b"\x00\x00\x00\x0cJXL ", "format JPEG XL not allowed"),
 )
+_HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+_AVIF_BRANDS = frozenset({b"avif", b"avis"})
+_HEIF = "format HEIF (HEIC) not allowed"
+_WAY_OUT = "Convert or replace the file, or drop the row."
+_PILLOW = r"PIL\."
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+_PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP"})
+"""Chunks of a PNG that say something of it, and are no part of its pixels."""
 
 
 class TooManyPixelsError(DataError):
@@ -53,9 +70,16 @@ def decode_image(data: bytes, name: str = "image") -> Image.Image:
         DataError: The data are not an image of an allowed format, too large, or broken.
     """
     image = _opened(io.BytesIO(data), name)
-    if getattr(image, "is_animated", False):
+    if _frames(image) > 1:
         warnings.warn(f"'{name}' and perhaps others have several frames: the first is used", stacklevel=2)
-    return _decoded(image, name)
+    elif image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
+        warnings.warn(f"'{name}' and perhaps others have several pages: the first is used", stacklevel=2)
+    try:
+        return _decoded(image, name)
+    except DataError as error:
+        if not _is_long_text(error.__cause__):
+            raise
+        return _decoded(_opened(_without_texts(io.BytesIO(data)), name), name)
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,9 @@ class ImageHeader:
     frames: int
     """1 unless the image is animated."""
     fps: float
-    """Frames a second of an animation; 0 when there is one frame."""
+    """Frames per second of an animation from its first frame to its last, on average; 0 when there is one frame."""
+    begins_s: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """When each frame of an animation is shown, in seconds from the first; empty where frame i is shown at i / fps."""
 
 
 def probe_image(file: BinaryIO, name: str = "image") -> ImageHeader:
@@ -80,8 +106,13 @@ def probe_image(file: BinaryIO, name: str = "image") -> ImageHeader:
     width, height = image.size
     if not _EXIF_KEYS.isdisjoint(image.info) and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS:
         width, height = height, width
-    frames = getattr(image, "n_frames", 1)
-    return ImageHeader(height, width, frames, _frame_rate(image, frames, name) if frames > 1 else 0.0)
+    frames = _frames(image)
+    if frames == 1:
+        return ImageHeader(height, width, 1, 0.0)
+    begins_s = _begins_s(image, frames, name)
+    fps = (frames - 1) / begins_s[-1]
+    is_steady = all(math.isclose(time_s, number / fps, abs_tol=1e-6) for number, time_s in enumerate(begins_s))
+    return ImageHeader(height, width, frames, fps, () if is_steady else tuple(begins_s))
 
 
 def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -> Iterator[Image.Image]:
@@ -95,8 +126,9 @@ def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -
     Raises:
         DataError: As `decode_image`.
     """
-    image = _opened(io.BytesIO(data), name)
-    last = getattr(image, "n_frames", 1) - 1
+    file = io.BytesIO(data)
+    image = _opened(_without_texts(file) if data.startswith(_PNG_START) else file, name)
+    last = _frames(image) - 1
     for index in indices:
         try:
             image.seek(min(index, last))
@@ -105,28 +137,37 @@ def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -
         yield _decoded(image.copy(), name)
 
 
-def _frame_rate(image: Image.Image, frames: int, name: str) -> float:
-    """Mean rate over all frames; browsers show frames without a time for 0.1 s, and so it is taken here."""
-    shown_ms = 0.0
+def _frames(image: Image.Image) -> int:
+    """Frames of an animation; the pages of a TIFF and the views of a camera's multi-picture file are none."""
+    return int(getattr(image, "n_frames", 1)) if image.format in _ANIMATED else 1
+
+
+def _begins_s(image: Image.Image, frames: int, name: str) -> list[float]:
+    """When each frame is shown; browsers show frames without a time for 0.1 s, and so it is taken here."""
+    begins_s, shown_ms = [0.0], 0.0
     try:
-        for index in range(frames):
+        for index in range(frames - 1):
             image.seek(index)
-            if image.format == "WEBP":  # tells a frame's time only when it is decoded
+            if image.format in ("WEBP", "AVIF"):  # tell a frame's time only when it is decoded
                 image.load()
             shown_ms += image.info.get("duration") or 100
+            begins_s.append(shown_ms / 1000)
     except _DECODE_ERRORS as error:
         raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
-    return 1000 * frames / shown_ms
+    return begins_s
 
 
 def _opened(file: BinaryIO, name: str) -> Image.Image:
+    _silence_pillow()
     try:
         image = Image.open(file, formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise TooManyPixelsError(f"'{name}' is too large: {error}") from error
     except _DECODE_ERRORS as error:
         file.seek(0)
-        raise DataError(f"'{name}' {why_unreadable(file.read(64), error)}") from error
+        if _is_long_text(error):
+            return _opened(_without_texts(file), name)
+        raise DataError(f"'{name}' {why_unreadable(file.read(64), error)}", way_out=_WAY_OUT) from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise TooManyPixelsError(
@@ -134,6 +175,32 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
             way_out="Scale it down.",
         )
     return image
+
+
+def _silence_pillow() -> None:
+    """Pillow warns without the file's name, of what is refused here (too many pixels) or is no fault of the pixels
+    (EXIF data, palettes). A filter of the process, for those of a thread would reach other threads."""
+    if not any(getattr(entry[3], "pattern", None) == _PILLOW for entry in warnings.filters):
+        warnings.filterwarnings("ignore", category=UserWarning, module=_PILLOW)
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=_PILLOW)
+
+
+def _is_long_text(error: BaseException | None) -> bool:
+    """Whether Pillow refuses the texts in a PNG (prompts, whole workflows), which have no part in its pixels."""
+    return isinstance(error, ValueError) and "MAX_TEXT_" in str(error)
+
+
+def _without_texts(file: BinaryIO) -> BinaryIO:
+    """A PNG without its text chunks; the data of other chunks as they are."""
+    file.seek(0)
+    kept = [file.read(len(_PNG_START))]
+    while len(head := file.read(8)) == 8:  # length and type; then the data and a check sum
+        length, kind = struct.unpack(">I4s", head)
+        if kind in _PNG_TEXTS:
+            file.seek(length + 4, io.SEEK_CUR)
+        else:
+            kept.append(head + file.read(length + 4))
+    return io.BytesIO(b"".join(kept))
 
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:
@@ -156,6 +223,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         gray = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
         return Image.fromarray(((gray * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its values are floating-point numbers, which have no known range")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -167,8 +236,10 @@ def why_unreadable(start: bytes, error: BaseException) -> str:
     """What is wrong with a file that is not opened as an image, by its first bytes."""
     head = start.lstrip()
     for known, reason in _KNOWN_STARTS:
-        if head.startswith(known):
+        if start.startswith(known) or head.startswith(known):
             return reason
+    if is_still_in_container(start):
+        return "is an AVIF picture that this Pillow cannot read" if start[8:12] in _AVIF_BRANDS else _HEIF
     if not isinstance(error, UnidentifiedImageError):
         return f"is broken: {error}"
     words = readable_start(head)
@@ -177,6 +248,11 @@ def why_unreadable(start: bytes, error: BaseException) -> str:
         if words
         else f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
     )
+
+
+def is_still_in_container(start: bytes) -> bool:
+    """Whether a file that begins as an MP4 does is a picture (AVIF, HEIF)."""
+    return start[4:8] == b"ftyp" and start[8:12] in _HEIF_BRANDS | _AVIF_BRANDS
 
 
 def readable_start(head: bytes) -> str:

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 from PIL import Image
@@ -23,15 +23,21 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, r
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from av.container import InputContainer
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
+"""Of files that are videos in these containers, in lower case."""
 _NEAR = 0.45
-"""Share of a frame's time by which it may begin later than asked; below a half, so that ties go to the earlier frame
-whatever the container's clock rounds."""
+"""Share of the time between two frames by which the later may begin after the time asked for, where what is on the
+screen is looked for."""
+CLOCK_S = 0.002
+"""Times that differ by less are equal: most containers round to milliseconds."""
 LEAST_COMPLETE = 0.95
 """Share of the declared frames that must be there."""
 _LEAST_FPS, _MOST_FPS = 1 / 3600, 1000.0
@@ -41,6 +47,8 @@ MOST_DECODED_FRAMES = 100_000
 
 REPLACE = "Replace the file or drop the row."
 _SNIFFED_BYTES = 64
+_SLACK_S = 0.1
+"""Containers promise some hundredths of a second too many."""
 _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "is a Git LFS pointer: run `git lfs pull`"),
     (b"\xff\xd8\xff", "is not a video but a JPEG picture"),
@@ -56,17 +64,23 @@ class VideoHeader:
     height: int
     width: int
     frames: int
-    """Declared, or from its duration."""
     fps: float
-    """Mean frames a second."""
+    """Frames per second from the first frame to the last, on average."""
+    begins_s: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """When each frame is shown, in seconds from the first; empty where frame i is shown at i / fps."""
+    first_s: float = field(default=0.0, compare=False)
+    """When the first frame is shown, by the file's clock: its sound may begin earlier or later."""
 
 
 @dataclass(frozen=True)
 class ClipSampling:
     """Which frames of a video become a clip.
 
-    The clip's frame k is the one nearest to start + k × step, by the file's timestamps; so a video of another or a
-    varying frame rate is resampled, not played faster.
+    With `fps`, the clip's frame k is the one nearest to start + k / fps, by the times at which the file's frames are
+    shown: a video of another or a variable frame rate is resampled, not played faster. Of two that are equally near the
+    earlier counts. Without it, the clip has every `frame_interval`-th frame, however long each is shown.
+
+    `begins_s` below are these times, in seconds from the first frame; empty where frame i is shown at i / `fps`.
     """
 
     fps: float | None = None
@@ -94,19 +108,74 @@ class ClipSampling:
 
     def frames_of(self, frames: int, source_fps: float) -> int:
         """Frames that a whole video gives."""
-        return math.floor((frames - 1) / source_fps / self.step_s(source_fps) + 1e-6) + 1
+        taken_fps = self.taken_fps(source_fps)
+        if taken_fps is None:
+            return (frames - 1) // self.frame_interval + 1
+        return math.floor(((frames - 1) / source_fps + CLOCK_S) * taken_fps + 1e-6) + 1
 
-    def start_s(self, frames: int, source_fps: float, taken: int) -> float:
+    def start_s(self, video: FrameTimes, taken: int) -> float:
         """Where a clip of so many frames begins, in seconds from the first frame; on a frame of the file."""
-        if self.position == "start":
-            return 0.0
-        spare_s = (frames - 1) / source_fps - (taken - 1) * self.step_s(source_fps)
-        return math.floor(max(0.0, spare_s) / 2 * source_fps + 1e-6) / source_fps
+        return float(_begins_s(video)[self._first(video, taken)])
 
-    def indices(self, frames: int, source_fps: float, taken: int) -> list[int]:
-        """Numbers of the frames of a clip, where all are shown equally long; those beyond the end are its last."""
-        times_s = self.start_s(frames, source_fps, taken) + self.step_s(source_fps) * np.arange(taken)
-        return np.minimum(np.floor(times_s * source_fps + _NEAR), frames - 1).clip(0).astype(int).tolist()
+    def wanted_s(self, video: FrameTimes, taken: int) -> np.ndarray:
+        """When the frames of a clip are shown, in seconds from the video's first; beyond its end where it is too
+        short."""
+        begins_s, first = _begins_s(video), self._first(video, taken)
+        taken_fps = self.taken_fps(video.fps)
+        if taken_fps is not None:
+            return begins_s[first] + np.arange(taken) / taken_fps
+        numbers = first + self.frame_interval * np.arange(taken)
+        beyond_s = begins_s[-1] + (numbers - video.frames + 1) / video.fps
+        return np.where(numbers < video.frames, begins_s[np.minimum(numbers, video.frames - 1)], beyond_s)
+
+    def numbers(self, video: FrameTimes, taken: int) -> list[int]:
+        """Numbers of the frames of a clip in the file; those beyond the end are its last."""
+        begins_s = _begins_s(video)
+        numbers, wanted_s = list[int](), self.wanted_s(video, taken)
+        for time_s in wanted_s:
+            later = int(np.searchsorted(begins_s, time_s))
+            if later in (0, video.frames):
+                numbers.append(min(later, video.frames - 1))
+            else:
+                numbers.append(later - is_nearer(begins_s[later - 1], begins_s[later], time_s))
+        return numbers
+
+    def _first(self, video: FrameTimes, taken: int) -> int:
+        """Number of the frame that a clip begins with."""
+        if self.position == "start":
+            return 0
+        taken_fps = self.taken_fps(video.fps)
+        if taken_fps is None:
+            return max(0, video.frames - 1 - (taken - 1) * self.frame_interval) // 2
+        begins_s = _begins_s(video)
+        spare_s = max(0.0, begins_s[-1] - (taken - 1) / taken_fps)
+        return int(np.searchsorted(begins_s, spare_s / 2 + 1e-6, side="right")) - 1
+
+
+class FrameTimes(Protocol):
+    """Of a video or an animated picture: when its frames are shown, see `VideoHeader`."""
+
+    @property
+    def frames(self) -> int:
+        """How many."""
+
+    @property
+    def fps(self) -> float:
+        """How many a second on average."""
+
+    @property
+    def begins_s(self) -> tuple[float, ...]:
+        """When each is shown."""
+
+
+def _begins_s(video: FrameTimes) -> np.ndarray:
+    return np.array(video.begins_s) if video.begins_s else np.arange(video.frames) / video.fps
+
+
+def is_nearer(earlier_s: float, later_s: float, time_s: float) -> bool:
+    """Whether the earlier of two frames is at least as near to a time as the later."""
+    tie_s = min(CLOCK_S, 0.2 * (later_s - earlier_s))
+    return time_s - earlier_s <= later_s - time_s + tie_s
 
 
 _NEAR_RATE = 0.1
@@ -129,8 +198,8 @@ def probe_video(file: BinaryIO, name: str = "video") -> VideoHeader:
         DataError: The file is not a video of an allowed container, is cut, has no frames, no frame rate, or frames that
             are too large.
     """
-    with open_video(file, name) as (container, stream):
-        return read_start(container, stream, name)[0]
+    with open_video(file, name) as video:
+        return read_start(video, name)[0]
 
 
 def read_clip(
@@ -151,16 +220,19 @@ def read_clip(
     Raises:
         DataError: As `probe_video`; or it has too few frames, or is broken where the clip is.
     """
-    with open_video(file, name) as (container, stream):
-        header, played = read_start(container, stream, name)
-        start_s, step_s = sampling.start_s(header.frames, header.fps, frames), sampling.step_s(header.fps)
-        _check_reach(frames * step_s * header.fps, name)
-        if start_s > 0:
-            assert stream.time_base is not None  # every stream of frames has one
-            container.seek(int((first_second(stream) + start_s) / stream.time_base), stream=stream, backward=True)
-            played = decode_frames(container, stream, name)
+    with open_video(file, name) as video:
+        header, played = read_start(video, name)
+        wanted_s = sampling.wanted_s(header, frames)
+        _check_reach((wanted_s[-1] - wanted_s[0]) * header.fps, name)
+        first = next(played)
+        first_s, played = first.time or 0.0, itertools.chain([first], played)
+        if wanted_s[0] > 0:
+            assert video.stream.time_base is not None  # every stream of frames has one
+            start = int((first_s + wanted_s[0]) / video.stream.time_base)
+            video.container.seek(start, stream=video.stream, backward=True)
+            played = decode_frames(video.container, video.stream, name)
         shown = ShownFrames(frames, shape)
-        end_s = play(played, start_s + step_s * np.arange(frames), first_second(stream), 1 / header.fps, shown, name)
+        end_s = _play_nearest(timed(played, first_s, 1 / header.fps, name), wanted_s, shown)
     _check_complete(header, end_s, sampling, shown, name)
     return shown.clip()
 
@@ -196,29 +268,52 @@ class ShownFrames:
         return self._clip_CTHW
 
 
-def play(
-    frames: Iterator[VideoFrame], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: ShownFrames, name: str
-) -> float:
-    """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins.
+def timed(
+    frames: Iterator[VideoFrame], first_s: float, frame_s: float, name: str
+) -> Iterator[tuple[float, VideoFrame]]:
+    """Frames with the seconds since the first.
 
     Raises:
         DataError: The timestamps run backwards.
     """
-    before, time_s = None, -math.inf
+    before_s = -math.inf
     for number, frame in enumerate(frames):
-        earlier_s = time_s
         time_s = frame.time - first_s if frame.time is not None else number * frame_s
-        if time_s < earlier_s:
+        if time_s < before_s:
             raise DataError(f"'{name}' has timestamps that run backwards", way_out="Convert it: ffmpeg -i old new.")
-        while before is not None and shown.count < shown.asked and wanted_s[shown.count] + _NEAR * frame_s < time_s:
+        yield time_s, frame
+        before_s = time_s
+
+
+def play(frames: Iterator[tuple[float, VideoFrame]], wanted_s: np.ndarray, frame_s: float, shown: ShownFrames) -> float:
+    """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins.
+    Raises as `timed`."""
+    before, before_s = None, -math.inf
+    for time_s, frame in frames:
+        near_s = _NEAR * min(frame_s, time_s - before_s)
+        while before is not None and shown.count < shown.asked and wanted_s[shown.count] + near_s < time_s:
             shown.add(before)
         if shown.count == shown.asked:
             return time_s
-        before = frame
+        before, before_s = frame, time_s
     # The last frame is shown as long as the others.
-    while before is not None and shown.count < shown.asked and wanted_s[shown.count] < time_s + frame_s:
+    while before is not None and shown.count < shown.asked and wanted_s[shown.count] < before_s + frame_s:
         shown.add(before)
-    return time_s
+    return before_s
+
+
+def _play_nearest(frames: Iterator[tuple[float, VideoFrame]], wanted_s: np.ndarray, shown: ShownFrames) -> float:
+    """Show, for each time, the frame nearest to it; returns where the last one begins. Raises as `timed`."""
+    before, before_s = None, -math.inf
+    for time_s, frame in frames:
+        while before is not None and shown.count < shown.asked and is_nearer(before_s, time_s, wanted_s[shown.count]):
+            shown.add(before)
+        if shown.count == shown.asked:
+            return time_s
+        before, before_s = frame, time_s
+    while before is not None and shown.count < shown.asked and wanted_s[shown.count] <= before_s + CLOCK_S:
+        shown.add(before)
+    return before_s
 
 
 def _check_reach(frames: float, name: str) -> None:
@@ -260,15 +355,39 @@ def too_short(name: str, found: int, asked: int) -> DataError:
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class OpenVideo:
+    """A file opened for decoding."""
+
+    container: InputContainer
+    stream: VideoStream
+    begins_s: np.ndarray
+    """When each frame is shown, by the file's clock, rising; empty where the file does not tell."""
+
+
 @contextmanager
-def open_video(file: BinaryIO, name: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container and its first video stream.
+def open_video(file: BinaryIO, name: str) -> Iterator[OpenVideo]:
+    """The container and its first video stream, and when its frames are shown: from the index where that has all of
+    them equally far apart, else from the headers of all packets, of which none is decoded.
 
     Raises:
         DataError: It cannot be read, is not a video, has no video stream, or is cut off.
     """
+    with _container(file, name) as (container, stream):
+        begins_s = _times_of_index(stream)
+        if begins_s is not None:
+            yield OpenVideo(container, stream, begins_s)
+            return
+        begins_s = _times_of_packets(container, stream, name)
+    with _container(file, name) as (container, stream):  # not all containers can be wound back
+        yield OpenVideo(container, stream, begins_s)
+
+
+@contextmanager
+def _container(file: BinaryIO, name: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     import av  # here and not above: importing a data set of language should not load FFmpeg
 
+    file.seek(0)
     start = file.read(_SNIFFED_BYTES)
     size = file.seek(0, 2)
     file.seek(0)
@@ -287,6 +406,55 @@ def open_video(file: BinaryIO, name: str) -> Iterator[tuple[InputContainer, Vide
         yield container, streams[0]
 
 
+def _times_of_index(stream: VideoStream) -> np.ndarray | None:
+    """Of an index that has all frames; its times are those of decoding, which are other ones than those of showing
+    unless all frames are equally far apart."""
+    entries = list(stream.index_entries)
+    if not stream.frames or len(entries) != stream.frames or stream.time_base is None:
+        return None
+    if any(entry.is_discard or not entry.size for entry in entries):
+        return None
+    since_first_s = np.array([entry.timestamp - entries[0].timestamp for entry in entries]) * float(stream.time_base)
+    if len(entries) > 1 and not _is_steady(since_first_s, _mean_fps(since_first_s)):
+        return None
+    return since_first_s + float((stream.start_time or 0) * stream.time_base)
+
+
+def _times_of_packets(container: InputContainer, stream: VideoStream, name: str) -> np.ndarray:
+    """Raises `DataError` where the file ends earlier than it promises."""
+    import av
+
+    begins_s, packets, end_s = [], 0, 0.0
+    try:
+        for packet in container.demux():
+            time = packet.dts if packet.pts is None else packet.pts
+            if time is None or not packet.size:  # the end of a stream, or a frame that repeats the last
+                continue
+            time_s = float(time * packet.time_base)
+            end_s = max(end_s, time_s + float((packet.duration or 0) * packet.time_base))
+            if packet.stream == stream:
+                packets += 1
+                if not packet.is_discard:
+                    begins_s.append(time_s)
+    except (av.FFmpegError, EOFError) as error:
+        raise DataError(f"'{name}' is broken: {error}", way_out=REPLACE) from error
+    promised_s = max(0, container.duration or 0) / 1e6
+    if end_s < LEAST_COMPLETE * promised_s - _SLACK_S or packets < LEAST_COMPLETE * stream.frames:
+        raise DataError(f"'{name}' is cut: it ends after {end_s:.2f} s of {promised_s:.2f} s", way_out=REPLACE)
+    return np.array(sorted(begins_s))
+
+
+def _mean_fps(begins_s: np.ndarray) -> float:
+    span_s = float(begins_s[-1] - begins_s[0])
+    return (len(begins_s) - 1) / span_s if span_s > 0 else math.inf
+
+
+def _is_steady(begins_s: np.ndarray, fps: float) -> bool:
+    """Whether frame i is shown at i / fps, as far as the containers' clocks tell."""
+    tolerance_s = min(CLOCK_S, 0.2 / fps)
+    return math.isfinite(fps) and bool(np.all(np.abs(begins_s - np.arange(len(begins_s)) / fps) <= tolerance_s))
+
+
 def decode_frames(container: InputContainer, stream: VideoStream, name: str) -> Iterator[VideoFrame]:
     """All frames from where the container stands. Raises `DataError` where one is damaged or too large."""
     import av
@@ -302,49 +470,40 @@ def decode_frames(container: InputContainer, stream: VideoStream, name: str) -> 
         raise DataError(f"'{name}' is broken: {error}", way_out=REPLACE) from error
 
 
-def read_start(container: InputContainer, stream: VideoStream, name: str) -> tuple[VideoHeader, Iterator[VideoFrame]]:
+def read_start(video: OpenVideo, name: str) -> tuple[VideoHeader, Iterator[VideoFrame]]:
     """The header, and all frames from the first on.
 
     Raises:
         DataError: There is no frame that can be decoded, or no frame rate.
     """
-    played = decode_frames(container, stream, name)
+    played = decode_frames(video.container, video.stream, name)
     first = next(played, None)
     if first is None:
         raise DataError(f"'{name}' has no frames that can be decoded", way_out=REPLACE)
-    return _header(container, stream, first, name), itertools.chain([first], played)
+    return _header(video, first, name), itertools.chain([first], played)
 
 
-def first_second(stream: VideoStream) -> float:
-    """When the first frame is shown, by the file's clock."""
-    return float((stream.start_time or 0) * (stream.time_base or 0))
-
-
-def _header(container: InputContainer, stream: VideoStream, first: VideoFrame, name: str) -> VideoHeader:
+def _header(video: OpenVideo, first: VideoFrame, name: str) -> VideoHeader:
     height, width = first.height, first.width
     if quarter_turns(first) % 2:
         height, width = width, height
-    fps = _frame_rate(stream)
-    duration_s = _duration_s(container, stream)
-    if fps is None and stream.frames > 1 and duration_s:
-        fps = stream.frames / duration_s
-    if fps is None:
+    begins_s = video.begins_s
+    if first.time is not None:  # what comes before the first key frame is not shown
+        begins_s = begins_s[begins_s > first.time - CLOCK_S]
+    begins_s = begins_s - begins_s[:1]
+    declared = [float(rate) for rate in _rates(video.stream) if rate and _LEAST_FPS <= rate <= _MOST_FPS]
+    count, first_s = max(1, len(begins_s)), first.time or 0.0
+    rates = declared if count == 1 else [_mean_fps(begins_s)]
+    if not rates or not _LEAST_FPS <= rates[0] <= _MOST_FPS:
         raise DataError(f"'{name}' has no frame rate", way_out="Convert it: ffmpeg -r RATE -i old new.")
-    frames = stream.frames or (round(duration_s * fps) if duration_s else 1)
-    return VideoHeader(height, width, max(1, frames), fps)
+    for fps in (*declared, *rates):
+        if count == 1 or _is_steady(begins_s, fps):
+            return VideoHeader(height, width, count, fps, first_s=first_s)
+    return VideoHeader(height, width, count, rates[0], tuple(begins_s.tolist()), first_s)
 
 
-def _frame_rate(stream: VideoStream) -> float | None:
-    for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
-        if rate is not None and _LEAST_FPS <= rate <= _MOST_FPS:
-            return float(rate)
-    return None
-
-
-def _duration_s(container: InputContainer, stream: VideoStream) -> float:
-    if stream.duration is not None and stream.duration > 0 and stream.time_base is not None:
-        return float(stream.duration * stream.time_base)
-    return max(0, container.duration or 0) / 1e6
+def _rates(stream: VideoStream) -> tuple[Fraction | None, ...]:
+    return stream.average_rate, stream.guessed_rate, stream.base_rate
 
 
 def _check_not_cut(stream: VideoStream, size_bytes: int, name: str) -> None:

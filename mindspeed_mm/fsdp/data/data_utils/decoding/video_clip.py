@@ -8,6 +8,7 @@ times are right. Stretches between two frames that are far apart are jumped over
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -18,6 +19,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
+    OpenVideo,
     ShownFrames,
     VideoHeader,
     check_whole,
@@ -26,6 +28,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     play,
     probe_video,
     read_start,
+    timed,
 )
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -134,6 +137,8 @@ class ClipRule:
     most_frames: int = DEFAULT_FRAMES
     pick: FramePicker | None = None
     """How the model's processor picks frames, where nothing else is configured."""
+    is_chosen: bool = True
+    """Whether `fps` is configured, and not a default."""
 
     @classmethod
     def of(cls, preprocess: Any, processor: Processor) -> ClipRule:
@@ -146,11 +151,11 @@ class ClipRule:
         fps = preprocess.video_fps
         frames = preprocess.video_maxlen
         if not setting_of(processor, bool, "do_sample_frames"):
-            return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None)
+            return cls(fps or DEFAULT_FPS, frames or DEFAULT_FRAMES, None, fps is not None)
         picker = FramePicker(processor) if fps is None and frames is None else None
         own_fps = setting_of(processor, float, "fps") or setting_of(processor, int, "fps")
         own_frames = setting_of(processor, int, "max_frames")
-        return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker)
+        return cls(fps or own_fps or DEFAULT_FPS, frames or own_frames or DEFAULT_FRAMES, picker, fps is not None)
 
     def header(self, video: VideoHeader) -> ClipHeader:
         """The clip that a video gives. Where no processor picks, frame numbers are those that LLaMA-Factory takes, the
@@ -164,6 +169,12 @@ class ClipRule:
 
     def header_of_frames(self, height: int, width: int, count: int) -> ClipHeader:
         """The clip of a list of pictures: taken at `fps`, and thinned out where there are too many."""
+        if not self.is_chosen:
+            warnings.warn(
+                f"videos that are lists of pictures are taken at {self.fps:g} pictures per second: "
+                "preprocess_parameters.video_fps sets another rate",
+                stacklevel=2,
+            )
         taken = min(count, self.most_frames)
         indices = np.linspace(0, count - 1, taken).astype(int).tolist()
         return ClipHeader(height, width, tuple(indices), self.fps, count)
@@ -188,16 +199,16 @@ def watch(file: BinaryIO, rule: ClipRule, sizes: FrameSizes, name: str = "video"
     Raises:
         DataError: As `probe_video`; or the video is cut, or broken where it is looked at.
     """
-    with open_video(file, name) as (container, stream):
-        video, played = read_start(container, stream, name)
+    with open_video(file, name) as opened:
+        video, played = read_start(opened, name)
         header = rule.header(video)
         height, width = sizes.size(len(header.indices), header.height, header.width)
         shown = ShownFrames(len(header.indices), lambda picture: sizes.resize(picture, height, width))
         wanted_s = np.array(header.timestamps)
         first = next(played)
         start_s = first.time or 0.0
-        frames = _jumping(container, stream, first, played, wanted_s + start_s, shown, name)
-        end_s = play(frames, wanted_s, start_s, 1 / header.fps, shown, name)
+        frames = _jumping(opened, first, played, wanted_s + start_s, shown, name)
+        end_s = play(timed(frames, start_s, 1 / header.fps, name), wanted_s, 1 / header.fps, shown)
     if shown.count < shown.asked:
         check_whole(video, end_s, name)
     return VideoClip(np.ascontiguousarray(shown.clip().transpose(1, 2, 3, 0)), header)
@@ -211,9 +222,11 @@ def watch_pictures(
 
 
 def _jumping(
-    container: Any, stream: Any, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
+    video: OpenVideo, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
 ) -> Iterator[Any]:
     """All frames in order, except those that lie before a wanted one and far behind the last."""
+    container, stream = video.container, video.stream
+    assert stream.time_base is not None  # every stream of frames has one
     frame, played, sought = first, rest, -1
     while frame is not None:
         yield frame

@@ -275,7 +275,8 @@ def _broken_list(row: int, reason: str, path: Path) -> DataError:
 
 
 def parse_row(data: bytes, where: str) -> dict[str, Any]:
-    """One JSON object, strictly: no NaN, no duplicate keys, no lone surrogates.
+    """One JSON object, strictly: no duplicate keys, no lone surrogates. NaN and infinity, which pandas and Python's own
+    `json` write, are numbers that no column that is read takes.
 
     Raises:
         DataError: Naming the byte or the fault.
@@ -314,9 +315,5 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 _KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
+from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
@@ -74,6 +75,8 @@ def _source(value: object, kind: MediaKind, where: str, key: str) -> Any:
         if data is not None and isinstance(value[data], str | bytes):
             return {"bytes": value[data]}
         value = None if path is None else value[path]
+    if isinstance(value, str) and is_data_url(value):
+        return {"bytes": value}  # not a path, wherever paths are looked for
     if isinstance(value, str | bytes) and value:
         return value
     if kind == "video" and isinstance(value, list | tuple) and value:
@@ -120,19 +123,27 @@ def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
 def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
     """The name of a kind's column, and the sources in it."""
     configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
-    name = first_column(row, configured, (f"{kind}s", kind))
+    usual = (f"{kind}s", kind)
+    filled = {column: value for column, value in row.items() if not _is_blank(value)}
+    name = first_column(filled, configured, usual)  # an empty list does not hide the other usual column
     if name is None:
-        return configured or f"{kind}s", []
+        return first_column(row, configured, usual) or configured or f"{kind}s", []
     value = row[name]
-    if value == "":
-        return name, []
     where = str(sample.place)
     sources = []
     for number, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+        if _is_blank(item) and not isinstance(item, list | tuple):
+            continue  # tables fill up lists of several lengths
         if not _may_be_source(item, kind):
             raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
         sources.append(_source(item, kind, where, f"{name}[{number}]"))
     return name, sources
+
+
+def _is_blank(value: object) -> bool:
+    """Whether a column holds no media: null, "", or a list of nothing else."""
+    cells = value if isinstance(value, list | tuple) else (value,)
+    return all(cell is None or (isinstance(cell, str) and not cell) for cell in cells)
 
 
 def _may_be_source(item: object, kind: MediaKind) -> bool:

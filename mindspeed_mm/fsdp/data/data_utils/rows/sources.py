@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.folder_kinds import is_output
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
@@ -250,7 +251,7 @@ def _nearest_source(entry: str, search: _Search) -> str:
 
 
 def _check_no_media_keys(entry: DataEntry) -> None:
-    for name in ("repeats", "sizes", "companions"):
+    for name in ("repeats", "sizes", "companions", "caption"):
         if entry[name] is not None:
             raise ConfigError(
                 "is for data of generators (dataset_type: generation)",
@@ -302,7 +303,7 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
     """
     if path.is_file():
         return (path,)
-    files = tuple(sorted(file for file in path.rglob("*") if _holds_rows(file)))
+    files = tuple(sorted(_row_files(path)))
     if not files:
         raise DataError(f"the folder holds no {', '.join(SUFFIXES)} file", where=str(path), key=_KEY)
     splits: dict[str, Path] = {}
@@ -322,6 +323,16 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
     if not files:
         raise DataError(f"no split '{split}', only {', '.join(sorted(splits))}", where=str(path), key=_KEY)
     return files
+
+
+def _row_files(folder: Path) -> Iterator[Path]:
+    """Files of rows in a folder and the folders inside, those of our own output left out."""
+    for file in folder.iterdir():
+        if file.is_dir() and not file.is_symlink():
+            if not is_output(file):
+                yield from _row_files(file)
+        elif _holds_rows(file):
+            yield file
 
 
 def _holds_rows(path: Path) -> bool:

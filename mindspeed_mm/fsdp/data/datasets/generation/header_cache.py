@@ -9,10 +9,11 @@ from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.datasets.generation.media_folders import HEADERS_FILE
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
-FILE = "media_headers.json"
+FILE = HEADERS_FILE
 
 
 class HeaderCache:

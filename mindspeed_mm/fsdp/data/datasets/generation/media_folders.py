@@ -1,36 +1,52 @@
 """Captioned media without a table of rows: a folder with a text file beside each picture or clip, and tar archives.
 
-The folder is that of kohya's scripts and their relatives: `a.png` beside `a.txt`; a folder `10_dog` is read ten times
-an epoch, and its media without a text file have the caption `dog`. The archives are WebDataset's: members of one name
-are one sample.
+The folder is that of kohya's scripts and their relatives (`generate_dreambooth_subsets_config_by_subdirs` of
+sd-scripts): `a.png` beside `a.txt`; a folder `10_dog` is read ten times an epoch, and its media without a text file
+have the caption `dog`. The archives are WebDataset's: members of one name are one sample.
+
+What looks like a medium and is of no format that is read is a bad sample, so that it does not vanish in silence.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.folder_kinds import is_output
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import IMAGE_SUFFIXES
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import VIDEO_SUFFIXES
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import INFO_FILE
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.tar_members import SUFFIX as TAR_SUFFIX
 from mindspeed_mm.fsdp.data.data_utils.tar_members import MemberSpan, members_of, open_span
 
-MEDIA_SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"}
+MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+_NOT_READ = (
+    ".heic .heif .hif .jxl .psd .svg .eps .ico .tga .exr .hdr .dds .qoi .xcf .pfm .dib .dng .cr2 .cr3 .nef .arw .orf "
+    ".rw2 .raf .wmv .flv .f4v .mpg .mpeg .ts .mts .m2ts .vob .ogv .asf .rm .rmvb"
 )
+_UNREAD_SUFFIXES = frozenset(_NOT_READ.split())
+"""Pictures and clips of formats that are not read."""
 CAPTION_SUFFIXES = (".txt", ".caption")
-"""Of the file beside a medium; the first that is there counts."""
+"""Of the file beside a medium, in any case; the first that is there counts."""
+HEADERS_FILE = "media_headers-2.json"
+"""Where `cache_dir` keeps headers of media; the number changes with what they say."""
 METADATA = tuple(f"metadata{suffix}" for suffix in (".jsonl", ".csv", ".parquet"))
 """Tables of an image folder (`datasets`); their paths start where they lie."""
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
 _REPEATED = re.compile(r"(\d+)_(.+)")
+_NAMES_SHOWN = 3
+_CONVERT = "Convert it to a format that is read (PNG, JPEG, WebP, TIFF, AVIF; MP4, MKV, WebM), or take it out."
 _MOST_CAPTION_BYTES = 2**20
 
 
@@ -49,18 +65,15 @@ class CaptionedFolder:
     Args:
         path: The folder; folders inside are others.
         name: What to call it.
-        media: Names of its files that are media.
-        others: Names of files among which those of their captions are.
+        found: Its files.
         default: Caption of media without a text file; None: such a medium is a bad row.
     """
 
-    def __init__(
-        self, path: Path, name: str, media: Sequence[str], others: Sequence[str], default: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, name: str, found: FilesOfFolder, default: str | None = None) -> None:
         self.path, self.name, self._default = path, name, default
-        self._media = sorted(media)
-        texts = set(others)
-        self._captions = [_beside(medium, texts) for medium in self._media]
+        self._media = sorted((*found.media, *found.unread))
+        self._unread = frozenset(found.unread)
+        self._captions = [found.captions.get(_stem(medium)) for medium in self._media]
 
     def __len__(self) -> int:
         return len(self._media)
@@ -76,14 +89,16 @@ class CaptionedFolder:
             DataError: It has no text file, or one that cannot be read.
         """
         medium, caption = self._media[index], self._captions[index]
+        if medium in self._unread:
+            raise _not_read(medium, str(self.place(index)))
         if caption is not None:
             return {"path": medium, "captions": _lines(_read_text(self.path / caption))}
         if self._default is None:
-            stem = PurePath(medium).stem
             raise DataError(
-                f"the medium has no caption: there is no {stem}.txt beside it",
+                f"the medium has no caption: there is no {_stem(medium)}.txt beside it",
                 where=str(self.place(index)),
-                way_out="Write one; an empty file trains it without a caption.",
+                way_out="Write one (an empty file trains it without a caption), or give all one caption: "
+                "dataset: [{path: FOLDER, caption: TEXT}], or trigger_word.",
             )
         return {"path": medium, "captions": [self._default]}
 
@@ -138,6 +153,9 @@ class TarSamples:
         """
         _, parts = self._samples[index]
         row: dict[str, Any] = {}
+        if all(f".{ending}" in _UNREAD_SUFFIXES or not _is_medium(f".{ending}") for ending in parts):
+            unread = next(member for ending, member in parts.items() if f".{ending}" in _UNREAD_SUFFIXES)
+            raise _not_read(unread, str(self.place(index)))
         if "json" in parts:
             columns = self._columns(parts["json"], index)
             row |= {name: value for name, value in columns.items() if value is not None}
@@ -176,9 +194,13 @@ def _samples_of(members: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
         folder, _, file = member.rpartition("/")
         stem, _, ending = file.partition(".")
         samples.setdefault(f"{folder}/{stem}".removeprefix("/"), {})[ending.lower()] = member
+    alone = []
     for name, parts in samples.items():
-        if any(_is_medium(f".{ending}") for ending in parts):
+        if any(_is_medium(f".{ending}") or f".{ending}" in _UNREAD_SUFFIXES for ending in parts):
             yield name, parts
+        elif any(f".{ending}" in CAPTION_SUFFIXES for ending in parts):
+            alone.append(name)
+    _warn_of_texts(alone)
 
 
 def holds_media(path: Path) -> bool:
@@ -193,13 +215,11 @@ def holds_media(path: Path) -> bool:
     for folder, files in _walk(path):
         if any(name in METADATA or name.endswith(TAR_SUFFIX) for name in files):
             return True
-        media = {PurePath(name).stem for name in files if _is_medium(name)}
-        captioned |= bool(media) and _REPEATED.fullmatch(folder.name) is not None
-        for name in files:
-            is_of_medium = PurePath(name).stem in media
-            captioned |= is_of_medium and name.endswith(CAPTION_SUFFIXES)
-            if _is_table(name) and not is_of_medium:
-                tables.append(folder / name)
+        found = FilesOfFolder.of(files)
+        stems = {_stem(name) for name in (*found.media, *found.unread)}
+        captioned |= bool(stems) and _REPEATED.fullmatch(folder.name) is not None
+        captioned |= not stems.isdisjoint(found.captions)
+        tables += [folder / name for name in files if _is_table(name) and _stem(name) not in stems]
     if captioned and tables:
         raise DataError(
             f"the folder holds media with text files, and the table {tables[0].relative_to(path)}",
@@ -211,7 +231,7 @@ def holds_media(path: Path) -> bool:
 
 
 def open_media_folder(
-    path: Path, apart: frozenset[Path] = frozenset()
+    path: Path, apart: frozenset[Path] = frozenset(), caption: str | None = None, *, has_trigger: bool = False
 ) -> Iterator[tuple[CaptionedFolder | TarSamples | Path, Path, int]]:
     """What a folder holds: a `metadata` table, an archive, or a folder of captioned media; the folder that its paths
     start at; and how often an epoch reads it.
@@ -219,15 +239,19 @@ def open_media_folder(
     Args:
         path: The folder.
         apart: Absolute paths of folders inside that are left out.
+        caption: Of all media without a text file.
+        has_trigger: Whether the trigger word alone does for a folder without any text file.
 
     Raises:
-        DataError: It holds no media.
+        DataError: It holds no media, or pictures for regularisation among them.
     """
     has_any = False
+    alone: list[str] = []
     for here, files in _walk(path, apart):
         tables = [name for name in METADATA if name in files]
         archives = [name for name in files if name.endswith(TAR_SUFFIX)]
-        media = [name for name in files if _is_medium(name)]
+        found = FilesOfFolder.of(files)
+        media = (*found.media, *found.unread)
         has_any |= bool(tables or archives or media)
         if tables:
             yield here / tables[0], here, 1
@@ -235,12 +259,21 @@ def open_media_folder(
             for name in archives:
                 yield TarSamples(here / name), here, 1
         elif media and not _is_below_table(here, path):
-            default: str | None = None
-            repeats = 1
+            default, repeats = caption, 1
             if named := _REPEATED.fullmatch(here.name):
-                default, repeats = named[2].replace("_", " "), max(1, int(named[1]))
+                if here.parent.name == "reg" and here.parent != path:
+                    raise _for_regularisation(here, path)
+                default, repeats = caption or named[2].replace("_", " "), int(named[1])
+                if not repeats:  # as kohya's scripts do
+                    warnings.warn(f"{here.name} is left out: its name asks for 0 repeats", stacklevel=2)
+                    continue
+            if default is None and has_trigger and not found.captions:
+                default = ""
             name = here.relative_to(path.parent).as_posix()
-            yield CaptionedFolder(here, name, media, files, default), here, repeats
+            stems = set(map(_stem, media))
+            alone += [f"{name}/{text}" for stem, text in found.captions.items() if stem not in stems]
+            yield CaptionedFolder(here, name, found, default), here, repeats
+    _warn_of_texts(alone)
     if not has_any:
         raise DataError(
             "the folder holds neither media nor tables of them",
@@ -248,6 +281,31 @@ def open_media_folder(
             key=_KEY,
             way_out="Put pictures or clips there with a .txt of the same name beside each, or a metadata.jsonl.",
         )
+
+
+def _for_regularisation(folder: Path, path: Path) -> DataError:
+    """`reg/1_dog` beside `img/10_sks dog` is how kohya_ss's GUI lays out pictures for regularisation
+    (`dreambooth_folder_creation_gui`), which sd-scripts is given apart, by `--reg_data_dir`."""
+    subject = path / "img" if (path / "img").is_dir() else path
+    return DataError(
+        f"{folder.relative_to(path)} holds regularisation pictures, by the names of kohya's tools, not ordinary data",
+        where=str(path),
+        key=_KEY,
+        way_out=f"Name both: dataset: [{{path: {subject}}}, {{path: {folder.parent}, prior: true}}], and set "
+        "training.diffusion.prior_loss_weight: 1.0.",
+    )
+
+
+def _not_read(medium: str, where: str) -> DataError:
+    return DataError(f"'{medium}': {_ending(medium)} files are not read", where=where, way_out=_CONVERT)
+
+
+def _warn_of_texts(alone: Sequence[str]) -> None:
+    """Text files without a medium are perhaps notes, perhaps captions of media that are lost."""
+    if alone:
+        shown = ", ".join(alone[:_NAMES_SHOWN]) + (" …" if len(alone) > _NAMES_SHOWN else "")
+        has = by_count(len(alone), "text file has", "text files have")
+        warnings.warn(f"{len(alone)} {has} no picture or clip of the same name: {shown}", stacklevel=2)
 
 
 def _is_below_table(folder: Path, root: Path) -> bool:
@@ -261,11 +319,18 @@ def _is_below_table(folder: Path, root: Path) -> bool:
 
 
 def _walk(path: Path, apart: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, list[str]]]:
-    """Folders with their files in the order of their names, without what is hidden or apart."""
+    """Folders with their files in the order of their names, without what is hidden, apart, or our own output; of a root
+    of kohya_ss without its logs and models."""
     for folder, folders, files in os.walk(path):
         here = Path(folder)
-        folders[:] = [name for name in sorted(folders) if _is_shown(name) and (here / name).absolute() not in apart]
+        is_root_of_kohya = "img" in folders and any(map(_REPEATED.fullmatch, os.listdir(here / "img")))  # noqa: PTH208
+        folders[:] = [name for name in sorted(folders) if not (is_root_of_kohya and name in ("log", "model"))]
+        folders[:] = [name for name in folders if _is_shown(name) and _is_data(here / name, apart)]
         yield here, [name for name in sorted(files) if _is_shown(name)]
+
+
+def _is_data(folder: Path, apart: frozenset[Path]) -> bool:
+    return folder.absolute() not in apart and not is_output(folder)
 
 
 def _is_shown(name: str) -> bool:
@@ -273,20 +338,54 @@ def _is_shown(name: str) -> bool:
 
 
 def _is_table(name: str) -> bool:
-    return name.endswith(SUFFIXES) and name != INFO_FILE
+    return name.endswith(SUFFIXES) and name not in (INFO_FILE, HEADERS_FILE)
 
 
 def _is_medium(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES  # noqa: PTH122
+    return _ending(name).lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES
 
 
-def _beside(medium: str, texts: set[str]) -> str | None:
-    """The text file of a medium, if it is among some files."""
-    stem = os.path.splitext(medium)[0]  # noqa: PTH122
-    for suffix in CAPTION_SUFFIXES:
-        if stem + suffix in texts:
-            return stem + suffix
-    return None
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]  # noqa: PTH122
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1]  # noqa: PTH122
+
+
+def _precedence(text_file: str) -> tuple[int, bool]:
+    """By suffix; of those that differ in case the usual one first."""
+    ending = _ending(text_file)
+    return CAPTION_SUFFIXES.index(ending.lower()), ending != ending.lower()
+
+
+@dataclass(frozen=True)
+class FilesOfFolder:
+    """The files of one folder, by what they are."""
+
+    media: tuple[str, ...]
+    unread: tuple[str, ...]
+    """Pictures and clips of formats that are not read, and of which no other file is."""
+    captions: Mapping[str, str]
+    """Name without its ending → text file."""
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> FilesOfFolder:
+        """Sort files by their names."""
+        media, others, texts = list[str](), list[str](), list[str]()
+        for name in names:
+            ending = _ending(name).lower()
+            if _is_medium(name):
+                media.append(name)
+            elif ending in _UNREAD_SUFFIXES:
+                others.append(name)
+            elif ending in CAPTION_SUFFIXES:
+                texts.append(name)
+        captions: dict[str, str] = {}
+        for name in sorted(texts, key=_precedence):
+            captions.setdefault(_stem(name), name)
+        stems = set(map(_stem, media))
+        return cls(tuple(media), tuple(name for name in others if _stem(name) not in stems), captions)
 
 
 def _read_text(path: Path) -> str:

@@ -42,6 +42,23 @@ def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], pl
     return notes
 
 
+def stills_note(is_still: Sequence[bool], asked: Sequence[int]) -> str:
+    """What to say of pictures among clips; empty where there are none, or one frame is what is asked for.
+
+    Args:
+        is_still: Whether each medium is a picture.
+        asked: Frames of the sizes that are configured.
+    """
+    if not any(is_still) or not asked or min(asked) == 1:
+        return ""
+    count = sum(is_still)
+    frames = ", ".join(map(str, sorted(set(asked))))
+    return (
+        f"{count} of {len(is_still)} media {by_count(count, 'is a picture', 'are pictures')}, and clips of {frames} "
+        "frames are asked for: trained as one frame"
+    )
+
+
 def rates_note(rates: Sequence[float], model_fps: float, *, is_resampled: bool) -> str:
     """What to say of clips that have another rate than the model makes; empty where none differs by a tenth.
 

@@ -15,12 +15,24 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import animation_frames, decode_image, probe_image
-from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip, too_short
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
+    ImageHeader,
+    animation_frames,
+    decode_image,
+    is_still_in_container,
+    probe_image,
+)
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
+    VIDEO_SUFFIXES,
+    ClipSampling,
+    VideoHeader,
+    probe_video,
+    read_clip,
+    too_short,
+)
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
-VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
 _VIDEO_STARTS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "))
 """(offset, bytes) by which a video in memory, without a name, is told."""
 
@@ -55,6 +67,8 @@ def is_video(row: GenerationRow) -> bool:
     """By its name, or by the first bytes where there is no name; animated pictures are told by their header alone."""
     if isinstance(row.media, str):
         return PurePath(row.media).suffix.lower() in VIDEO_SUFFIXES
+    if is_still_in_container(row.media):
+        return False
     return any(row.media[at : at + len(start)] == start for at, start in _VIDEO_STARTS)
 
 
@@ -64,9 +78,14 @@ def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
     Raises:
         DataError: The file is missing, refused or no medium.
     """
-    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
-        found = probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
+    found = probe_times(row, media)
     return MediaHeader(found.height, found.width, found.frames, found.fps)
+
+
+def probe_times(row: GenerationRow, media: MediaLoader) -> VideoHeader | ImageHeader:
+    """The same with the times of all frames. Raises `DataError` as `probe_media`."""
+    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
+        return probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
 
 
 def media_pixels(
@@ -117,7 +136,7 @@ def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> I
     found = sampling.frames_of(header.frames, header.fps) if header.frames > 1 else 1
     if found < frames and not sampling.repeats_short:
         raise too_short(name, found, frames)
-    return animation_frames(data, sampling.indices(header.frames, header.fps or 1.0, frames), name)
+    return animation_frames(data, sampling.numbers(header, frames) if header.frames > 1 else [0] * frames, name)
 
 
 def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize, SoundGeometry
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import probe_audio, read_stretch
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     CaptionRules,
@@ -25,8 +26,14 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
 )
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
-from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
+    MediaHeader,
+    is_video,
+    media_pixels,
+    probe_media,
+    probe_times,
+)
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRow,
@@ -48,7 +55,7 @@ _PROBED_AT_ONCE = 4096
 _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
-_MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
+_MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng", ".avif", ".avifs"})
 _WHITE = 255
 _TAKEN = ("frame_interval", "clip_position", "short_clips", "crop", "flip")
 """Settings that decide, beside the frames a second, which pixels are taken of a medium for a size."""
@@ -229,7 +236,7 @@ class RawSource:
             _check_same_size(self.headers[index], probe_media(of_roles[REJECTED.name], self.media))
         for role in self._roles:
             if role.frames == "sound":
-                seen[role.name] = self._heard(index, of_roles.get(role.name, row))
+                seen[role.name] = self._heard(index, row, of_roles.get(role.name, row))
             elif role.name in of_roles:
                 of_role = size if role.frames == "all" else MediaSize(1, size.height, size.width)
                 medium = of_roles[role.name], of_role, self.media, self._sampling, view
@@ -242,19 +249,16 @@ class RawSource:
                 seen[role.name] = seen[TARGET][:, at : at + 1].clone()
         return seen
 
-    def _heard(self, index: int, row: GenerationRow) -> torch.Tensor:
+    def _heard(self, index: int, row: GenerationRow, heard: GenerationRow) -> torch.Tensor:
         """The sound of the frames that are taken, (channels, samples) float32: so many that each position is whole."""
         assert self._sound is not None
-        header, size = self.headers[index], self.sizes[index]
-        start_s = self._sampling.start_s(header.frames, header.fps, size.frames)
-        wanted = (
-            self._sound.sampling_rate,
-            self._sound.channels,
-            start_s,
-            size.sound * self._sound.samples_per_position,
-        )
-        with self.media.open(row.media) as file:
-            return torch.from_numpy(read_stretch(file, *wanted, row.name))
+        size, video = self.sizes[index], probe_times(row, self.media)
+        start_s, count = self._sampling.start_s(video, size.frames), size.sound * self._sound.samples_per_position
+        wanted = (self._sound.sampling_rate, self._sound.channels, start_s, count, heard.name)
+        # A file of its own begins with the pictures, wherever their clock begins.
+        clock_s = video.first_s if isinstance(video, VideoHeader) and heard.media == row.media else None
+        with self.media.open(heard.media) as file:
+            return torch.from_numpy(read_stretch(file, *wanted, clock_s=clock_s))
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`."""
@@ -365,9 +369,9 @@ class RawSource:
         """The header that a row declares, as far as it is needed; None: the file has to be asked."""
         if row.height is None or row.width is None:
             return None
-        if not self._geometry.is_video or row.num_frames == 1:
+        if not self._geometry.is_video or (row.num_frames == 1 and not is_video(row)):
             return MediaHeader(row.height, row.width)
-        may_move = is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix in _MAY_BE_ANIMATED
+        may_move = is_video(row) or isinstance(row.media, bytes) or _suffix(row.media) in _MAY_BE_ANIMATED
         if not may_move:
             return MediaHeader(row.height, row.width)
         if row.num_frames is None or (row.fps is None and self._needs_rates):
@@ -425,7 +429,8 @@ class RawSource:
         for header, size in zip(self.headers, self.sizes, strict=True):
             if header.fps > 0 and size.frames > 1:
                 rates.append((header.fps, 1 / self._sampling.step_s(header.fps)))
-        notes = [doubled_note(rates)]
+        asked = () if self._settings.keeps_lengths else [size.frames for each in self._buckets for size in each.sizes]
+        notes = [stills_note([header.fps <= 0 for header in self.headers], asked), doubled_note(rates)]
         if model_fps is not None:
             is_resampled = self._sampling.model_fps is not None
             told = [own if is_resampled else taken for own, taken in rates]
@@ -480,6 +485,10 @@ def _kind(role: str, row: GenerationRow) -> MediaKind:
     if role == SOUND.name:
         return "audio"
     return "video" if is_video(row) else "image"
+
+
+def _suffix(path: str) -> str:
+    return PurePath(path).suffix.lower()
 
 
 def _check_same_size(chosen: MediaHeader, rejected: MediaHeader) -> None:

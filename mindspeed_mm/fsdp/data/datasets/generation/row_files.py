@@ -53,6 +53,8 @@ class RowFile:
 
     companions: tuple[CompanionFolder, ...] = ()
     """Folders of further media of its rows."""
+    caption: str | None = None
+    """Of rows that have none."""
 
     def told(self, medium: str | bytes) -> str:
         """What to call a medium; empty: by its path."""
@@ -141,7 +143,7 @@ def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> I
     companions = open_companions(given.companions, source.files[0], basic.dataset_dir, source.name)
     apart = frozenset(each.path for each in companions)
     for path in source.files:
-        for file in _open(path, mode, basic, apart):
+        for file in _open(path, mode, basic, apart, given.caption):
             if left == 0:
                 return
             yield replace(
@@ -152,20 +154,25 @@ def _of_source(source: RowSource, mode: str | None, basic: BasicParameters) -> I
                 entry=source.name,
                 most=left,
                 companions=companions,
+                caption=given.caption,
             )
             if left is not None:
                 left = max(0, left - len(file.reader))
 
 
-def _open(path: Path, mode: str | None, basic: BasicParameters, apart: frozenset[Path]) -> Iterator[RowFile]:
+def _open(
+    path: Path, mode: str | None, basic: BasicParameters, apart: frozenset[Path], caption: str | None
+) -> Iterator[RowFile]:
     if path.is_dir():
-        for found, here, repeats in open_media_folder(path, apart):
+        for found, here, repeats in open_media_folder(
+            path, apart, caption, has_trigger=bool(basic.get("trigger_word"))
+        ):
             reader = open_reader(found, basic.cache_dir) if isinstance(found, Path) else found
             yield RowFile(reader, str(here.absolute()), repeats, root=str(path.absolute().parent))
     elif path.suffix == TAR_SUFFIX:
         folder = str(path.parent.absolute())
         yield RowFile(TarSamples(path), folder, root=folder)
-    elif path.suffix != ".txt":
+    elif path.suffix.lower() != ".txt":
         if mode == "combine":
             raise ConfigError(
                 f"combine, but {path.name} is no .txt file",

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.counts import by_count
-from mindspeed_mm.fsdp.data.datasets.generation.media_folders import MEDIA_SUFFIXES
+from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.fsdp.data.datasets.generation.media_folders import MEDIA_SUFFIXES, CaptionedFolder
 from mindspeed_mm.fsdp.models.diffusion.media_roles import ROLE_COLUMNS
 
+_BASIC = "data.dataset_param.basic_parameters"
 _PLACES_SHOWN = 3
+_PROBLEMS_SHOWN = 10
 
 
 def media_columns(extras: Mapping[str, Any]) -> list[str]:
@@ -37,3 +40,26 @@ def empty_captions_note(places: Sequence[str], rows: int) -> str:
         shown += " …"
     verb = by_count(len(places), "has", "have")
     return f"{len(places)} of {rows} rows {verb} an empty caption ({shown}): trained without one"
+
+
+def none_fits(count: int, first: DataError, reader: object) -> DataError:
+    """The error where none of the first rows can be read."""
+    if isinstance(reader, CaptionedFolder):
+        (problem,) = first.problems
+        what = f"none of the first {count} media can be used; the first: {problem.what}"
+        return DataError(what, where=problem.where, way_out=problem.way_out)
+    return DataError(
+        f"none of the first {count} rows can be read; the first: {first}",
+        key=f"{_BASIC}.media_column",
+        way_out="Say in media_column and caption_column what holds the media and the captions.",
+    )
+
+
+def all_unusable(faults: Sequence[DataError], total: int) -> DataError:
+    """The error where rows are off and none may be left out."""
+    problems: list[Problem] = []
+    for fault in faults[:_PROBLEMS_SHOWN]:
+        problems += fault.problems
+    return DataError(
+        f"{len(faults)} of {total} rows cannot be used; {_BASIC}.on_bad_sample: skip leaves them out", problems=problems
+    )

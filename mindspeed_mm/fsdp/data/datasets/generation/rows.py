@@ -21,17 +21,25 @@ from typing import Any, BinaryIO, Literal, overload
 import numpy as np
 
 from mindspeed_mm.core.counts import by_count
-from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
+from mindspeed_mm.fsdp.data.data_utils.media import (
+    MediaLoader,
+    check_remote_media_off,
+    decode_data_url,
+    is_data_url,
+    refuse_remote,
+)
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.row_notes import (
+    all_unusable,
     empty_captions_note,
     media_columns,
+    none_fits,
     unread_columns_note,
 )
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, MediaRole, spread_lists, unfit
@@ -44,7 +52,6 @@ CAPTION_COLUMNS = ("cap", "captions", "caption", "prompt", "text")
 
 _BASIC = "data.dataset_param.basic_parameters"
 _ROWS_TRIED = 100
-_PROBLEMS_SHOWN = 10
 _CHUNK_BYTES = 2**20
 
 
@@ -220,10 +227,11 @@ class GenerationRows(Sequence[GenerationRow]):
     def _parse(self, number: int) -> GenerationRow:
         file, at = self._locate(number)
         given = (file.reader.read(at), file.reader.place(at), self._columns, file.folder)
-        row = parse_row(*given, self._roles, file.companions)
+        row = parse_row(*given, self._roles, file.companions, file.caption)
+        rules = replace(self._rules, trigger_word=None) if file.is_prior else self._rules  # they are of the class
         return replace(
             row,
-            captions=self._rules(row.captions),
+            captions=rules(row.captions),
             repeats=file.repeats,
             is_prior=file.is_prior,
             told=file.told(row.media),
@@ -242,7 +250,7 @@ class GenerationRows(Sequence[GenerationRow]):
                 file, at = self._locate(number)
                 self.left_out[str(file.reader.place(at))] = str(error)
                 if len(faults) == number + 1 == min(total, _ROWS_TRIED):
-                    raise _none_fits(number + 1, faults[0]) from None
+                    raise none_fits(number + 1, faults[0], file.reader) from None
                 continue
             kept.append(number)
             self.looks.append(look(row))
@@ -253,7 +261,7 @@ class GenerationRows(Sequence[GenerationRow]):
             self.duplicates += told in seen
             seen.add(told)
         if faults and not may_skip:
-            raise _all_of(faults, total)
+            raise all_unusable(faults, total)
         return np.array(kept, dtype=np.int64)
 
 
@@ -370,6 +378,7 @@ def parse_row(
     folder: str = "",
     roles: Sequence[MediaRole] = (),
     companions: Sequence[CompanionFolder] = (),
+    caption: str | None = None,
 ) -> GenerationRow:
     """Read what a row says.
 
@@ -380,12 +389,13 @@ def parse_row(
         folder: Put before relative paths.
         roles: Further media that it names.
         companions: Where those are that it does not name.
+        caption: Of a row that has none.
 
     Raises:
         DataError: Naming place, column and value.
     """
     if REJECTED not in roles:
-        _check_not_null(row, columns, place)
+        _check_not_null(row, columns, place, needs_caption=caption is None)
     rest = {name: value for name, value in row.items() if value is not None}
     scores: tuple[float, ...] = ()
     if REJECTED in roles:
@@ -402,7 +412,10 @@ def parse_row(
         if found is not None:
             of_roles[role.name] = found
     _check_together(roles, of_roles, rest, place)
-    captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
+    if caption is not None and not any(name in rest for name in _tried(columns.caption, CAPTION_COLUMNS)):
+        captions: tuple[str, ...] = (caption,)
+    else:
+        captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
         raise DataError(
@@ -477,13 +490,17 @@ def _spread(row: dict[str, Any], roles: Sequence[MediaRole], place: RowLocation)
         ) from None
 
 
-def _check_not_null(row: Mapping[str, Any], columns: ColumnNames, place: RowLocation) -> None:
+def _check_not_null(
+    row: Mapping[str, Any], columns: ColumnNames, place: RowLocation, *, needs_caption: bool = True
+) -> None:
     """A column that is there and holds nothing is another fault than one that is not there."""
     for named, usual, way_out in (
         (columns.media, MEDIA_COLUMNS, "Give the path of a file, or take the row out."),
         (columns.caption, CAPTION_COLUMNS, 'Give text; "" for a sample that is trained without a caption.'),
     ):
         there = [name for name in _tried(named, usual) if name in row]
+        if usual is CAPTION_COLUMNS and not needs_caption:
+            continue
         if there and all(row[name] is None for name in there):
             raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
@@ -514,12 +531,18 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
+        value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.strip() or "\x00" in value:
         shown = str(value)[:60]
         raise DataError(f"{shown!r} is not a path", where=str(place), key=name, way_out="Give the path of one file.")
+    if is_data_url(value):
+        try:
+            return decode_data_url(value)[0]
+        except DataError as error:
+            (problem,) = error.problems
+            raise DataError(problem.what, where=str(place), key=name, way_out=problem.way_out) from error
     refuse_remote(value, str(place))
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 
@@ -572,20 +595,3 @@ def _number(
             way_out="Correct it, or leave it out: the file's own header is read then.",
         )
     return number
-
-
-def _none_fits(count: int, first: DataError) -> DataError:
-    return DataError(
-        f"none of the first {count} rows can be read; the first: {first}",
-        key=f"{_BASIC}.media_column",
-        way_out="Say in media_column and caption_column what holds the media and the captions.",
-    )
-
-
-def _all_of(faults: Sequence[DataError], total: int) -> DataError:
-    problems: list[Problem] = []
-    for fault in faults[:_PROBLEMS_SHOWN]:
-        problems += fault.problems
-    return DataError(
-        f"{len(faults)} of {total} rows cannot be used; {_BASIC}.on_bad_sample: skip leaves them out", problems=problems
-    )

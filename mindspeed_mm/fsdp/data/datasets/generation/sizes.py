@@ -224,7 +224,7 @@ class Buckets:
 
     def _candidates(self, header: MediaHeader) -> Sequence[MediaSize]:
         frames = 1
-        if header.frames != 1:
+        if header.frames != 1 or header.fps > 0:  # a video of one frame is a short clip, not a picture
             if not self._settings.keeps_lengths or not self._geometry.is_video:
                 return self.sizes
             step = self._geometry.frame_step
