@@ -8,6 +8,7 @@ from typing import Literal
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.suggest import near_path
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
@@ -41,6 +42,7 @@ def recognise(path: Path) -> FolderKind:
     Raises:
         CheckpointError: It is none of them, or is not there.
     """
+    heal_missing(path)
     if not path.is_dir():
         raise _not_a_folder(path)
     is_own = (path / layout.MANIFEST).exists()
