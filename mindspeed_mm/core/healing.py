@@ -1,8 +1,8 @@
 """Finishes or takes back what killed writers of folders began.
 
 A writer's marker holds what this needs: `draft`, the name under which the folder was written, and of a folder converted
-in place `original`, where the folder that it replaces is kept. A folder is touched only if its own marker, or the marker
-of a folder beside it, names it.
+in place `original`, where the folder that it replaces is kept. A folder is touched only if its own marker, or that of a
+folder beside it, names it.
 """
 
 from __future__ import annotations
