@@ -78,7 +78,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next_run(tmp_path: Path) -> None:
 
 @pytest.mark.edge("BS14")
 def test_what_others_write_now_stays(tmp_path: Path) -> None:
-    """A live process on this machine; and one of another machine, whose lock may not be seen here, that wrote lately."""
+    """A live process here; and one of another machine, whose lock may not be seen here."""
     elsewhere = tmp_path / f".mindspeed-mm-{'0' * 32}.tmp"
     elsewhere.write_text("half")
     with artifacts.atomic_file(tmp_path / "a") as draft:
