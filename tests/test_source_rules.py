@@ -137,6 +137,57 @@ def test_exception_is_needed(inside: str, what: str) -> None:
     assert what in {found for _, found in violations((PACKAGE / inside).read_text())}
 
 
+# --- one reader ------------------------------------------------------------------------------------------------------
+
+
+ONE_READER = {
+    "core/json_file.py": "the reader of JSON",
+    "fsdp/data/data_utils/rows/json_reader.py": "the reader of rows, which refuses equal keys too",
+    "fsdp/params/yaml/parser.py": "the reader of YAML",
+    "fsdp/tools/trace_reader.py": "reads traces of gigabytes piece by piece",
+    "fsdp/checkpoint/resume.py": "reads what it has written itself, as the next three do",
+    "fsdp/data/sample_cache/codec.py": "and compared with its checksum",
+    "fsdp/train/run/launched.py": "between processes of one job",
+    "tasks/launch/rank_start.py": "before anything can be imported",
+    "fsdp/posttrain_rewards/http.py": "what a server answers goes through the client of outbound requests",
+    "fsdp/train/rollouts/server.py": "likewise",
+    "tasks/answer/remote.py": "likewise",
+}
+_READERS = {"json.loads", "json.load", "json.JSONDecoder"}
+
+
+def readings(source: str) -> list[str]:
+    """Where a text reads JSON or YAML by itself."""
+    found: list[str] = []
+    if not re.search(r"json|YAML", source.replace("parse_json", "").replace("json.dumps", "")):
+        return found  # parsing all would take seconds
+    for node in ast.walk(ast.parse(source)):
+        for name in _names(node):
+            is_yaml = re.fullmatch(r"YAML\(.*\)\.(load|load_all|parse|compose)", name) is not None
+            if is_yaml or name in _READERS:
+                found.append(name)
+    return found
+
+
+@pytest.mark.edge("BS13")
+def test_json_and_yaml_of_others_have_one_reader() -> None:
+    """Depth, numbers too large for anything and half characters are errors of the file, wherever it is read."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for path in PACKAGE.rglob("*.py")
+        if (names := readings(path.read_text(encoding="utf-8")))
+    }
+    assert set(found) - set(ONE_READER) == set(), {name: found[name] for name in set(found) - set(ONE_READER)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["json.loads(text)", "from json import load", "YAML(typ='safe').load(text)", "decode = json.JSONDecoder()"],
+)
+def test_a_reading_is_found(source: str) -> None:
+    assert readings(source)
+
+
 # --- size ------------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -199,6 +200,7 @@ def model_config(folder: Path, way_out: str = "Name the model's own folder.") ->
         ModelFolderError: It is not a folder, has no config.json, or a damaged one; or an entry of it is a link that
             leads out of the folder or nowhere, or not a file.
     """
+    heal_missing(folder)
     if not (folder / "config.json").is_file():
         if folder.is_dir():
             what = "has no config.json"

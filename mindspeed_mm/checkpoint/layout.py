@@ -10,8 +10,9 @@ from itertools import count
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, fsync_path
+from mindspeed_mm.core.drafts import DRAFT, FORMER, PREFIX, remove_dead_files
+from mindspeed_mm.core.exchange import swap_folders
 from mindspeed_mm.core.folder_kinds import has_own_manifest
-from mindspeed_mm.core.folder_writing import swap_folders
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
@@ -20,13 +21,10 @@ TRAINER_STATE = "trainer_state.json"
 RELEASE = "release"
 FOREIGN_SUFFIX = ".foreign"
 """And a number: what the name of a folder gets that is none of ours and stands where a checkpoint is committed."""
-DRAFT_SUFFIX, FORMER_SUFFIX = ".draft", ".former"
-_PREFIX = ".mindspeed-mm-"
-"""Nothing of a user's begins so: what bears such a name may be taken away."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _STEP = re.compile(r"[0-9]{1,18}")
 """A step as a tracker says it; more digits are no step of anybody's."""
-_LEFT = re.compile(re.escape(_PREFIX) + r"(iter_\d{7,})\.(?:draft|former)")
+_LEFT = re.compile(re.escape(PREFIX) + r"(iter_\d{7,})\.(?:draft|former)")
 
 
 def checkpoint_folder(save: Path, iteration: int) -> Path:
@@ -37,7 +35,7 @@ def checkpoint_folder(save: Path, iteration: int) -> Path:
 def draft_folder(save: Path, iteration: int) -> Path:
     """Where a checkpoint is written before it is committed: `<save>/.mindspeed-mm-iter_0000123.draft`."""
     folder = checkpoint_folder(save, iteration)
-    return folder.with_name(f"{_PREFIX}{folder.name}{DRAFT_SUFFIX}")
+    return folder.with_name(f"{PREFIX}{folder.name}{DRAFT}")
 
 
 def rng_file(rank: int) -> str:
@@ -81,7 +79,7 @@ def write_tracker(save: Path, iteration: int) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete a committed checkpoint: it loses its name first, so that no half of it ever looks committed."""
-    doomed = folder.with_name(f"{_PREFIX}{folder.name}{DRAFT_SUFFIX}")
+    doomed = folder.with_name(f"{PREFIX}{folder.name}{DRAFT}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     fsync_path(folder.parent)
@@ -103,7 +101,8 @@ def commit(draft: Path, folder: Path, note: Callable[[str], None]) -> None:
         draft.rename(folder)
         fsync_path(folder.parent)
         return
-    former = swap_folders(draft, folder)
+    former = draft.with_suffix(FORMER)
+    swap_folders(draft, folder, former)
     fsync_path(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
 
@@ -131,19 +130,16 @@ def remove_leftovers(save: Path) -> list[str]:
     if not save.is_dir():
         return []
     cleared = []
-    for path in sorted(save.iterdir(), key=lambda path: path.suffix != FORMER_SUFFIX):  # these may be needed: first
+    for path in sorted(save.iterdir(), key=lambda path: path.suffix != FORMER):  # these may be needed: first
         if found := _LEFT.fullmatch(path.name):
             _clear(path, save / found[1])
             cleared.append(path.name)
-    for tracker in sorted(save.glob(f".{TRACKER}.*.tmp")):
-        tracker.unlink()
-        cleared.append(tracker.name)
-    return cleared
+    return cleared + remove_dead_files(save)
 
 
 def _clear(left: Path, folder: Path) -> None:
     """Delete what was left, or give a folder that was put aside its name back when nothing has it."""
-    if left.suffix == FORMER_SUFFIX and not folder.exists():
+    if left.suffix == FORMER and not folder.exists():
         left.rename(folder)
     else:
         shutil.rmtree(left)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.suggest import where_else
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
@@ -87,7 +88,8 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def check_folder_exists(path: Path) -> None:
-    """Raise `CheckpointError` unless there is a folder."""
+    """Raise `CheckpointError` unless there is a folder, perhaps after a killed writer's swap was taken back."""
+    heal_missing(path)
     if path.is_dir():
         return
     if path.exists():

@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.pt_files import find_unsafe_globals
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, first_problems
 from mindspeed_mm.core.folder_links import check_links
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import expert_folders
 
@@ -33,6 +34,7 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
         ModelFolderError: There are no safetensors, a file is damaged or a link out of the folder, or index and shards
             disagree.
     """
+    heal_missing(folder)
     if folder.is_dir():
         check_links(folder)
     if parts := expert_folders(folder):

@@ -7,7 +7,6 @@ Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes w
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own cap."""
@@ -117,8 +117,8 @@ def _parse(text: bytes, file: Path) -> dict[str, Any]:
         return found
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, pairs=unique)
+    except ValueError as error:
         raise _damaged(file, f"the header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(file, "the header is not a table of tensors")

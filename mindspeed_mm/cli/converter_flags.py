@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
-from mindspeed_mm.core.errors import ConfigError, Problem, UsageError
+from mindspeed_mm.core.errors import ConfigError, Problem, UsageError, count_problems
 from mindspeed_mm.core.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -325,14 +325,22 @@ def read_yaml(file: Path) -> Values:
     Raises:
         ConfigError: It cannot be read, is not valid YAML or not a table.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(file), key="--config") from error
-    content = _yaml(text, str(file))
+    from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+
+    content = _yaml(read_config_text(file), str(file))
     if content is not None and not isinstance(content, dict):
         raise ConfigError("is not a table of flags", where=str(file), key="--config")
     return _without_empty(content or {})
+
+
+def _yaml(text: str, where: str) -> object:
+    from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+    from mindspeed_mm.fsdp.params.yaml.tree import plain
+
+    document = parse_yaml(text, where)
+    if document.problems:
+        raise ConfigError(count_problems(where, document.problems), problems=document.problems)
+    return plain(document.root)
 
 
 def _without_empty(content: Mapping[str, object]) -> Values:
@@ -344,17 +352,6 @@ def _without_empty(content: Mapping[str, object]) -> Values:
         if value is not None and value != {}:
             kept[key] = value
     return kept
-
-
-def _yaml(text: str, where: str) -> object:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        content: object = YAML(typ="safe").load(text)
-    except YAMLError as error:
-        raise ConfigError(f"is not valid YAML: {str(error).splitlines()[0]}", where=where) from error
-    return content
 
 
 def as_yaml(fields: Mapping[str, ConverterFlag], given: Mapping[str, object]) -> str:

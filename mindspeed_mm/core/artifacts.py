@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.drafts import boot_id, draft_file, remove_dead_files
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
 
@@ -46,16 +47,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Replace a file: whoever reads it, after a crash too, sees the old content or the new one.
 
     Yields:
-        A file beside it to write into. It takes the name once it is on the disk, and is removed when the body raises.
+        An empty file beside it to write into. It takes the name once it is on the disk, and is removed when the body
+        raises.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with draft_file(path.parent) as draft:
         yield draft
         fsync_path(draft)
         draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
     fsync_path(path.parent)
 
 
@@ -184,7 +182,7 @@ class LockOwner:
     def this_process(cls, run_id: str) -> LockOwner:
         """The calling process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), _boot_id(), pid, _start_ticks(pid), run_id, _pid_namespace())
+        return cls(socket.gethostname(), boot_id(), pid, _start_ticks(pid), run_id, _pid_namespace())
 
     def is_gone(self, silent_for_s: float) -> bool:
         """Whether the owner is dead: seen directly among the processes of this host, by its heartbeat elsewhere. A
@@ -209,11 +207,6 @@ def _pid_namespace() -> str:
         return Path("/proc/self/ns/pid").readlink().name if shows_us else f"unseen-{uuid.uuid4()}"
     except OSError:
         return ""
-
-
-def _boot_id() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
 
 
 def _start_ticks(pid: int) -> str:
@@ -262,8 +255,11 @@ class RunFolder:
         return sorted(self.samples.glob(f"iter_*/{SAMPLES_MANIFEST}"))
 
     def prepare(self) -> None:
-        """Make the folder; `MachineError` when it is a file or cannot be written."""
+        """Make the folder; `MachineError` when it is a file or cannot be written. Half-written files that a killed job
+        left in it are removed."""
         make_writable_folder(self.path)
+        with suppress(OSError):
+            remove_dead_files(self.path)
 
     @contextmanager
     def lock(self, run_id: str) -> Iterator[None]:

@@ -1,6 +1,13 @@
-"""Counts in words and in a few characters."""
+"""Counts: what is one, in words and in a few characters."""
 
 from __future__ import annotations
+
+_LARGEST = 2**63 - 1
+
+
+def is_count(value: object) -> bool:
+    """Whether a value that was read is a whole number from 0 that files and tensors can count to."""
+    return type(value) is int and 0 <= value <= _LARGEST
 
 
 def short_count(count: int) -> str:

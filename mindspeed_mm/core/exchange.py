@@ -1,4 +1,4 @@
-"""Two paths change places in one step, where the system can do that."""
+"""Two folders change places: in one step where the system can do that, else in two renames that can be taken back."""
 
 from __future__ import annotations
 
@@ -31,3 +31,35 @@ def exchange(one: Path, other: Path) -> bool:
     if number in _CANNOT:
         return False
     raise OSError(number, os.strerror(number), str(other))
+
+
+def swap_folders(new: Path, standing: Path, aside: Path) -> None:
+    """Give `new` the name of `standing`, and `standing` the name `aside`. Every writer that replaces a folder does it
+    here.
+
+    Args:
+        new: A complete folder.
+        standing: The folder that it replaces. Something has this name at every moment, but for the instant between two
+            renames where the file system cannot exchange two names.
+        aside: A free name. `new` has it first, so that the replaced folder has no other name at any moment.
+
+    Raises:
+        OSError: `aside` is taken, or a rename was refused. All folders have their former names then.
+    """
+    identity = new.stat().st_ino
+    if os.path.lexists(aside):  # an empty folder would be replaced silently
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(aside))
+    try:
+        new.rename(aside)
+        if exchange(aside, standing):
+            return
+        aside.rename(new)
+        standing.rename(aside)
+        new.rename(standing)
+    except BaseException:
+        if os.path.lexists(aside):
+            if aside.stat().st_ino == identity:
+                aside.rename(new)
+            elif not os.path.lexists(standing):
+                aside.rename(standing)
+        raise

@@ -3,20 +3,18 @@ through this door before.
 
 While it is written it is called `.mindspeed-mm-<digits>.draft` beside its final place, and its writer holds a lock on
 it. To replace a folder, the two change places in one step. Where the file system cannot do that, the old one is put
-aside as `.mindspeed-mm-<digits>.former` for a moment. Whoever writes beside it next finds what a killed writer left, by
-name, marker and free lock: drafts go away, and a folder that was put aside comes back.
+aside for a moment, as `.mindspeed-mm-<digits>.former` or under the name that it is kept under. `heal` recognises what a
+killed writer left by name, marker and free lock: drafts are removed, and a folder that was put aside comes back.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import (
@@ -26,8 +24,9 @@ from mindspeed_mm.core.artifacts import (
     make_writable_folder,
     one_at_a_time,
 )
+from mindspeed_mm.core.drafts import DRAFT, FORMER, locked, new_name
 from mindspeed_mm.core.errors import MachineError, UsageError
-from mindspeed_mm.core.exchange import exchange
+from mindspeed_mm.core.exchange import swap_folders
 from mindspeed_mm.core.folder_kinds import (
     MARKER,
     MARKER_FORMAT,
@@ -40,13 +39,10 @@ from mindspeed_mm.core.folder_kinds import (
     read_marker,
     stamps_of,
 )
+from mindspeed_mm.core.healing import BACKUP, DRAFT_KEY, ORIGINAL_KEY, heal, note_original, remove_marked
 from mindspeed_mm.core.version import __version__
 
-_PREFIX, _DRAFT, _FORMER = ".mindspeed-mm-", ".draft", ".former"
 _LONGEST_SHOWN = 120
-_BACKUP = ".bak"
-_UNSWAPPED = "unswapped"
-"""In the marker of a folder that is complete and waits to change places with the one that it was made from."""
 
 
 @contextmanager
@@ -77,14 +73,13 @@ def atomic_folder(path: Path, *, overwrite: bool = False, sources: Sequence[Path
             _put_in_place(draft, target, overwrite)
         except BaseException:
             with suppress(OSError):
-                _remove(draft)
+                remove_marked(draft)
             raise
 
 
 @contextmanager
 def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
-    """A new content for a folder that is read meanwhile. It is built beside it as `<name>.bak`; once it is complete the
-    two change places in one step, so that the original ends up under that name.
+    """A new content for a folder that is read meanwhile. It is built beside it; once it is complete it takes its place.
 
     Args:
         path: The folder; of a link, where it leads.
@@ -97,50 +92,44 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
         UsageError: It cannot be replaced, or `<name>.bak` exists already.
         MachineError: Its parent cannot be written.
     """
-    target, backup = resolve_output(path), backup_of(path)
-    _refuse_in_place(target, backup)
+    target = resolve_output(path)
+    if target.parent.is_dir():
+        heal(target.parent)
+    _refuse_in_place(target, keep)
     make_writable_folder(target.parent)
-    heal(target.parent)
-    if (marker := read_marker(target)) is not None and marker.pop(_UNSWAPPED, None):
-        _write_marker(target, marker)  # a killed writer's folder, which has its place
-    with _locked_draft(backup) as draft:
+    with _locked_draft(target) as draft:
+        kept_as = backup_of(target) if keep else draft.with_suffix(FORMER)
         try:
             yield draft
-            _complete(draft, backup, {_UNSWAPPED: True})
-            _put_in_place(draft, backup, overwrite=True)
+            _complete(draft, target, {ORIGINAL_KEY: note_original(target, kept_as, keep=keep)})
+            with locked(target):
+                with one_at_a_time(target.parent):
+                    _refuse_in_place(target, keep)
+                    swap_folders(draft, target, kept_as)
+                    fsync_path(target.parent)
+                if not keep:
+                    shutil.rmtree(kept_as)
         except BaseException:
             with suppress(OSError):
-                _remove(draft)
+                remove_marked(draft)
             raise
-    former = swap_folders(backup, target)
-    if former != backup:
-        former.rename(backup)
-    marker = dict(read_marker(target) or {})
-    marker.pop(_UNSWAPPED, None)
-    _write_marker(target, marker)
-    fsync_path(target.parent)
-    if not keep:
-        shutil.rmtree(backup)
 
 
 def backup_of(path: Path) -> Path:
     """Where `folder_in_place` keeps the original: `<name>.bak`."""
     target = resolve_output(path)
-    return target.with_name(target.name + _BACKUP)
+    return target.with_name(target.name + BACKUP)
 
 
-def _refuse_in_place(target: Path, backup: Path) -> None:
+def _refuse_in_place(target: Path, keep: bool) -> None:
     if not target.is_dir():
         raise _refused(target, "is not a folder", "Name the folder that is converted.")
     if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
         raise _refused(target, "cannot be replaced while it is a mount point or the working directory")
     if is_run(target) or is_checkpoint(target):
         raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
-    is_left = (read_marker(backup) or {}).get(_UNSWAPPED) is True and not is_touched(backup)
-    if os.path.lexists(backup) and not is_left:
-        raise _refused(
-            backup, "is there already, and the original would be kept under this name", "Move it elsewhere first."
-        )
+    if keep and os.path.lexists(backup := backup_of(target)):
+        raise _refused(backup, "already exists, and the original is kept under this name", "Move it elsewhere first.")
 
 
 def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path] = ()) -> Path:
@@ -247,10 +236,11 @@ def remove_written(folder: Path) -> bool:
     there; whether it is gone."""
     if read_marker(folder) is None or folder.is_symlink() or is_touched(folder):
         return False
-    doomed = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}")  # no half of it looks whole
-    with _locked(folder):
+    doomed = new_name(folder.parent, DRAFT)  # no half of it looks whole
+    with locked(folder):
+        _write_marker(folder, {**(read_marker(folder) or {}), DRAFT_KEY: doomed.name})
         folder.rename(doomed)
-        _remove(doomed)
+        remove_marked(doomed)
     return True
 
 
@@ -272,27 +262,23 @@ def copy_plain(source: Path, target: Path) -> None:
 @contextmanager
 def _locked_draft(target: Path) -> Iterator[Path]:
     """A new draft beside the target. While this process lives, no other one takes it for left over."""
-    draft = target.parent / f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}"
-    with one_at_a_time(target.parent):
-        draft.mkdir()
-        descriptor = os.open(draft, os.O_RDONLY)
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        _write_marker(draft, {"name": target.name})
+    draft = new_name(target.parent, DRAFT)
+    with ExitStack() as stack:
+        with one_at_a_time(target.parent):
+            draft.mkdir()
+            stack.enter_context(locked(draft))
+        _write_marker(draft, {"name": target.name, DRAFT_KEY: draft.name})
         yield draft
-    finally:
-        os.close(descriptor)
 
 
 def _complete(draft: Path, target: Path, notes: Mapping[str, object] | None = None) -> None:
     """Everything is forced to the disk; then the marker says what belongs to the folder."""
     fsync_tree(draft)
-    listed = {"name": target.name, "version": __version__, "entries": stamps_of(draft)}
+    listed = {"name": target.name, DRAFT_KEY: draft.name, "version": __version__, "entries": stamps_of(draft)}
     _write_marker(draft, {**listed, **(notes or {})})
 
 
-def _write_marker(folder: Path, content: dict[str, object]) -> None:
+def _write_marker(folder: Path, content: Mapping[str, object]) -> None:
     atomic_write_text(folder / MARKER, json.dumps({"format": MARKER_FORMAT, **content}, indent=1) + "\n")
 
 
@@ -302,14 +288,15 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         _rename_to_free_name(draft, target)
         fsync_path(target.parent)
         return
-    with _locked(target):
-        replaced = swap_folders(draft, target)
+    former = draft.with_suffix(FORMER)
+    with locked(target):
+        swap_folders(draft, target, former)
         fsync_path(target.parent)
-        if touched := foreign_entries(replaced) or changed_entries(replaced):
-            _swap_back(draft, target, replaced)
+        if touched := foreign_entries(former) or changed_entries(former):
+            swap_folders(former, target, draft)
             raise _refused(target, f"'{touched[0]}' was added or changed in the meantime")
         with suppress(PermissionError):  # what somebody has made read-only is left to him: the new one is in place
-            _remove(replaced)
+            remove_marked(former)
 
 
 def _rename_to_free_name(draft: Path, target: Path) -> None:
@@ -319,126 +306,3 @@ def _rename_to_free_name(draft: Path, target: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise _refused(target, "another process wrote it in the meantime") from error
-
-
-def swap_folders(new: Path, standing: Path) -> Path:
-    """Let `new` stand where `standing` stands.
-
-    Returns:
-        Where what stood there is now: under the name of `new`, or, where the file system cannot exchange two folders,
-        beside it under `.former`.
-    """
-    if exchange(new, standing):
-        return new
-    former = new.with_suffix(_FORMER)
-    standing.rename(former)
-    new.rename(standing)
-    return former
-
-
-def _swap_back(draft: Path, target: Path, replaced: Path) -> None:
-    if replaced == draft:
-        swap_folders(draft, target)
-    else:
-        target.rename(draft)
-        replaced.rename(target)
-
-
-def _remove(folder: Path) -> None:
-    """Take away a folder of ours, its marker last: half of it is still known as ours."""
-    for path in list(folder.iterdir()):
-        if path.name == MARKER:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    (folder / MARKER).unlink(missing_ok=True)
-    folder.rmdir()
-
-
-# --- what a killed writer left ---------------------------------------------------------------------------------------
-
-
-def heal(parent: Path) -> None:
-    """Finish or take back what writers that were killed began in this folder. Folders that live processes work in, and
-    whatever only looks like ours, stay as they are."""
-    with one_at_a_time(parent), suppress(PermissionError):  # another user's are his to heal
-        for former in sorted(parent.glob(f"{_PREFIX}*{_FORMER}")):
-            _take_back(former)
-        for draft in sorted(parent.glob(f"{_PREFIX}*{_DRAFT}")):
-            _remove_dead(draft)
-
-
-def _take_back(former: Path) -> None:
-    """A folder that was put aside gets its name back, unless the new one stands there."""
-    draft = former.with_suffix(_DRAFT)
-    target = _place_of(former, (read_marker(draft) or read_marker(former) or {}).get("name"))
-    with _claimed(draft) as is_dead:
-        if not is_dead:
-            return
-        if target is not None and not target.exists():
-            former.rename(target)
-            fsync_path(former.parent)
-            return
-    _remove_dead(former)
-
-
-def _place_of(former: Path, name: object) -> Path | None:
-    """Where a folder that was put aside belongs; None when its marker names nothing that can be a name."""
-    try:
-        target = former.with_name(Path(str(name)).name)
-        target.lstat()
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError):
-        return None
-    return target if isinstance(name, str) else None
-
-
-def _remove_dead(folder: Path) -> None:
-    """Take away a draft or a replaced folder that no process works in and that holds only what one of us wrote."""
-    with _claimed(folder) as is_dead:
-        if not is_dead or not folder.is_dir() or folder.is_symlink():
-            return
-        marker = read_marker(folder)
-        if marker is None and any(path.name != MARKER for path in folder.iterdir() if not _is_marker_draft(path)):
-            return
-        if marker is not None and "entries" in marker and is_touched(folder):
-            return
-        _remove(folder)
-
-
-def _is_marker_draft(path: Path) -> bool:
-    return path.name.startswith(f".{MARKER}.")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Tell others that this process works with the folder. Best effort: not every file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether no other process works in the folder, nor begins to while the body runs. One that is gone is free."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(descriptor)

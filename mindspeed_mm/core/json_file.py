@@ -1,23 +1,66 @@
-"""Reads JSON files that others wrote: what is not an object, for whatever reason, is one error that names the file."""
+"""The one reader of JSON that another program or a person wrote: whatever is wrong with it is a `ValueError`, or one
+error that names the file."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 
 JsonObject = dict[str, Any]
 """What stands between { and } in a JSON text."""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are not text."""
+_MOST_DIGITS = 300
+"""Of a whole number: more than any float can hold."""
+
+
+def parse_json(
+    text: str | bytes, *, finite: bool = False, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """`json.loads`, whose every refusal is a `ValueError`.
+
+    Args:
+        text: The JSON.
+        finite: Reject `NaN` and `Infinity`, which are not JSON.
+        pairs: Makes an object of its keys and values (default: a dict in which the last of equal keys counts).
+
+    Raises:
+        ValueError: It is not JSON or not text, is nested too deeply, or holds half a character or a number that is too
+            large for a float.
+    """
+    constant = _not_finite if finite else None
     try:
-        return json.loads(text)
+        value = json.loads(
+            text, parse_int=whole_number, parse_float=fraction, parse_constant=constant, object_pairs_hook=pairs
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if ("\\u" if isinstance(text, str) else b"\\u") in text and has_lone_surrogate(value):  # type: ignore[operator]
+        raise ValueError(f"it holds {HALF_CHARACTER}")
+    return value
+
+
+def whole_number(text: str) -> int:
+    """`int` of a JSON number; `ValueError` for one that no float can hold."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits is too large")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    """`float` of a JSON number; `ValueError` for one that is too large."""
+    value = float(text)
+    return value if math.isfinite(value) else _not_finite(text)
+
+
+def _not_finite(text: str) -> float:
+    raise ValueError(f"the number {text[:40]} is not finite")
 
 
 def read_json_object(

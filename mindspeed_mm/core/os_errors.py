@@ -20,6 +20,7 @@ _WAYS_OUT = {
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
     errno.ENFILE: "Too many files are open on this machine.",
     errno.EIO: "Look at the disk.",
+    errno.EXDEV: "The folder cannot be renamed there, as in an image of a container: write to a new folder instead.",
     errno.ESTALE: "The file server no longer has it: try again.",
 }
 _NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, find, place_of, plain
@@ -20,12 +21,12 @@ def read_json_tree(path: Path) -> Node:
     """
     text = read_config_text(path)
     try:
-        content: Any = json.loads(text)
+        content: Any = parse_json(text)
     except json.JSONDecodeError as error:
         where = str(SourcePosition(str(path), error.lineno, error.colno))
         raise ConfigError(f"not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}", where=where) from None
-    except RecursionError:
-        raise ConfigError("not valid JSON: it is nested too deeply", where=str(path)) from None
+    except ValueError as error:
+        raise ConfigError(f"not valid JSON: {error}", where=str(path)) from None
     if not isinstance(content, dict):
         raise ConfigError("holds no object", where=str(path), way_out="A file of settings begins with {.")
     return _with_places(text, content, str(path))

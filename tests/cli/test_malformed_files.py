@@ -19,7 +19,7 @@ from tests.helpers.permissions import unreadable
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
 
-pytestmark = pytest.mark.edge("S13")
+pytestmark = pytest.mark.edge("S13", "BS13")
 
 STEP = "save/iter_0000002"
 UNVERIFIED = ("training.verify_checkpoint=none", "training.train_iters=3")
@@ -40,7 +40,7 @@ EXPORT = ("export", "save", "exported")
 READS = (
     Read("run.yaml", ("check", "run.yaml")),
     Read("model/config.json", ("check", "run.yaml")),
-    Read("model/config.json", ("train", "run.yaml")),
+    Read("model/config.json", ("train", "run.yaml"), "model"),
     Read("model/model.safetensors", ("train", "run.yaml")),
     Read("model/tokenizer.json", ("check", "run.yaml"), "model"),
     Read("model/tokenizer_config.json", ("check", "run.yaml"), "model"),
@@ -106,7 +106,30 @@ def other_kind(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else "x" if not isinstance(value, list) else 7
 
 
+def numbers_become(change: Callable[[float], float]) -> Callable[[Path], None]:
+    """Every number of a JSON file, or of each line of one, is another."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [changed(item) for item in value]
+        return change(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def damage(path: Path) -> None:
+        texts = path.read_text().split("\n") if path.suffix == ".jsonl" else [path.read_text()]
+        path.write_text("\n".join(json.dumps(changed(json.loads(text))) for text in texts if text))
+
+    return damage
+
+
+NUMBERS: dict[str, Callable[[Path], None]] = {
+    "negative": numbers_become(lambda number: -abs(number) - 1),
+    "large": numbers_become(lambda number: 10**12),
+    "400 digits": numbers_become(lambda number: 10**400),
+}
 DAMAGES: dict[str, Callable[[Path], None]] = {
+    **NUMBERS,
     "empty": bytes_of(b""),
     "list": bytes_of(b"[]"),
     "null": bytes_of(b"null"),
@@ -156,6 +179,8 @@ def damage_and_try(read: Read, damage: str, home: Path) -> None:
     path = home / read.file
     if not path.exists():
         pytest.skip("this model has no such file")
+    if damage in NUMBERS and path.suffix not in (".json", ".jsonl"):
+        pytest.skip("holds no JSON")
     if damage == "unreadable":
         try_it(read, path, unreadable(path))
         return
@@ -171,6 +196,10 @@ QUICK = (
     ("train", "model/config.json", "deep"),
     ("train", f"{STEP}/trainer_state.json", "list"),
     ("train", f"{STEP}/trainer_state.json", "mistyped"),
+    ("train", f"{STEP}/trainer_state.json", "negative"),
+    ("train", f"{STEP}/trainer_state.json", "400 digits"),
+    ("train", f"{STEP}/MANIFEST.json", "400 digits"),
+    ("check", "model/processor_config.json", "large"),
     ("train", f"{STEP}/rng_rank0.safetensors", "binary"),
     ("export", "save/run.json", "list"),
     ("report", "save/run.json", "mistyped"),
@@ -211,6 +240,8 @@ def set_value(path: Path, key: str, value: Any) -> None:
     [
         ("config.json", "text_config.hidden_size", -8),
         ("config.json", "text_config.num_attention_heads", 0),
+        ("config.json", "text_config.num_attention_heads", 7),
+        ("config.json", "text_config.num_key_value_heads", 3),
         ("config.json", "text_config.num_hidden_layers", 10**9),
         ("config.json", "vision_config.patch_size", 0),
         ("config.json", "vision_config.spatial_merge_size", -2),
@@ -226,7 +257,8 @@ def test_a_size_out_of_range_is_named_with_its_file(verb: str, file: str, key: s
     said = mm(verb, "run.yaml", "training.save=other")
     told = said.err + said.out
     assert said.code == 4, told
-    assert file in told and key in told, told
+    shown = "text_config.num_key_value_heads" if value in (3, 7) else key  # of two that do not fit, the second
+    assert file in told and shown in told, told
     assert "this is a bug" not in told and "rows.jsonl" not in said.err, told
 
 

@@ -17,7 +17,9 @@ import pytest
 
 from mindspeed_mm.core import artifacts
 from mindspeed_mm.core.artifacts import LockOwner, RunFolder, append_jsonl, atomic_write_text
+from mindspeed_mm.core.drafts import remove_dead_files
 from mindspeed_mm.core.errors import ExitCode, MachineError
+from tests.helpers.kills import killed_before_each_change
 
 
 def names(folder: Path) -> list[str]:
@@ -53,6 +55,42 @@ def test_write_reaches_the_disk_before_the_rename(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "replace", lambda self, target: (calls.append("rename"), rename(self, target))[1])
     atomic_write_text(tmp_path / "tracker", "7")
     assert calls == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.edge("BS14")
+def test_what_a_kill_leaves_is_removed_by_the_next_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    users = (".resolved.yaml.123.tmp", ".mindspeed-mm-mine.tmp", "notes.tmp")
+
+    def begin() -> None:
+        run.resolved.write_text("old")
+        for name in users:
+            (run.path / name).write_text("mine")
+
+    left = set()
+    for change in killed_before_each_change(run.path, begin, lambda: atomic_write_text(run.resolved, "new")):
+        assert run.resolved.read_text() in ("old", "new"), change
+        left |= {*names(run.path)} - {*users, "resolved.yaml"}
+        run.prepare()
+        assert names(run.path) == sorted([*users, "resolved.yaml"]), change
+    assert left and all(name.startswith(".mindspeed-mm-") for name in left)
+
+
+@pytest.mark.edge("BS14")
+def test_what_others_write_now_stays(tmp_path: Path) -> None:
+    """A live process here; and one of another machine, whose lock may not be seen here."""
+    elsewhere = tmp_path / f".mindspeed-mm-{'0' * 32}.tmp"
+    elsewhere.write_text("half")
+    with artifacts.atomic_file(tmp_path / "a") as draft:
+        draft.write_text("half")
+        read, write = os.pipe()
+        if not os.fork():
+            os.write(write, json.dumps(remove_dead_files(tmp_path)).encode())
+            os._exit(0)
+        assert json.loads(os.read(read, 1000)) == []
+    assert names(tmp_path) == [elsewhere.name, "a"]
+    os.utime(elsewhere, (1, 1))
+    assert remove_dead_files(tmp_path) == [elsewhere.name]
 
 
 def test_sha256(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core import folder_writing
+from mindspeed_mm.core import exchange
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.core.folder_writing import atomic_folder, remove_written
@@ -48,7 +48,7 @@ OLD, NEW = {"sub/a": "old", "b": "old"}, {"sub/a": "new", "b": "new"}
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How folders change places: as this system does it, and as on a file system that cannot."""
     if request.param == "two renames":
-        monkeypatch.setattr(folder_writing, "exchange", lambda one, other: False)
+        monkeypatch.setattr(exchange, "exchange", lambda one, other: False)
     return str(request.param)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core import folder_writing
+from mindspeed_mm.core import exchange
 
 _EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate", "os.symlink", "os.link"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -40,10 +40,11 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 class _Counter:
-    """Counts changes below a folder, and kills this process before the one of a given number."""
+    """Counts changes below a folder, and kills this process before the one of a given number, or raises there."""
 
-    def __init__(self, below: Path, fatal: int | None) -> None:
-        self.count, self._fatal, self._below = 0, fatal, str(below)
+    def __init__(self, below: Path, fatal: int | None, raises: type[BaseException] | None) -> None:
+        self.count, self._fatal, self._below, self._raises = 0, fatal, str(below), raises
+        self.raised = False
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Of `sys.addaudithook`."""
@@ -53,13 +54,17 @@ class _Counter:
 
     def change(self) -> None:
         """One is about to be made."""
-        if self.count == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
+        number = self.count
         self.count += 1
+        if number == self._fatal:
+            if self._raises is not None:
+                self.raised = True
+                raise self._raises
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_the_rest(self) -> None:
         """What the audit does not see."""
-        folder_writing.exchange = self._counted(folder_writing.exchange)
+        exchange.exchange = self._counted(exchange.exchange)
         if (library := sys.modules.get("safetensors.torch")) is not None:  # importing torch here would take seconds
             library.save_file = self._counted(library.save_file)  # type: ignore[attr-defined]
 
@@ -81,6 +86,7 @@ def killed_before_each_change(
     begin: Callable[[], None],
     work: Callable[[], object],
     chosen: Callable[[int], Collection[int]] = range,
+    raises: type[BaseException] | None = None,
 ) -> Iterator[int]:
     """Do `work` again and again, each time killed before another change that it makes below `folder`.
 
@@ -89,6 +95,7 @@ def killed_before_each_change(
         begin: What is there before.
         work: In a copy of this process.
         chosen: From the number of changes to those that are tried; default: all.
+        raises: Raise this instead of the change; the work may clean up after itself.
 
     Yields:
         The number of the change, after the kill.
@@ -97,8 +104,9 @@ def killed_before_each_change(
     assert changes, "the work changes nothing"
     for change in chosen(changes):
         _begin_anew(folder, begin)
-        code = _in_a_copy(folder, work, change)
-        assert code == -signal.SIGKILL, f"before change {change} of {changes}: exit code {code}"
+        code = _in_a_copy(folder, work, change, raises=raises)
+        expected = -signal.SIGKILL if raises is None else 1
+        assert code == expected, f"before change {change} of {changes}: exit code {code}"
         yield change
 
 
@@ -117,11 +125,17 @@ def _begin_anew(folder: Path, begin: Callable[[], None]) -> None:
     begin()
 
 
-def _in_a_copy(folder: Path, work: Callable[[], object], fatal: int | None, told: Path | None = None) -> int:
+def _in_a_copy(
+    folder: Path,
+    work: Callable[[], object],
+    fatal: int | None,
+    told: Path | None = None,
+    raises: type[BaseException] | None = None,
+) -> int:
     """The exit code of a copy of this process that does the work, negative when a signal ended it."""
     pid = os.fork()
     if pid == 0:
-        _work_and_leave(_Counter(folder, fatal), work, told)
+        _work_and_leave(_Counter(folder, fatal, raises), work, told)
     return wait_for(pid)
 
 
@@ -139,7 +153,8 @@ def _work_and_leave(counter: _Counter, work: Callable[[], object], told: Path | 
             told.write_text(str(counter.count))
         code = 0
     except BaseException:  # noqa: BLE001 (the border of a process)
-        traceback.print_exc()
+        if not counter.raised:
+            traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.checkpoint.megatron import pt_index
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import parse_json
 
 _BROKEN = "Copy the file again."
 
@@ -64,7 +64,7 @@ def read_pt_files(paths: Sequence[Path]) -> list[PtContent]:
     command = [sys.executable, "-I", str(pt_index.__file__), *map(str, paths)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = answer.stdout.splitlines()
-    contents = [_content(path, json.loads(line)) for path, line in zip(paths, lines, strict=False)]
+    contents = [_content(path, parse_json(line)) for path, line in zip(paths, lines, strict=False)]
     if len(lines) < len(paths):
         last = (answer.stderr.strip() or f"exit status {answer.returncode}").splitlines()[-1]
         raise CheckpointError(f"cannot be read: {last}", where=str(paths[len(lines)]), way_out=_BROKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from mindspeed_mm.checkpoint.original.generator import (
     without_wrappers,
 )
 from mindspeed_mm.core.errors import ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.json_file import parse_json
 
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
 """What stands before the names in files of PEFT, diffusers and ComfyUI."""
@@ -175,7 +175,7 @@ def _config(metadata: Mapping[str, str], path: Path) -> float | None:
     beside = path.parent / "adapter_config.json"
     text = metadata.get("lora_adapter_metadata") or (beside.read_text() if beside.is_file() else "{}")
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ModelFolderError(f"what it says about itself is not valid JSON: {error}", where=str(path)) from error
     if not isinstance(values, dict):

@@ -21,6 +21,7 @@ from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_fam
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
@@ -102,6 +103,7 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
         UsageError: A pipeline holds two transformers.
         CheckpointError: A file is damaged, or asks for something that weights do not need.
     """
+    heal_missing(path)
     if path.is_file() and path.suffix in _PT_SUFFIXES:
         yield _recognised(path, _pt_tensors(path))
     elif path.is_file():
@@ -142,6 +144,7 @@ def _has_ranks(path: Path) -> bool:
 def transformer_folder(path: Path) -> Path:
     """Where a pipeline's transformer lies; of any other folder itself."""
     inside = path / "transformer"
+    heal_missing(inside)
     return inside if inside.is_dir() else path
 
 

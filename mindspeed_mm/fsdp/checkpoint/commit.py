@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, write_tree
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
-from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, RunContext, verify_files
 from mindspeed_mm.fsdp.checkpoint.tree import tree_bytes
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -68,7 +68,8 @@ def commit_checkpoint(
         The committed folder.
 
     Raises:
-        CheckpointError: Nothing was committed; the draft is gone.
+        MachineError: The disk is full, or cannot be written.
+        CheckpointError: Another failure. In both cases nothing was committed, and the draft is gone.
     """
     draft = layout.draft_folder(save, contents.iteration)
 
@@ -94,7 +95,7 @@ def check_space(save: Path, needed_bytes: int) -> str | None:
         A warning when the space is short of `SPACE_MARGIN` times the need, else None.
 
     Raises:
-        CheckpointError: It cannot fit.
+        MachineError: It cannot fit.
     """
     free = free_bytes(save)
     if free < needed_bytes:
@@ -161,7 +162,7 @@ def _explained(action: Callable[[], Result], save: Path, needed_bytes: int) -> R
     except OSError as error:
         if is_disk_full(error):
             raise _disk_full(save, needed_bytes) from error
-        raise CheckpointError(
+        raise MachineError(
             f"could not be written: {error.strerror}",
             where=str(error.filename or save),
             key="training.save",
@@ -169,8 +170,8 @@ def _explained(action: Callable[[], Result], save: Path, needed_bytes: int) -> R
         ) from error
 
 
-def _disk_full(save: Path, needed_bytes: int) -> CheckpointError:
-    return CheckpointError(
+def _disk_full(save: Path, needed_bytes: int) -> MachineError:
+    return MachineError(
         f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {free_bytes(save):,} are free",
         where=str(save),
         key="training.save",

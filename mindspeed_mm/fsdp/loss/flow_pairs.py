@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
 TimestepWeight = Literal["constant", "sigma"]
@@ -77,7 +77,7 @@ class ScoreHistogram:
             DataError: It is missing, or it holds no histogram.
         """
         try:
-            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            content: Any = parse_json(Path(path).read_text(encoding="utf-8"))
             edges, counts = _bins_by_name(content) if "bin_width" in content else _bins_in_lists(content)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise DataError(

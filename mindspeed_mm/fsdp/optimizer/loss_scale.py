@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_mm.core.counts import is_count
+
 GROWTH, BACKOFF = 2.0, 0.5
 """`torch.amp.GradScaler`'s factors."""
 LARGEST = 2.0**127
@@ -47,5 +49,8 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+        """Go on from a checkpoint. Raises `KeyError`, `TypeError` or `ValueError` for what is no state."""
+        value, good_steps = float(state["value"]), state["good_steps"]
+        if not 0 < value <= LARGEST or not is_count(good_steps):
+            raise ValueError(f"a scale of {value:g} after {good_steps!r:.20} steps")
+        self.value, self.good_steps = value, int(good_steps)

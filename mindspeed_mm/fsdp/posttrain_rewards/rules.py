@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Row, needed_solution, reward_register
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
@@ -77,7 +77,7 @@ def is_json(
 
     def fits(text: str) -> bool:
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except ValueError:
             return False
         return not keys or (isinstance(value, dict) and all(key in value for key in keys))

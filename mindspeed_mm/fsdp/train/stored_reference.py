@@ -21,6 +21,7 @@ from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file, make_writable_folder
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -96,7 +97,7 @@ class StoredLogProbs:
                 tensors = {name: file.get_tensor(name) for name in ("log_probs", "digests")}
             if _checksum(tensors, notes) != notes["sha256"]:
                 raise ValueError("its content does not fit its checksum")
-            names, stored = json.loads(notes["ids"]), cls(json.loads(notes["facts"]))
+            names, stored = parse_json(notes["ids"]), cls(parse_json(notes["facts"]))
             numbers, digests = tensors["log_probs"].tolist(), tensors["digests"].tolist()
             for name, (chosen, rejected), digest in zip(names, numbers, digests, strict=True):
                 stored.log_probs[name], stored.digests[name] = (chosen, rejected), bytes(digest)

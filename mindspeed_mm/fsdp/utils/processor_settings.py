@@ -11,7 +11,9 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_SIZES = frozenset({"patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size"}) | {
+_PIECES = frozenset({"patch_size", "temporal_patch_size", "merge_size", "spatial_merge_size"})
+_LARGEST_PIECE = 4096
+_SIZES = _PIECES | {
     *("size", "crop_size", "height", "width", "shortest_edge", "longest_edge", "min_pixels", "max_pixels"),
 }
 """Whole numbers from 1, lists of them, or tables of them."""
@@ -49,6 +51,8 @@ def _faults(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[st
         numbers = value if isinstance(value, list) else [value]
         if key in _SIZES and not all(map(_is_size, numbers)):
             yield section + key, value, "a whole number from 1"
+        elif key in _PIECES and max(numbers, default=1) > _LARGEST_PIECE:
+            yield section + key, value, f"at most {_LARGEST_PIECE}"
         if key in _DIVISORS and not all(map(_is_divisor, numbers)):
             yield section + key, value, "a number other than 0"
         if key in _NUMBERS and not all(map(_is_number, numbers)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.file_writing import check_output_file
 from mindspeed_mm.tasks.dancegrpo.flags import configuration, notes_on_data, read_flags
 
@@ -62,7 +61,6 @@ def _is_rewards(head: bytes) -> bool:
 
 def write_rewards(run_folder: Path, path: Path) -> None:
     """The mean reward of each step that the log has, a line each, as the script writes it."""
-    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [line["reward"] for line in map(json.loads, lines) if "reward" in line]
+    rewards = [line["reward"] for line in read_jsonl(run_folder / "metrics.jsonl") if "reward" in line]
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, "".join(f"{reward}\n" for reward in rewards))

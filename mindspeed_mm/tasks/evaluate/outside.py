@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import parse_json
 
 _LONGEST_LOOK_S = 120.0
 _LOOK = """
@@ -84,7 +84,7 @@ def find_outside(wanted: Wanted, python: Path | None) -> OutsidePackage:
         looked = subprocess.run(
             [str(program), "-c", _LOOK, wanted.module], capture_output=True, timeout=_LONGEST_LOOK_S, check=True
         )
-        found = json.loads(looked.stdout)
+        found = parse_json(looked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what, way_out = "is not a Python that can be run", "Name the environment's, such as envs/other/bin/python."
         raise MachineError(what, where=str(program), key=wanted.key, way_out=way_out) from error

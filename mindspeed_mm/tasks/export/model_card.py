@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import plain
 from mindspeed_mm.tasks.export.card_usage import Usage, usage_of
 from mindspeed_mm.tasks.export.contents import ContentKind
 
@@ -188,12 +192,14 @@ def _view(folder: Path) -> str:
 
 
 def _flat_config(run: RunFolder | None) -> dict[str, object]:
-    """The run's resolved configuration by dotted key; empty when it is not there."""
+    """The run's resolved configuration by dotted key; empty when it is not there or damaged."""
     if run is None or not run.resolved.exists():
         return {}
-    from ruamel.yaml import YAML  # only the card reads it
-
-    return _flat(YAML(typ="safe").load(run.resolved) or {})
+    try:
+        content = plain(parse_yaml(read_config_text(run.resolved), str(run.resolved)).root)
+    except ConfigError:
+        return {}
+    return _flat(content) if isinstance(content, dict) else {}
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, object]:

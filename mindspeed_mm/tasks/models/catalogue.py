@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.tasks.models.routes import TASKS, bare, bare_names, cards_of
@@ -138,7 +138,7 @@ def _in_folder(folder: Path) -> list[ModelCard]:
         if not path.is_file():
             continue
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = parse_json(path.read_text(encoding="utf-8"))
             if "_class_name" in config:
                 classes = [config["_class_name"]]
             else:

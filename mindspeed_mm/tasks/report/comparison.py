@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from mindspeed_mm.core.config_path import dotted
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import plain
 from mindspeed_mm.tasks.evaluate.comparing import (
     PairedTest,
     Question,
@@ -139,8 +139,8 @@ def configuration_differences(runs: Sequence[ReportedRun]) -> list[tuple[str, li
 
 def _settings(configuration: str) -> dict[str, str]:
     try:
-        loaded = YAML(typ="safe", pure=True).load(configuration)
-    except (YAMLError, RecursionError, ValueError):
+        loaded = plain(parse_yaml(configuration, "resolved.yaml").root)
+    except ConfigError:
         return {}  # a configuration that a person has changed by hand; it is shown below as it is
     return dict(_leaves(loaded, "")) if isinstance(loaded, dict) else {}
 

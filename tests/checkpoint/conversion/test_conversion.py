@@ -226,7 +226,7 @@ def test_in_place_keeps_the_original_beside_it(source: Path, tmp_path: Path) -> 
     assert torch.equal(load_file(source / "model.safetensors")["new.up"], TENSORS["up"])
     assert torch.equal(load_file(tmp_path / "source.bak/model.safetensors")["up"], TENSORS["up"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "source.bak"]
-    with pytest.raises(UsageError, match="is there already, and the original would be kept under this name"):
+    with pytest.raises(UsageError, match="already exists, and the original is kept under this name"):
         in_place(source)
 
 

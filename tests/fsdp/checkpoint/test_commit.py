@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.checkpoint import layout
-from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.checkpoint import commit, manager, retention
 from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest, verify_files
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -97,7 +97,7 @@ def full_disk_on_one_rank(save: str, save_async: bool) -> list[str]:
     for attempt in (lambda: checkpoints.save(2, model, optimizer, {}), checkpoints.wait):
         try:
             attempt()
-        except CheckpointError as error:
+        except MachineError as error:
             said.append(str(error))
     dist.barrier()
     said += names(Path(save))
@@ -131,7 +131,7 @@ def test_failure_in_any_phase_leaves_the_older_checkpoint_alone(
         raise OSError(errno.EIO, "Input/output error", "/some/file")
 
     monkeypatch.setattr(commit, function, broken)
-    with pytest.raises(CheckpointError, match=r"/some/file .*could not be written: Input/output error"):
+    with pytest.raises(MachineError, match=r"/some/file .*could not be written: Input/output error"):
         small_run.manager(tmp_path).save(2, model, optimizer, {})
     assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "iter_0000001" / "MANIFEST.json").read_bytes() == before
@@ -183,7 +183,7 @@ def test_space_is_checked_before_anything_is_written(
     needed -= model.head.weight.nbytes
     checkpoints = small_run.manager(tmp_path)
     monkeypatch.setattr(commit, "free_bytes", lambda path: needed - 1)
-    with pytest.raises(CheckpointError, match=rf"the disk is full: .* {needed:,} bytes, {needed - 1:,} are free"):
+    with pytest.raises(MachineError, match=rf"the disk is full: .* {needed:,} bytes, {needed - 1:,} are free"):
         checkpoints.save(1, model, optimizer, {})
     assert names(tmp_path) == []
     monkeypatch.setattr(commit, "free_bytes", lambda path: int(1.1 * needed))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.checkpoint import commit
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
@@ -159,7 +159,7 @@ def test_space_is_asked_for_the_average_too(tmp_path: Path, monkeypatch: pytest.
     weights = sum(t.numel() * t.element_size() for t in dict(model.state_dict()).values())
     weights -= model.head.weight.numel() * 4  # tied
     monkeypatch.setattr(commit, "free_bytes", lambda folder: 2 * weights - 400)
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(MachineError, match="the disk is full"):
         checkpoints.save(1, model, optimizer, {}, ema)
     monkeypatch.setattr(commit, "free_bytes", lambda folder: 2 * weights)
     checkpoints.save(1, model, optimizer, {}, ema)

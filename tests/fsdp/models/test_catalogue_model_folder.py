@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
+from mindspeed_mm.fsdp.models.loading.folder import STATE
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -170,7 +172,9 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("78 not a table", write("config.json", b"[1, 2]"), "not a table"),
     ("78 unknown model type", edit_config(model_type="qwen33"), "'qwen33' is not a model type.*Did you mean 'qwen3'"),
     ("78 no model type", edit_config(model_type=None), "names no model_type"),
-    ("78 private key", edit_config(_attn_implementation="evil/kernel"), "_attn_implementation.*private setting"),
+    ("78 private key", edit_config(_attn_implementation="evil/kernel"), "_attn_implementation.*internal state"),
+    ("78 state of the class", edit_config(__class__="int"), "__class__.*internal state"),
+    ("78 a method", edit_config(_get_config_dict=1), "_get_config_dict.*internal state"),
     ("78 wrong type of a setting", edit_config(hidden_size="large"), "transformers cannot read it.*hidden_size"),
     (
         "78 code of its own",
@@ -277,6 +281,26 @@ def test_78_code_beside_a_native_class_is_not_run(trusted: bool, copied: Callabl
     load_processor(folder, trust_remote_code=trusted)
     report = build_and_load(folder, trust_remote_code=trusted)
     assert any("modeling_x.py: not run" in warning for warning in report.warnings)
+
+
+@pytest.mark.edge("BR18")
+def test_78_private_names_that_nothing_reads_are_ignored(copied: Callable[[str], Path]) -> None:
+    """transformers writes `_model_name_or_path` when it reads GGUF; `_remove_final_layer_norm` is a setting of OPT."""
+    folder = copied("text")
+    before = ModelHub.build(ModelArguments(model_name_or_path=str(folder))).config.to_dict()
+    unread = {"_model_name_or_path": "x.gguf", "_unheard_of": [1], "_remove_final_layer_norm": False}
+    edit_json(folder / "config.json", **unread)
+    config = ModelHub.build(ModelArguments(model_name_or_path=str(folder))).config
+    assert {key: value for key, value in config.to_dict().items() if key not in unread} == before
+    assert not build_and_load(folder).warnings
+
+
+@pytest.mark.edge("BR18")
+def test_78_no_name_of_the_configuration_class_can_be_set() -> None:
+    plain = PreTrainedConfig()
+    own = {name for name in {*dir(plain), *vars(plain)} if name.startswith("_")} - {"_name_or_path"}
+    assert {"_attn_implementation", "_experts_implementation_internal", "_get_config_dict", "__class__"} <= own
+    assert [name for name in sorted(own) if not STATE.fullmatch(name)] == []
 
 
 def test_84_nonfinite_weights_are_named(copied: Callable[[str], Path]) -> None:

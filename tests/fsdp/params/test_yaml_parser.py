@@ -1,5 +1,7 @@
 """YAML text → tree: what is accepted, what is refused, and the places of everything."""
 
+import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +51,35 @@ def test_tabs_that_do_not_indent_are_white_space() -> None:
         "l": [1, 2],
         "q": "a\tb",
     }
+
+
+@pytest.mark.edge("BS14")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"k{number}:\t1\n" for number in range(1500)),
+        "a: x" + "\ty" * 1500,
+        "l:\n" + "  -\tone\ttwo\n" * 1500,
+        "a: &a {" + ", ".join(f"k{number}: 1" for number in range(5000)) + "}\n"
+        + "".join(f"m{number}: {{<<: *a}}\n" for number in range(5000)),
+    ],
+    ids=["tabs of many lines", "tabs of one line", "tabs in a list", "merge keys"],
+)  # fmt: skip
+def test_the_time_of_a_text_does_not_grow_with_the_square_of_its_length(text: str) -> None:
+    begun = time.process_time()
+    with contextlib.suppress(ConfigError):
+        parse_yaml(text, "f.yaml")
+    assert time.process_time() - begun < 2.5
+
+
+def test_a_tab_in_a_plain_text_is_a_blank() -> None:
+    assert value_of("a: one\ttwo \tthree\nb\tc: 1\n") == {"a": "one two  three", "b c": 1}
+
+
+@pytest.mark.parametrize("text", ["a: !!str\tb\n", "a: |\t# c\n  b\n"])
+def test_a_tab_that_separates_nothing_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"f\.yaml:1:\d+  a tab cannot separate these two"):
+        parse_yaml(text, "f.yaml")
 
 
 def test_anchors_aliases_and_merge_keys() -> None:

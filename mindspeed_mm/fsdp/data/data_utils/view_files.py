@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.template import build_template, own_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import (
     VIEW_FILE,
@@ -126,7 +127,7 @@ def _change_old_file(path: Path, setting: Override) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _store(path: Path, content: dict[str, Any]) -> None:

@@ -11,8 +11,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from mindspeed_mm.core.counts import is_count
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, SequentialSampler
@@ -64,12 +66,15 @@ class DataPosition:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> DataPosition:
-        """Back from a checkpoint."""
-        pending = tuple(Pick(int(epoch), int(row)) for epoch, row in state.get("pending", ()))
-        carried = tuple(map(int, state.get("carried", ())))
+        """Back from a checkpoint. Raises `ValueError`, `TypeError` or `KeyError` for what is no position."""
+        pending = tuple(Pick(epoch, row) for epoch, row in state.get("pending", ()))
+        carried = tuple(state.get("carried", ()))
         rollout = RolloutPlace(*state["rollout"]) if "rollout" in state else None
-        overdue = int(state.get("overdue", 0))
-        return cls(int(state["epoch"]), int(state["index"]), pending, carried, overdue, rollout)
+        overdue = state.get("overdue", 0)
+        counts = (state["epoch"], state["index"], *chain.from_iterable(pending), *carried, overdue)
+        if not all(map(is_count, (*counts, *(rollout or ())[:2]))) or overdue > len(pending):
+            raise ValueError("a count is negative, or is none")
+        return cls(state["epoch"], state["index"], pending, carried, overdue, rollout)
 
 
 class MicroBatch(NamedTuple):

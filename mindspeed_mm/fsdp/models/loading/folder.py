@@ -6,6 +6,7 @@ its own for the model.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _KEY = "model.model_name_or_path"
-_PRIVATE_KEYS = frozenset(
-    {"_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_from_model_config", "_num_labels"}
-    | {"_class_name", "_diffusers_version", "_valid_kwargs_names", "_sliding_window_pattern", "_pad_token_id"}
-    | {"_out_features", "_out_indices", "_frame_rate", "_has_encoder", "_has_decoder"}
+STATE = re.compile(
+    r"__.*|_(attn|experts)_implementation(_internal)?"
+    r"|_(auto_class|post_init_done|output_attentions|heterogeneity_spec|rope_type_labels|legacy_field_names)"
+    r"|_(check|decode|dict|encode|get|getattr|hasattr|iter|remove_keys|resolve|update|upload|validate)_.*"
 )
-"""Keys with an underscore that libraries write. Any other would set private state of a configuration object."""
+"""Keys that would set what transformers' configuration class keeps for itself: its state, methods, and kernels to load
+from a hub. Of other names with an underscore, those that no class reads have no effect."""
 _COUNTS = ("num_hidden_layers", "num_layers", "depth")
 _MEASURES = (
     *("hidden_size", "intermediate_size", "out_hidden_size", "embed_dim", "d_model", "vocab_size", "head_dim"),
@@ -198,9 +200,9 @@ def _class_of_folder(config: PreTrainedConfig, folder: Path) -> type | None:
 def _check_keys(config: Mapping[str, object], path: Path, section: str = "") -> None:
     """Refuse private keys, and weights that are quantised in a way that is not read, at any depth."""
     for key, value in config.items():
-        if key.startswith("_") and key not in _PRIVATE_KEYS:
+        if STATE.fullmatch(key):
             raise ModelFolderError(
-                f"'{key}' is a private setting that no library writes",
+                f"'{key}' is internal state of a configuration, which no library writes into its file",
                 where=str(path),
                 key=section + key,
                 way_out="Remove it.",
@@ -211,6 +213,23 @@ def _check_keys(config: Mapping[str, object], path: Path, section: str = "") -> 
             _check_size(value, path, section + key)
         if isinstance(value, dict):
             _check_keys(value, path, f"{section}{key}.")
+    _check_shares(config, path, section)
+
+
+def _check_shares(config: Mapping[str, object], path: Path, section: str) -> None:
+    """Refuse sizes that are sound alone and impossible together."""
+    heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    what = key = ""
+    if type(heads) is int and type(key_heads) is int and heads % key_heads:
+        key = "num_key_value_heads"
+        what = f"{heads} attention heads cannot be shared among {key_heads} key-value heads"
+    chosen = config.get("num_experts_per_tok")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if type(experts := config.get(name)) is int and type(chosen) is int and 0 < experts < chosen:
+            key, what = "num_experts_per_tok", f"a token cannot choose {chosen} of {experts} experts"
+    if key:
+        way_out = "Compare it with the original model's config.json."
+        raise ModelFolderError(what, where=str(path), key=section + key, way_out=way_out)
 
 
 def _check_size(value: object, path: Path, key: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import where_else
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -95,6 +96,8 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
         paths = [value]
     elif isinstance(value, tuple):
         paths = value
+    for path in paths:
+        heal_missing(Path(path).expanduser())
     return [missing_input(Path(path), key, kind) for path in paths if not Path(path).expanduser().exists()]
 
 

@@ -25,6 +25,7 @@ from ruamel.yaml.events import (
     StreamEndEvent,
 )
 from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.scanner import Scanner
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.suggest import did_you_mean
@@ -60,32 +61,41 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
     for line in text.split("\n"):
         has_other_blanks = line.rstrip() != line.rstrip(" \r\n")
         lines.append(line.rstrip() if has_other_blanks else line)
-    while True:
-        try:
-            return _Builder(_events("\n".join(lines)), source).document()
-        except MarkedYAMLError as error:
-            if not _take_out_tab(error, lines):
-                raise _not_yaml(error, lines, source) from None
-        except YAMLError as error:
-            raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=source) from None
+    try:
+        return _Builder(_events("\n".join(lines)), source).document()
+    except MarkedYAMLError as error:
+        raise _not_yaml(error, lines, source) from None
+    except YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=source) from None
+
+
+class _Scanner(Scanner):
+    """The library's, for which a tab is a blank also in block style and in plain scalars, unless it indents."""
+
+    def scan_to_next_token(self) -> None:
+        reader = self.reader
+        super().scan_to_next_token()
+        while reader.peek() == "\t" and reader.buffer[reader.pointer - reader.column : reader.pointer].strip():
+            self._skip_blanks()
+            super().scan_to_next_token()
+
+    def scan_plain_spaces(self, indent: Any, start_mark: Any) -> Any:
+        begin = self.reader.column
+        self._skip_blanks()
+        if self.reader.peek() in "\r\n\x85\u2028\u2029":
+            return super().scan_plain_spaces(indent, start_mark)
+        return [" " * (self.reader.column - begin)] if self.reader.column > begin else []
+
+    def _skip_blanks(self) -> None:
+        while self.reader.peek() in "\t ":
+            self.reader.forward()
 
 
 def _events(text: str) -> Iterator[Event]:
-    parsed: Iterator[Event] = iter(YAML(typ="safe", pure=True).parse(text))
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Scanner = _Scanner
+    parsed: Iterator[Event] = iter(yaml.parse(text))
     return parsed
-
-
-def _take_out_tab(error: MarkedYAMLError, lines: list[str]) -> bool:
-    """Replace the tab at which the scanner stopped by spaces, unless it indents. Says whether it did."""
-    mark = error.problem_mark
-    if mark is None or mark.line >= len(lines):
-        return False
-    before, rest = lines[mark.line][: mark.column], lines[mark.line][mark.column :]
-    tabs = re.match(r"[\t ]*\t", rest)
-    if not tabs or not before.strip():
-        return False
-    lines[mark.line] = before + " " * tabs.end() + rest[tabs.end() :]
-    return True
 
 
 def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> ConfigError:
@@ -95,9 +105,8 @@ def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> Conf
     place = str(SourcePosition(source, mark.line + 1, mark.column + 1))
     line = lines[mark.line] if mark.line < len(lines) else ""
     if line[mark.column : mark.column + 1] == "\t":
-        return ConfigError(
-            "a tab indents this line", where=place, way_out="YAML is indented with spaces: replace the tab."
-        )
+        what = "a tab cannot separate these two" if line[: mark.column].strip() else "a tab indents this line"
+        return ConfigError(what, where=place, way_out="YAML is indented with spaces: replace the tab.")
     context = f" ({error.context})" if error.context else ""
     needs_quotes = re.search(r"\[[^\]]*\w\.?\{[*\d]", line)
     hint = "Inside [ ] a pattern with braces needs quotes: ['layers.{*}']." if needs_quotes else ""
@@ -112,6 +121,8 @@ class _Builder:
         self.source = source
         self.resolver = YAML(typ="safe", pure=True).resolver
         self.anchors: dict[str, Node] = {}
+        self.merged = 0
+        """Entries that `<<` has added so far."""
         self.problems: list[Problem] = []
         self.path: list[str] = []
 
@@ -139,10 +150,6 @@ class _Builder:
             node = self._sequence(event, level)
         else:
             node = self._mapping(event, level)
-        if node.size > MOST_NODES or node.depth > MOST_DEPTH:
-            raise self._fault(
-                event, f"more than {MOST_NODES} values once aliases are written out", "Use fewer aliases."
-            )
         if event.anchor:
             node.anchored = True
             self.anchors[event.anchor] = node
@@ -163,7 +170,7 @@ class _Builder:
                 break
             child = self._build(item, level + 1)
             node.value.append(child)
-            _grow(node, child)
+            self._grow(node, child)
         return node
 
     def _mapping(self, event: object, level: int) -> Node:
@@ -178,15 +185,30 @@ class _Builder:
             self.path.append(item.value)
             child = self._build(next(self.events), level + 1)
             self.path.pop()
-            _grow(node, child)
+            self._grow(node, child)
             if item.value == "<<" and item.implicit[0]:
                 merged += self._merge_sources(child)
             else:
                 self._add(node.value, item, child)
         for source in merged:
+            self.merged += len(source.value)
+            if self.merged > MOST_NODES:
+                raise self._too_large(node)
             for name, entry in source.value.items():
                 node.value.setdefault(name, entry)
         return node
+
+    def _grow(self, parent: Node, child: Node) -> None:
+        parent.size += child.size
+        parent.depth = max(parent.depth, child.depth + 1)
+        parent.anchored |= child.anchored
+        if parent.size > MOST_NODES or parent.depth > MOST_DEPTH:
+            raise self._too_large(parent)
+
+    @staticmethod
+    def _too_large(node: Node) -> ConfigError:
+        what = f"more than {MOST_NODES} values once aliases are written out"
+        return ConfigError(what, where=str(node.place), way_out="Use fewer aliases.")
 
     def _add(self, entries: dict[str, MappingEntry], key: ScalarEvent, child: Node) -> None:
         place = self._place(key)
@@ -232,12 +254,6 @@ class _Builder:
 
     def _place(self, event: Any) -> SourcePosition:
         return SourcePosition(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
-
-
-def _grow(parent: Node, child: Node) -> None:
-    parent.size += child.size
-    parent.depth = max(parent.depth, child.depth + 1)
-    parent.anchored |= child.anchored
 
 
 def _whole(text: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import parse_json
 
 FOLDER = "rollouts"
 _CHECKSUM = "sha256"
@@ -76,7 +77,7 @@ def read_rollout(folder: Path, number: int) -> StoredRollout | None:
     try:
         text = path.read_text(encoding="utf-8")
         first, _, body = text.partition("\n")
-        header, samples = json.loads(first), [json.loads(line) for line in body.split("\n") if line]
+        header, samples = parse_json(first), [parse_json(line) for line in body.split("\n") if line]
     except (OSError, ValueError):
         return None
     if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _checksum(header, body):

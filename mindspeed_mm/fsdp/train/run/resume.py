@@ -12,6 +12,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.core.counts import is_count
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.committed import verify_converted
 from mindspeed_mm.fsdp.checkpoint.loading import (
@@ -25,8 +26,10 @@ from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
@@ -81,22 +84,32 @@ class ResumePoint:
 
     def _checked(self, state: Mapping[str, Any]) -> LoopState:
         assert self.checkpoint is not None
-        _check_state(state, self.checkpoint.path / TRAINER_STATE)
+        _check_state(state, self.checkpoint.path / TRAINER_STATE, self.checkpoint.iteration)
         return cast(LoopState, state)
 
 
-def _check_state(state: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` when the loop's state lacks something or holds another kind of value. Files are compared
-    with the manifest before, but not under `training.verify_checkpoint: size` or `none`."""
+def _check_state(state: Mapping[str, Any], path: Path, iteration: int | None) -> None:
+    """Raise `CheckpointError` when the loop's state is not one of this step. Files are compared with the manifest
+    before, but not under `training.verify_checkpoint: size` or `none`."""
     numbers = {name: state.get(name) for name in ("iteration", "consumed_samples", "skipped_in_a_row")}
-    wrong = [name for name in ("data_position", "bad_samples") if not isinstance(state.get(name), dict)]
-    if "data_position" not in wrong:
-        for name in ("epoch", "index"):
-            numbers[f"data_position.{name}"] = state["data_position"].get(name)
-    wrong += [name for name, number in numbers.items() if type(number) is not int]
+    wrong = [name for name, number in numbers.items() if not is_count(number)]
+    if iteration is not None and state.get("iteration") != iteration and "iteration" not in wrong:
+        wrong.append("iteration")
+    if not isinstance(state.get("bad_samples"), dict):
+        wrong.append("bad_samples")
+    try:
+        DataPosition.from_dict(state["data_position"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        wrong.append("data_position")
+    try:
+        LossScale(1.0, 1, 1.0).load_state(state.get("loss_scale", {"value": 1.0, "good_steps": 0}))
+    except (KeyError, TypeError, ValueError):
+        wrong.append("loss_scale")
     if wrong:
         raise CheckpointError(
-            f"is not a state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
+            f"is not a state of a training: {', '.join(wrong)} missing, mistyped or out of range",
+            where=str(path),
+            way_out=RESTORE,
         )
 
 

@@ -6,7 +6,6 @@ whichever family. A harness's own loaders have other pixel bounds and system pro
 
 from __future__ import annotations
 
-import json
 import secrets
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.tasks.serve.backend import end_process
 
 NAME = "model"
@@ -101,7 +101,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     said: Iterable[str] = process.stdout or ()
     for line in said:
         try:
-            return str(json.loads(line)["address"])
+            return str(parse_json(line)["address"])
         except (ValueError, KeyError, TypeError):
             sys.stderr.write(line)
     code = process.wait()

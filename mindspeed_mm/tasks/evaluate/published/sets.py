@@ -6,7 +6,6 @@ Names and columns are those under which the authors, or VLMEvalKit in its tab-se
 from __future__ import annotations
 
 import ast
-import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.sampling.answers.scoring import GradedScore, Score, graded, score
 from mindspeed_mm.tasks.evaluate.published import rules
 from mindspeed_mm.tasks.evaluate.published.item import Item, with_options
@@ -334,7 +334,7 @@ def _parquet_films(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
 
 def _records(path: Path, key: str) -> list[Row]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if key:
             found = found[key]
         if isinstance(found, list) and all(isinstance(record, dict) for record in found):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import fraction, whole_number
 from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
@@ -316,4 +317,4 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_int=whole_number, parse_float=fraction)
