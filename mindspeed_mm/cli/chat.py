@@ -14,6 +14,7 @@ import click
 
 from mindspeed_mm.cli.sharing import is_address
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
+from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -126,10 +127,13 @@ def command(
         try:
             if not reply(chat, line, as_json):
                 break
-        except MMError as error:
-            click.echo(str(error), err=True)
+        except (MMError, OSError) as error:
+            known = error if isinstance(error, MMError) else explained_os_error(error)
+            if known is None:
+                raise
+            click.echo(str(known), err=True)
             if not sys.stdin.isatty():
-                code = code or error.exit_code
+                code = code or known.exit_code
     return code
 
 
@@ -285,4 +289,4 @@ def named_file(words: str) -> Path:
         parts = [words]
     if not words:
         raise UsageError("no file is named", way_out="Write its name behind the command.")
-    return Path(parts[0] if len(parts) == 1 else words).expanduser()
+    return with_home(Path(parts[0] if len(parts) == 1 else words))

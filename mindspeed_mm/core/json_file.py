@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,25 @@ JsonObject = dict[str, Any]
 """What stands between { and } in a JSON text."""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are not text."""
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
+    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are not text.
+
+    Args:
+        text: The JSON.
+        finite: Reject `NaN` and `Infinity`, which are not JSON, and numbers too large for a float.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_not_finite, parse_float=_finite) if finite else json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _not_finite(name: str) -> float:
+    raise ValueError(f"the number {name} is not finite")
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _not_finite(text[:40])
 
 
 def read_json_object(

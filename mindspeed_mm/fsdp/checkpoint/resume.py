@@ -52,6 +52,7 @@ FREE_KEYS = (
     "model.train_from_scratch",
     "model.trust_remote_code",
     "parallel.*",
+    "posttrain.rollout.api_key_env",
     "posttrain.rollout.base_url",
     "posttrain.rollout.batch_size",
     "posttrain.rollout.keep",

@@ -39,6 +39,8 @@ Row = Mapping[str, Any]
 
 KEY = "posttrain.rewards"
 """Of the section. An error of a reward under this key is told under the key of that reward's entry."""
+MOST_REWARD = 1e9
+"""Largest reward, of either sign: with larger ones the standard deviation of a group loses the other rewards."""
 _ROOM = "mindspeed_mm.fsdp.posttrain_rewards"
 _BUILT_IN = {
     "texts": {
@@ -165,11 +167,14 @@ class Reward:
         for number, score in enumerate(scores):
             if score is None:
                 found.append(math.nan)
-            elif isinstance(score, Real) and math.isfinite(score):
+            elif (
+                isinstance(score, Real) and score <= MOST_REWARD and score >= -MOST_REWARD
+            ):  # neither is what is not a number
                 found.append(float(score))
             else:
                 where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
-                raise self._wrong(f"returned {score!r} for {where}", "Return a finite number, or None.")
+                way_out = f"Return a number up to ±{MOST_REWARD:g}, or None."
+                raise self._wrong(f"returned {score!r} for {where}", way_out)
         return found
 
     def _wrong(self, what: str, way_out: str) -> DataError:

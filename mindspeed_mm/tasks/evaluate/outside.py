@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.os_errors import with_home
 
 _LONGEST_LOOK_S = 120.0
 _LOOK = """
@@ -79,7 +80,7 @@ def find_outside(wanted: Wanted, python: Path | None) -> OutsidePackage:
     Raises:
         MachineError: There is no such Python, or the package is not installed there.
     """
-    program = Path(sys.executable) if python is None else python.expanduser()
+    program = Path(sys.executable) if python is None else with_home(python)
     try:
         looked = subprocess.run(
             [str(program), "-c", _LOOK, wanted.module], capture_output=True, timeout=_LONGEST_LOOK_S, check=True

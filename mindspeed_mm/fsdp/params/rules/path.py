@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import near_path
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -78,7 +79,7 @@ def check_save_folder(folder: Path, config: Path | None = None) -> None:
 def check_writable(folder: Path, key: str) -> None:
     """Raise `ConfigError` or `MachineError` when a folder that a key names cannot be made or written to. Makes
     nothing."""
-    standing = folder.expanduser()
+    standing = with_home(folder)
     while not standing.exists() and standing != standing.parent:
         standing = standing.parent
     if not standing.is_dir():
@@ -95,7 +96,7 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
         paths = [value]
     elif isinstance(value, tuple):
         paths = value
-    return [missing_input(Path(path), key, kind) for path in paths if not Path(path).expanduser().exists()]
+    return [missing_input(Path(path), key, kind) for path in paths if not with_home(Path(path)).exists()]
 
 
 def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:
@@ -104,7 +105,7 @@ def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:
 
 
 def _where_else(path: Path) -> str:
-    near = near_path(path.expanduser())
+    near = near_path(with_home(path))
     if near is not None:
         return f"Did you mean '{near}'?"
     if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
