@@ -167,9 +167,7 @@ class Reward:
         for number, score in enumerate(scores):
             if score is None:
                 found.append(math.nan)
-            elif (
-                isinstance(score, Real) and score <= MOST_REWARD and score >= -MOST_REWARD
-            ):  # neither is what is not a number
+            elif isinstance(score, Real) and abs(_as_float(score)) <= MOST_REWARD:  # NaN is not
                 found.append(float(score))
             else:
                 where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
@@ -179,6 +177,13 @@ class Reward:
 
     def _wrong(self, what: str, way_out: str) -> DataError:
         return DataError(f"the reward '{self.name}' {what}", key=KEY, way_out=way_out)
+
+
+def _as_float(score: Real) -> float:
+    try:
+        return float(score)
+    except OverflowError:
+        return math.inf
 
 
 def told_under(key: str) -> AbstractContextManager[None]:

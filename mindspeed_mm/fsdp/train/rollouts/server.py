@@ -111,7 +111,9 @@ class RolloutServer(ABC):
             OutboundError: There is no such answer, or `read` meets another form of it.
         """
         reply = self._server.ask("POST", path, content)
-        if reply.is_ok and not reply.body.strip():
+        if not reply.is_ok:
+            raise self.failed(f"{path}: {self._server.refusal(reply)}")
+        if not reply.body.strip():
             reply = replace(reply, body=b"null")
         return self._server.read(reply, read)
 
