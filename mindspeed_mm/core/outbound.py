@@ -340,9 +340,11 @@ class Server:
         try:
             yield
         except httpcore2.ConnectTimeout as error:
-            raise self.failed(f"is not there: no connection within {self.limits.total_s:g} s", Unreachable) from error
+            raise self.failed(
+                f"cannot be reached: no connection within {self.limits.total_s:g} s", Unreachable
+            ) from error
         except httpcore2.ConnectError as error:
-            raise self.failed(f"is not there: {_reason(error)}", Unreachable) from error
+            raise self.failed(f"cannot be reached: {_reason(error)}", Unreachable) from error
         except httpcore2.TimeoutException as error:
             silence = "" if self.limits.silence_s is None else f", or was silent for {self.limits.silence_s:g} s"
             raise self.failed(f"did not answer within {self.limits.total_s:g} s{silence}") from error

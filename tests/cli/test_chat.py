@@ -236,7 +236,7 @@ def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Pat
         (address, (), UsageError, "the key is missing"),
         (address, ("--name", "tiny"), UsageError, "the key is missing"),
         (address, (*options, "--name", "other"), UsageError, "has no model 'other'.*It has: tiny"),
-        ("http://127.0.0.1:9", (), MachineError, "is not there: .*refused"),
+        ("http://127.0.0.1:9", (), MachineError, "cannot be reached: .*refused"),
         ("http://[::", (), UsageError, "is no address"),
         (address, ("--lora", "x"), UsageError, "--lora"),
         (str(folder), ("--name", "x"), UsageError, "is for servers"),

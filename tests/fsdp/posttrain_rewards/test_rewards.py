@@ -287,10 +287,10 @@ def test_a_server_is_asked_whether_it_is_there(server: _Server, more: dict[str, 
     assert server.requests == []
     server.shutdown()
     server.server_close()
-    with pytest.raises(MachineError, match=f"the server of the reward '{name}' is not there: .*refused") as caught:
+    with pytest.raises(MachineError, match=f"the server of the reward '{name}' cannot be reached: .*refused") as caught:
         reward.check_server()
     assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
-    with pytest.raises(MachineError, match=r"is not there: .*refused") as caught:
+    with pytest.raises(MachineError, match=r"cannot be reached: .*refused") as caught:
         build_reward(name, 1.0, settings | {"retries": 0}, key="posttrain.rewards[1]")(Judged([""], [""], [{}]))
     assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
     build_reward(name, 1.0, settings | {"on_failure": "skip"}).check_server()

@@ -259,9 +259,9 @@ def test_what_a_server_cannot_do_is_named(server: _Server, tmp_path: Path) -> No
     server.shutdown()
     server.server_close()
     said = mm("check", away)
-    assert said.code != 0 and "the server that draws answers is not there: Connection refused" in said.out
+    assert said.code != 0 and "the server that draws answers cannot be reached: Connection refused" in said.out
     assert "Start it, or correct the address" in said.out
-    with pytest.raises(MachineError, match="the server that draws answers is not there"):
+    with pytest.raises(MachineError, match="the server that draws answers cannot be reached"):
         Trainer(str(away)).train()
 
 

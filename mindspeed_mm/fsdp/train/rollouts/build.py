@@ -67,7 +67,7 @@ _OF_MEDIA = re.compile(
 def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> RolloutLoader:
     """The loader of a run that trains on its own samples. Raises as `build_rollout_order`."""
     order = build_rollout_order(arguments, job.data_share, prompts)
-    settings = _mark_of_settings(arguments, prompts) if order.folder is not None else ""
+    settings = _marks_of_settings(arguments, prompts) if order.folder is not None else ("", "")
     return RolloutLoader(order, job, keeps_all=arguments.posttrain.rollout.keep, settings=settings)
 
 
@@ -153,13 +153,17 @@ def _too_few_prompts(steps: int, problem: Problem) -> Problem:
     )
 
 
-def _mark_of_settings(arguments: Arguments, prompts: MMDataset) -> str:
-    """Of what decides, beside the weights that are trained, what is drawn and what it is worth: a run that starts again
-    before its first checkpoint may have others."""
+def _marks_of_settings(arguments: Arguments, prompts: MMDataset) -> tuple[str, str]:
+    """Of what decides, besides the weights that are trained, what is drawn and what it is worth: a run that starts
+    again before its first checkpoint may have others. The second one is of what is drawn alone: rewards may be
+    mended."""
     of_training = {"seed", "lora", "diffusion"}
     sections: dict[str, Any] = {"model": True, "data": True, "posttrain": True, "training": of_training}
     given = arguments.model_dump(mode="json", include=sections)
-    return digest_of(json.dumps([given, prompts.fingerprint()], sort_keys=True, default=str))
+    fingerprint = prompts.fingerprint()
+    drawing = {**given, "posttrain": {**given["posttrain"], "rewards": None}}
+    first, second = (json.dumps([each, fingerprint], sort_keys=True, default=str) for each in (given, drawing))
+    return digest_of(first), digest_of(second)
 
 
 def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
