@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from mindspeed_mm.core.redaction import without_secrets
+from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.utils.work_progress import bar, clock
 
 COLUMNS = (
@@ -114,8 +116,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line of prose."""
-        self._print(text + "\n")
-        self._write_log(text)
+        shown = visible(without_secrets(text))
+        self._print(shown + "\n")
+        self._write_log(shown)
 
     def step(self, metrics: Mapping[str, float], last_step: int, total_steps: int) -> None:
         """A logged step.

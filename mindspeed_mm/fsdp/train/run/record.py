@@ -171,7 +171,7 @@ class RunRecord:
         """Append to `events.jsonl`, and tell people by a line when one is given."""
         self.step = step
         if line:
-            self.progress.note(without_secrets(line))
+            self.progress.note(line)
         if self.folder is not None:
             record = {"time": time.time(), "kind": kind, "step": step, **redact(details)}
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
