@@ -14,7 +14,7 @@ from typing import Any
 REDACTED = "•••"
 HEADERS = frozenset({"headers", "extra_headers", "http_headers", "default_headers", "request_headers", "cookies"})
 """Keys that hold secrets by names of their own."""
-
+_OF_DOORS = HEADERS | {"api_key_env", "api_key_header"}
 _SECRET_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -53,7 +53,7 @@ _ASSIGNMENT = re.compile(
     (?P<key> (?<![\w-]) (?:[\w.-]*[._-])? {_NAMES} | (?<![\w.-]) (?:[\w.-]+\.)? token )
     (?P<sign> ["']? \s* [:=] \s* )
     (?! null\b | ~ )
-    (?: "[^"\n]*" | '[^'\n]*' | (?:bearer|basic)\s+[^\s,}}\]#]+ | [^\s,}}\]#]+ )
+    (?: "[^"\n]*" | '[^'\n]*' | (?:bearer|basic)\s+[^\s,}}\]#"'&]+ | [^\s,}}\]#"'&]+ )
     """
 )
 _SHAPES = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
@@ -127,6 +127,17 @@ def hide(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [hide(item, key) for item in value]
     return REDACTED if _hides(key, value) else value
+
+
+def without_credentials(value: Any) -> Any:
+    """Nested dicts and lists without what only opens a door: two configurations that differ in it alone are the same.
+    Left out are secrets, headers, and where keys come from (`api_key_env`, `api_key_header`)."""
+    if isinstance(value, Mapping):
+        names = [name for name in value if str(name).lower() not in _OF_DOORS and not is_secret_name(str(name))]
+        return {name: without_credentials(value[name]) for name in names}
+    if isinstance(value, list | tuple):
+        return [without_credentials(item) for item in value]
+    return without_passwords(value).replace(f"{REDACTED}@", "") if isinstance(value, str) else value
 
 
 def is_below_secret(names: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from typing import TextIO
 import torch
 
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
-from mindspeed_mm.core.redaction import redact, without_secrets
+from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -113,7 +113,7 @@ class RunRecord:
         }
         if config.path.resolve() != self.folder.config.resolve():  # who trains the file that lies there keeps it
             self._try(self.folder.config, lambda path: atomic_write_text(path, yaml_without_secrets(config.text)))
-        self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
+        self._try(self.folder.resolved, lambda path: atomic_write_text(path, dump_resolved(config)))
         self._write_run()
         launcher = LaunchFolder.of_this_rank()
         if launcher is not None:
