@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from benchmarks.digits import prepare
 from benchmarks.figures import Figure, of_spread
 from benchmarks.machine import ROOT
 from benchmarks.rounds import spread
+from mindspeed_mm.core.outbound import OutboundError, RequestLimits, Server
 
 CLIENTS = 32
 REQUESTS = 128
@@ -117,7 +117,8 @@ def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
     """Wait until an address is answered."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+        with contextlib.suppress(OutboundError):
+            Server(address, RequestLimits(5)).ask("GET")
             return
         time.sleep(0.2)
     raise RuntimeError(f"{address} does not answer")

@@ -7,6 +7,7 @@ from pathlib import Path
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.sampling.answers.scored import Evaluation
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
@@ -51,7 +52,7 @@ def evaluate_rows() -> None:
     else:
         scores = published.run(PublishedRequest(Path(model), name, Path(rows), out, max_new_tokens=longest))
     if not args.rank:  # all ranks have answered their share
-        print("\n".join(scores.lines()), flush=True)
+        say("\n".join(scores.lines()))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
@@ -37,7 +38,7 @@ def draw() -> None:
     )
     outcome = generate.run(Path(model), Path(section.get("save_path", "samples")), request)
     if outcome is not None:
-        print(outcome.sentence())
+        say(outcome.sentence())
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
@@ -36,7 +37,7 @@ def infer() -> None:
     media = [MediaItem(kind, str(Path(path).absolute())) for kind in MEDIA if (path := section.get(f"{kind}_path"))]
     longest = section.get("generation_config", JsonSection()).get("max_new_tokens", 512)
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
-        print(answer_prompt(Path(model), prompt, media, max_new_tokens=longest).text, flush=True)
+        say(answer_prompt(Path(model), prompt, media, max_new_tokens=longest).text)
 
 
 def main() -> None:

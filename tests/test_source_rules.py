@@ -38,6 +38,11 @@ FORBIDDEN = {
     "dill": "it runs what it reads",
     "marshal": "it runs what it reads",
     "shelve": "it runs what it reads",
+    **dict.fromkeys(
+        ("urllib.request", "http.client", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "aiohttp", "urllib3"),
+        "core/outbound.py is the door",
+    ),
+    "socket.create_connection": "core/outbound.py is the door",
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile"}
 """Built-in functions; methods of these names are others."""
@@ -47,6 +52,13 @@ SANCTIONED = {
     ("checkpoint/dcp_folder/metadata_unpickler.py", "pickle"),
     ("checkpoint/megatron/pt_index.py", "pickle"),
     ("checkpoint/pt_files.py", "torch.load"),
+    ("core/outbound.py", "httpcore2"),
+    ("core/outbound.py", "urllib.request"),  # which proxies the environment names
+    ("fsdp/data/data_utils/decoding/remote_media.py", "http.client"),  # it connects to addresses that it has checked
+    ("fsdp/data/data_utils/decoding/remote_media.py", "socket.create_connection"),
+    ("fsdp/distributed/job/watchdog.py", "socket.create_connection"),  # whether a rank's port is open
+    ("tasks/serve/backend.py", "http.client"),  # the engine that `mm serve` has started, on this machine
+    ("tasks/serve/passing_on.py", "http.client"),
 }
 """(file, what): the door to the device asks torch for the module of its type and names none."""
 
@@ -81,7 +93,8 @@ def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def test_sources_run_no_foreign_code() -> None:
+@pytest.mark.edge("BS4")
+def test_sources_run_no_foreign_code_and_have_one_door_to_other_programs() -> None:
     found = {}
     for path in SOURCES:
         inside = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
@@ -101,6 +114,11 @@ def test_sources_run_no_foreign_code() -> None:
         "torch.cuda.synchronize()",
         "import pickle",
         "from pickle import loads",
+        "import urllib.request",
+        "from http import client",
+        "from requests import get",
+        "import httpx",
+        "socket.create_connection(address)",
         "yaml.load(text)",
         "eval(text)",
         "exec(text)",

@@ -137,50 +137,58 @@ its warnings."""
 
 PRINTS = {
     "checkpoint/megatron/pt_index.py",
-    "cli/main.py",
-    "cli/mm_convert.py",
-    "evaluate_vlm.py",
+    "core/terminal.py",
     "fsdp/distributed/job/launch.py",
     "fsdp/distributed/job/launcher_life.py",
     "fsdp/distributed/job/watchdog.py",
     "fsdp/tools/profiler.py",
-    "fsdp/train/provider/entry.py",
-    "fsdp/train/run/launched.py",
     "fsdp/train/run/stop_signal.py",
     "fsdp/utils/work_progress.py",
+    "megatron_names/training.py",
+    "verl/engine.py",
+}
+"""Files that print: what ends a job that no longer has a log, progress, and verl's engine. They print our own words."""
+SAYS = {
+    "evaluate_vlm.py",
+    "fsdp/train/provider/entry.py",
+    "fsdp/train/run/launched.py",
     "inference_sora.py",
     "inference_vlm.py",
-    "megatron_names/training.py",
     "tasks/convert/family_converters.py",
     "tasks/dancegrpo/run.py",
     "tasks/launch/launcher.py",
     "tools/feature_extraction/get_sora_feature.py",
-    "verl/engine.py",
 }
-"""Files that print: commands and scripts, what ends a job that no longer has a log, progress, and verl's engine."""
+"""Files besides `cli/` that print texts of others by `core/terminal.py`, which shows control characters."""
 
 
 def said_apart(inside: str, source: str) -> list[str]:
     """Ways to say something that pass a run's `note` by, so that it would be in no log and among no events."""
-    if not re.search(r"logg|warn|\bprint\b", source):  # most files: parsing all of them takes seconds
+    if not re.search(r"logg|warn|\bprint\b|\bsay\(|\becho\b", source):  # most files: parsing all of them takes seconds
         return []
     tree = ast.parse(source)
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = sum(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(tree))
     handed_over = ["print"] * (named - calls.count("print"))  # to speak from every rank
     prints = [call for call in calls if call == "print" and inside not in PRINTS]
+    if "core.terminal import" in source and inside not in SAYS and not inside.startswith("cli/"):
+        prints += [call for call in calls if call in ("say", "say_json")]
+    prints += [call for call in calls if call in ("click.echo", "click.secho", "sys.stdout.write")]
     logs = [call for call in calls if call.startswith(("logging.", "logger."))]
     warns = [call for call in calls if call in ("warnings.warn", "warn")]
     allowed = [*(logs if inside in LIBRARIES_SILENCED else ()), *(warns if inside.startswith(WARNING_ROOMS) else ())]
     return [*handed_over, *prints, *(call for call in (*logs, *warns) if call not in allowed)]
 
 
+@pytest.mark.edge("BS12")
 def test_what_is_said_to_people_is_noted() -> None:
     assert said_apart("a.py", "import logging\nlogging.getLogger(__name__).info('deleted')")
     assert said_apart("fsdp/train/a.py", "warnings.warn('nearly full', stacklevel=2)")
     assert said_apart("a.py", "print('deleted')")
     assert said_apart("verl/engine.py", "build(note=print)")
-    assert not said_apart("cli/main.py", "print('deleted')")
+    assert said_apart("cli/main.py", "print('deleted')") and said_apart("cli/main.py", "click.echo('deleted')")
+    of_others = "from mindspeed_mm.core.terminal import say\nsay('deleted')"
+    assert said_apart("fsdp/train/a.py", of_others) and not said_apart("cli/main.py", of_others)
     assert not said_apart("a.py", "blueprint('deleted')")
     assert not said_apart("fsdp/data/a.py", "warnings.warn('is silent', stacklevel=2)")
     files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
@@ -190,6 +198,8 @@ def test_what_is_said_to_people_is_noted() -> None:
 
 def test_files_that_may_print_do() -> None:
     silent = {
-        inside for inside in PRINTS if not re.search(r"\bprint\b", (PACKAGE / inside).read_text(encoding="utf-8"))
+        inside
+        for inside in PRINTS | SAYS
+        if not re.search(r"\bprint\b|\bsay\(", (PACKAGE / inside).read_text(encoding="utf-8"))
     }
     assert silent == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,9 @@ import click
 
 from mindspeed_mm.cli.sharing import is_address
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
+from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.answer.conversation import Conversation
@@ -120,16 +121,19 @@ def command(
     for path in audios:
         chat.show("audio", path)
     if sys.stdin.isatty():
-        click.echo("Say something, or /help.")
+        say("Say something, or /help.")
     code = ExitCode.OK
     for line in said():
         try:
             if not reply(chat, line, as_json):
                 break
-        except MMError as error:
-            click.echo(str(error), err=True)
+        except (MMError, OSError) as error:
+            known = error if isinstance(error, MMError) else explained_os_error(error)
+            if known is None:
+                raise
+            say(str(known), err=True)
             if not sys.stdin.isatty():
-                code = code or error.exit_code
+                code = code or known.exit_code
     return code
 
 
@@ -196,7 +200,7 @@ def said() -> Iterator[str]:
         try:
             line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
         except (EOFError, KeyboardInterrupt):
-            click.echo()
+            say()
             return
         if not line and not sys.stdin.isatty():
             return
@@ -213,19 +217,22 @@ def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
         return False
     try:
         if line.startswith("/"):
-            click.echo(obey(chat, line))
+            say(obey(chat, line))
         elif line or chat.waiting:
 
             def show(piece: str) -> None:
                 if not as_json:
-                    click.echo(piece, nl=False)
+                    say(piece, end="")
 
             answer = chat.say(line, show)
-            click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else "")
+            if as_json:
+                say_json(asdict(answer))
+            else:
+                say("")
             if not answer.finished:
-                click.echo("(cut off: --max-new-tokens)", err=True)
+                say("(cut off: --max-new-tokens)", err=True)
     except KeyboardInterrupt:
-        click.echo("\n(stopped; what you said and this answer are forgotten)", err=True)
+        say("\n(stopped; what you said and this answer are forgotten)", err=True)
     return True
 
 
@@ -285,4 +292,4 @@ def named_file(words: str) -> Path:
         parts = [words]
     if not words:
         raise UsageError("no file is named", way_out="Write its name behind the command.")
-    return Path(parts[0] if len(parts) == 1 else words).expanduser()
+    return with_home(Path(parts[0] if len(parts) == 1 else words))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ import click
 
 from mindspeed_mm.cli.resuming import resume_options
 from mindspeed_mm.core.errors import align, count_problems
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.tasks.check import check as task
 
@@ -49,14 +49,16 @@ def command(
     OVERRIDES are section.key=value, each parsed as YAML.
     """
     result = task.run(config, overrides, config_only=config_only, nproc=nproc, options=start)
-    click.echo(_as_json(result) if as_json else _as_text(result))
+    if as_json:
+        say_json(_as_dict(result), indent=2)
+    else:
+        say(_as_text(result))
     ctx.exit(result.exit_code)
 
 
-def _as_json(result: task.CheckResult) -> str:
+def _as_dict(result: task.CheckResult) -> dict[str, object]:
     findings = [{"stage": f.stage, "exit_code": f.exit_code, **asdict(f.problem)} for f in result.findings]
-    record = {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
-    return json.dumps(record, indent=2, ensure_ascii=False)
+    return {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
 
 
 def _as_text(result: task.CheckResult) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import click
 
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks import config as task
 
 EXAMPLES = """
@@ -71,10 +71,10 @@ def command(
     else:
         resolved = task.run(config, overrides)
     if as_json:
-        click.echo(json.dumps({**task.as_dict(resolved), "notes": notes}, indent=2, ensure_ascii=False))
+        say_json({**task.as_dict(resolved), "notes": notes}, indent=2)
         return
     for warning in resolved.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
-    click.echo(task.as_text(resolved, only_given=given or from_flags), nl=False)
+        say(f"note: {note}", err=True)
+    say(task.as_text(resolved, only_given=given or from_flags), end="")

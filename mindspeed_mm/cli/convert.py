@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import click
 
 from mindspeed_mm.checkpoint.recognise import Layout, told_ways
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = f"""
 \b
@@ -85,7 +86,7 @@ def command(
         told = f"{source}: {tensors:,} tensors, {size_bytes / 2**20:,.1f} MiB, are what was written"
         if as_json:
             told = json.dumps({"tensors": tensors, "size_bytes": size_bytes})
-        click.echo(told)
+        say(told)
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
@@ -102,6 +103,6 @@ def command(
         verify=_VERIFY[verify],
     )
     if as_json:
-        click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))
+        say_json({"source_kind": kind, **dataclasses.asdict(done)})
         return
-    click.echo("\n".join(done.lines(f"from a folder of kind '{kind}'")))
+    say("\n".join(done.lines(f"from a folder of kind '{kind}'")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import click
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.file_writing import write_page
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = """
 \b
@@ -179,9 +179,9 @@ def stats(
 
 def _print(result: dict[str, object] | list[str]) -> None:
     if isinstance(result, dict):
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        say_json(result, indent=2)
     else:
-        click.echo("\n".join(result), color=True)  # colours were decided on already
+        say("\n".join(result), styled=True)  # colours were decided on already
 
 
 def _numbers(text: str | None) -> list[int] | None:

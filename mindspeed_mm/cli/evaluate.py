@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +11,7 @@ import click
 from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_address, is_given, share, speaks
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
+from mindspeed_mm.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.evaluate.harness.served import ServedModel
@@ -308,10 +308,10 @@ class Result(Protocol):
 def _tell(result: Result, as_json: bool) -> None:
     if speaks():
         if as_json:
-            click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+            say_json(result.to_dict())
         else:
             for line in result.lines():
-                click.echo(line)
+                say(line)
 
 
 @collecting_later()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from mindspeed_mm.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
@@ -98,12 +99,12 @@ def command(
         overwrite=overwrite,
     )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(exported), default=str))
+        say_json(dataclasses.asdict(exported))
         return
     for note in exported.notes:
-        click.echo(f"warning: {note}", err=True)
+        say(f"warning: {note}", err=True)
     average = "the average of the weights " if exported.weights == "ema" else ""
-    click.echo(
+    say(
         f"{exported.folder}: {exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB, "
         f"{average}from {exported.checkpoint}"
     )

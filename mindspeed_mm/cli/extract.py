@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = """
 \b
@@ -80,5 +80,8 @@ def command(
             return int(error.exit_code)  # the launcher prints it, once for all ranks
         raise
     for outcome in outcomes:
-        click.echo(json.dumps(asdict(outcome)) if as_json else outcome.sentence())
+        if as_json:
+            say_json(asdict(outcome))
+        else:
+            say(outcome.sentence())
     return 0

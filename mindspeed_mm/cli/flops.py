@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mindspeed_mm.core.counts import short_count
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import PRECISIONS
 
 if TYPE_CHECKING:
@@ -101,7 +101,10 @@ def command(
         target, overrides, sample, samples=batch, lora=lora, recompute=recompute, tokens_per_s=tokens_per_s,
         device=device, precision=precision, peak_tflops=peak_tflops,
     )  # fmt: skip
-    click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else as_text(found))
+    if as_json:
+        say_json(found.to_dict(), indent=2)
+    else:
+        say(as_text(found))
 
 
 def as_text(found: FlopsReport) -> str:

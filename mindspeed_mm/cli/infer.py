@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.core.whole_text import check_whole_characters
 
 if TYPE_CHECKING:
@@ -254,9 +254,9 @@ def generate(context: click.Context, model: Path, options: Options) -> int:
         if outcome is None:
             return
         if options["as_json"]:
-            click.echo(json.dumps(asdict(outcome), default=str))
+            say_json(asdict(outcome))
         else:
-            click.echo(outcome.sentence())
+            say(outcome.sentence())
 
     vae_options = tuple(name for name in ("tiling", "slicing") if options[f"vae_{name}"])
     return share(context, "infer", draw)
@@ -333,7 +333,7 @@ def answer(context: click.Context, model: Path, options: Options) -> int:
         "hides_thoughts": options["hide_thoughts"],
     }
 
-    def say() -> None:
+    def respond() -> None:
         if options["speak"] is not None:
             speak_answer(model, options, media, settings)
         elif options["data"] is None:
@@ -341,7 +341,7 @@ def answer(context: click.Context, model: Path, options: Options) -> int:
         else:
             answer_rows(model, options, settings | {"adapters": adapters})
 
-    return share(context, "infer", say, shares=options["data"] is not None)
+    return share(context, "infer", respond, shares=options["data"] is not None)
 
 
 @collecting_later()
@@ -352,9 +352,9 @@ def answer_prompt(model: Path, options: Options, media: list[tuple[Medium, Path]
     shown = as_items(media)
     said = infer.answer_prompt(model, next(iter(options["prompts"]), ""), shown, **settings)
     if options["as_json"]:
-        click.echo(json.dumps(asdict(said), ensure_ascii=False))
+        say_json(asdict(said))
     else:
-        click.echo(said.text)
+        say(said.text)
 
 
 @collecting_later()
@@ -369,10 +369,10 @@ def speak_answer(model: Path, options: Options, media: list[tuple[Medium, Path]]
     said = speech.run(model, prompt, shown, options["speak"], speaker=voice, **asked)
     if options["as_json"]:
         facts = {"file": said.file, "seconds": said.seconds, "speaker": said.speaker}
-        click.echo(json.dumps(asdict(said.answer) | facts, ensure_ascii=False, default=str))
+        say_json(asdict(said.answer) | facts)
         return
-    click.echo(said.answer.text)
-    click.echo(f"{said.file}: {said.seconds:.1f} s", err=True)
+    say(said.answer.text)
+    say(f"{said.file}: {said.seconds:.1f} s", err=True)
 
 
 @collecting_later()
@@ -393,13 +393,13 @@ def answer_rows(model: Path, options: Options, settings: Options) -> None:
     if outcome is None:
         return
     if options["as_json"]:
-        click.echo(json.dumps(asdict(outcome), default=str))
+        say_json(asdict(outcome))
         return
     kept = f", {outcome.kept} were already there" if outcome.kept else ""
-    click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
+    say(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
         longest = options["max_new_tokens"]
-        click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
+        say(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
 
 
 def language_media(options: Options) -> list[tuple[Medium, Path]]:
@@ -426,6 +426,10 @@ def as_items(media: list[tuple[Medium, Path]]) -> list[MediaItem]:
     return [MediaItem(kind, str(path.absolute())) for kind, path in media]
 
 
+FOR_ROWS = ("out", "overwrite", "media_dir", "batch_size")
+"""Options of a language model that have no effect on one prompt."""
+
+
 def check_source(options: Options, media: list[tuple[Medium, Path]]) -> None:
     """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
     prompts, data = options["prompts"], options["data"]
@@ -443,6 +447,11 @@ def check_source(options: Options, media: list[tuple[Medium, Path]]) -> None:
     if data is None and options["adapters"]:
         way_out = "Name the folder of the adapters that answer the prompt: --lora FOLDER."
         raise UsageError("only rows of --data choose among adapters", key="--adapter", way_out=way_out)
+    for name in FOR_ROWS if data is None else ():
+        if options[name]:
+            option = f"--{name.replace('_', '-')}"
+            way_out = "Leave it out, or put the question into --data; the answer to --prompt is printed."
+            raise UsageError(f"{option} can only be used with --data", key=option, way_out=way_out)
     if data is None and options["plan"] is not None:
         raise UsageError("a model is spread to answer rows", key="--plan", way_out="Put the question into --data.")
     if data is None and options["nproc"] > 1:

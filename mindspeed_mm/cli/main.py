@@ -21,7 +21,9 @@ import click
 
 from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.os_errors import explained_os_error
+from mindspeed_mm.core.redaction import without_secrets
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.terminal import say, visible
 from mindspeed_mm.core.version import __version__
 
 VERBS = {
@@ -197,7 +199,7 @@ def _format_warning(
         return ""
     if category is not UserWarning or not Path(filename).is_relative_to(_PACKAGE):
         return _python_format(message, category, filename, lineno, line)
-    return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
+    return f"warning: {visible(without_secrets(str(message)))}\n" if os.environ.get("RANK", "0") == "0" else ""
 
 
 def _report(message: str, code: int, with_traceback: bool) -> int:
@@ -208,7 +210,7 @@ def _report(message: str, code: int, with_traceback: bool) -> int:
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     sys.stdout.flush()
-    print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
+    say(without_secrets("\n".join(prefix + line for line in text.split("\n"))), err=True)
     return int(code)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import click
+
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = """
 \b
@@ -59,9 +60,9 @@ def command(
     import_plugin(plugins, key="--plugin")
     merged = merge.run(base, adapters, out, scales=scales, dtype=dtype, overwrite=overwrite)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(merged), default=str))
+        say_json(dataclasses.asdict(merged))
         return
-    click.echo(
+    say(
         f"{merged.folder}: {merged.tensors:,} tensors, {merged.size_bytes / 2**20:,.1f} MiB, with "
         f"{', '.join(merged.merged)}"
     )

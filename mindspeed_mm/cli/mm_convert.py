@@ -27,6 +27,7 @@ from mindspeed_mm.cli.converter_flags import (
 )
 from mindspeed_mm.core.errors import ExitCode, UsageError, told_as
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.terminal import say
 
 if TYPE_CHECKING:
     from mindspeed_mm.checkpoint.common.converter import Converter
@@ -108,16 +109,16 @@ def run(words: list[str]) -> int:
     wants_help = not _HELP_WORDS.isdisjoint(words)
     words = [word for word in words if word not in _HELP_WORDS]
     if not words:
-        print(_overview())
+        say(_overview())
         return ExitCode.OK
     converter = _converter(words[0])
     built_with, words = _constructor_words(converter, words)
     if len(words) == 1:
-        print(_converter_help(converter))
+        say(_converter_help(converter))
         return ExitCode.OK if wants_help else ExitCode.USAGE
     name, method = _subcommand(converter, words[1])
     if wants_help:
-        print(_subcommand_help(converter, name, method))
+        say(_subcommand_help(converter, name, method))
         return ExitCode.OK
     built = converter(**built_with)
     built.examine = _same_logits
@@ -158,13 +159,13 @@ def _call(converter: Converter, name: str, method: Subcommand, words: list[str])
         merge(given, read_yaml(Path(file)))
     merge(given, parse_flags(words, fields, command))
     if printing:
-        print(as_yaml(fields, given), end="")
+        say(as_yaml(fields, given), end="")
         return ExitCode.OK
     values = validated(method, given, command)
     with told_as(lambda problem: as_flag(problem, fields)):
         done = method(converter, **values)
     if isinstance(done, Converted):
-        print("\n".join(done.lines()))
+        say("\n".join(done.lines()))
     return ExitCode.OK
 
 

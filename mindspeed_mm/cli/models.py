@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
 
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.tasks.models import catalogue
 
@@ -31,10 +31,10 @@ def command(name: str, as_json: bool, as_markdown: bool) -> None:
     """
     cards = catalogue.find(name) if name else families()
     if as_json:
-        click.echo(json.dumps(list(map(asdict, cards)), indent=2, ensure_ascii=False))
+        say_json(list(map(asdict, cards)), indent=2)
     elif as_markdown:
-        click.echo(catalogue.as_markdown(cards))
+        say(catalogue.as_markdown(cards))
     elif name:
-        click.echo("\n\n".join(catalogue.as_card(card) for card in cards))
+        say("\n\n".join(catalogue.as_card(card) for card in cards))
     else:
-        click.echo(catalogue.as_text(cards))
+        say(catalogue.as_text(cards))

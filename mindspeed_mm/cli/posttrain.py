@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.cli.train import command as train_command
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
 from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
@@ -86,11 +86,11 @@ def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
     """
     view = rollouts_task.run(run, number, prompts)
     if as_json:
-        click.echo(json.dumps(asdict(view), ensure_ascii=False))
+        say_json(asdict(view))
         return 0
-    click.echo(f"rollout {view.number}")
+    say(f"rollout {view.number}")
     for line in view.lines():
-        click.echo(line)
+        say(line)
     return 0
 
 
@@ -115,12 +115,12 @@ def score(
     """
     outcome = score_task.run(config, rows, out, overrides, histogram=histogram)
     if as_json:
-        click.echo(json.dumps(asdict(outcome)))
+        say_json(asdict(outcome))
         return 0
     for name, mean in outcome.means.items():
         told = "null" if mean is None else f"{mean:.4g}"
-        click.echo(f"{name}: {told}")
-    click.echo(f"{outcome.rows:,} rows: {outcome.path}")
+        say(f"{name}: {told}")
+    say(f"{outcome.rows:,} rows: {outcome.path}")
     return 0
 
 
@@ -142,5 +142,8 @@ def reference(config: Path, overrides: tuple[str, ...], nproc: int, as_json: boo
     outcome = task.run(config, overrides)
     if os.environ.get("RANK", "0") == "0":
         line = f"{outcome.pairs:,} pairs: {outcome.path}"
-        click.echo(json.dumps(vars(outcome)) if as_json else line)
+        if as_json:
+            say_json(vars(outcome))
+        else:
+            say(line)
     return 0

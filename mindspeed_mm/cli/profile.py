@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import click
+
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = """
 \b
@@ -79,7 +80,7 @@ def command(
     if as_json:
         found = bottleneck(done.analysis)
         facts = {"bottleneck": vars(found), "traces": [str(path) for path in done.traces]}
-        click.echo(json.dumps(facts | done.analysis.to_dict(top), indent=2, ensure_ascii=False))
+        say_json(facts | done.analysis.to_dict(top), indent=2)
     else:
-        click.echo("\n".join([*summary_lines(done.analysis, top), f"traces: {', '.join(map(str, done.traces))}"]))
+        say("\n".join([*summary_lines(done.analysis, top), f"traces: {', '.join(map(str, done.traces))}"]))
     return done.exit_code

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
+
+from mindspeed_mm.core.terminal import say, say_json
 
 EXAMPLES = """
 \b
@@ -30,4 +31,7 @@ def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     from mindspeed_mm.tasks.report import report  # matplotlib and pillow: the help does without
 
     written = report.run(runs, out)
-    click.echo(json.dumps({"report": str(written)}) if as_json else str(written))
+    if as_json:
+        say_json({"report": str(written)})
+    else:
+        say(str(written))

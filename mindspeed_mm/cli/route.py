@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
 
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.models import routes
 
 EXAMPLES = """
@@ -24,4 +24,7 @@ Examples:
 def command(wish: tuple[str, ...], as_json: bool) -> None:
     """Tell which models and commands lead to WISH, and which page to read."""
     route = routes.find(" ".join(wish))
-    click.echo(json.dumps(asdict(route), indent=2, ensure_ascii=False) if as_json else routes.as_text(route))
+    if as_json:
+        say_json(asdict(route), indent=2)
+    else:
+        say(routes.as_text(route))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks import schema as task
 
 EXAMPLES = """
@@ -22,6 +21,6 @@ Examples:
 def command(key: str, as_json: bool) -> None:
     """Explain KEY (training.lr), every key of a section (training.lora), or all."""
     if as_json:
-        click.echo(json.dumps(task.as_dict(key), indent=2, ensure_ascii=False))
+        say_json(task.as_dict(key), indent=2)
     else:
-        click.echo(task.as_text(task.run(key)))
+        say(task.as_text(task.run(key)))

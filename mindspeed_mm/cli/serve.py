@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 from mindspeed_mm.cli.infer import read_adapters
 from mindspeed_mm.cli.sharing import check_inputs, share
 from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.serve.limits import Limits, option_of
 from mindspeed_mm.tasks.serve.request import ServeRequest, check_request
 
@@ -153,11 +153,14 @@ def command(
     check_request(request)
     from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
 
-    def say(address: str) -> None:
+    def announce(address: str) -> None:
         told = {"model": request.shown_name, "address": address}
-        click.echo(json.dumps(told) if as_json else f"Serving {model} at {address}")
+        if as_json:
+            say_json(told)
+        else:
+            say(f"Serving {model} at {address}")
 
-    return share(context, "serve", lambda: serve.run(request, say))
+    return share(context, "serve", lambda: serve.run(request, announce))
 
 
 def read_key(path: Path | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ import click
 
 from mindspeed_mm.cli.resuming import resume_options, resume_words
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.terminal import say_json
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.tasks import train
@@ -81,5 +81,5 @@ def command(
             return int(error.exit_code)  # the launcher prints it, once for all ranks
         raise
     if as_json and os.environ.get("RANK", "0") == "0":
-        click.echo(json.dumps(vars(outcome)))
+        say_json(vars(outcome))
     return outcome.exit_code

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.verify import verify as task
 from mindspeed_mm.tasks.verify.faults import FAULTS
 
@@ -49,5 +49,8 @@ def command(
     least one of each kind. Exit code 5 when something differs. Nothing is written outside a temporary folder.
     """
     found = task.run(config, overrides, nproc=nproc, full=full, fault=inject)
-    click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else "\n".join(found.lines()))
+    if as_json:
+        say_json(found.to_dict(), indent=2)
+    else:
+        say("\n".join(found.lines()))
     ctx.exit(task.exit_code_of(found))

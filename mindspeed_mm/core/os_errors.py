@@ -45,6 +45,19 @@ def explained_os_error(error: OSError) -> MMError | None:
     return None
 
 
+def with_home(path: Path) -> Path:
+    """The path with `~` or `~user` replaced by that home.
+
+    Raises:
+        UsageError: There is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        way_out = "Give the path in full."
+        raise UsageError(f"there is no user '{path.parts[0][1:]}'", where=str(path), way_out=way_out) from error
+
+
 def _removed_folder(path: str) -> MMError | None:
     """Of a file that is not there: the folder that it was to be in, or the one that was worked in, if that is gone."""
     try:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mindspeed_mm.core.os_errors import with_home
+
 
 def nearest(word: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:
     """Up to `most` known words at least so like `word` (from 0 to 1), best first."""
@@ -37,7 +39,7 @@ def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | 
 def where_else(path: Path) -> str:
     """The way out for an input that does not exist: a similar name in the same folder, or a download if it looks like a
     name on a model hub, else where relative paths start."""
-    near = near_path(path.expanduser())
+    near = near_path(with_home(path))
     if near is not None:
         return f"Did you mean '{near}'?"
     if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():

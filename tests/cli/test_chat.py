@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.remote import RemoteModel
 from mindspeed_mm.tasks.serve.request import Access
+from tests.helpers.hostile import BEHAVIOURS, Hostile, hostile
 from tests.helpers.served import served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -62,6 +65,11 @@ def by_transformers(folder: Path, turns: list[dict[str, Any]], pictures: list[An
     return said.strip()
 
 
+def as_shown(text: str) -> str:
+    """As a terminal shows it: this tiny model says control characters."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def test_three_turns_with_a_picture_in_the_second(folder: Path, picture: Path, tmp_path: Path) -> None:
     saved = tmp_path / "out/chats.jsonl"
     lines = (
@@ -89,7 +97,7 @@ def test_three_turns_with_a_picture_in_the_second(folder: Path, picture: Path, t
         turns.append({"role": "user", "content": content})
         assert by_transformers(folder, turns, pictures) == answer
         turns.append({"role": "assistant", "content": answer})
-        assert answer in "\n".join(output)
+        assert as_shown(answer) in "\n".join(output)
     assert row["images"] == [str(picture)] and row["messages"][2]["content"] == "<image>what is this?"
     (question, _) = read_questions(saved, needs_answers=True)
     assert (question.text, question.expected, question.images) == ("and why?", said[2], [str(picture)])
@@ -187,22 +195,45 @@ def test_a_running_server_says_what_the_folder_says(folder: Path, picture: Path,
         there = chatted(base, *lines, options=options)
         assert (there.stdout, there.stderr) == (here.stdout, here.stderr)
     answers = [json.loads(line) for line in chatted(address, "hello", options=(*options, "--json")).stdout.splitlines()]
-    assert answers == [{"token_ids": [], "text": here.stdout.splitlines()[0], "finished": False}]
+    (answer,) = answers
+    assert (as_shown(answer["text"]), answer["finished"]) == (here.stdout.splitlines()[0], False)
 
 
-def test_a_server_chooses_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@contextmanager
+def streaming(*answers: bytes, listed: bytes = b'{"data": [{"id": "x"}]}') -> Iterator[tuple[str, list[Any]]]:
+    """A server that streams one of these bodies after the other, and what it was asked."""
+    asked: list[Any] = []
 
-    def noted(_server: RemoteModel, _method: str, _path: str, body: bytes) -> io.BytesIO:
-        asked.append(json.loads(body).get("max_tokens"))
-        return io.BytesIO(b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "length"}]}\n')
+    def behave(_: Hostile, request: bytes) -> Iterator[bytes]:
+        head, _, body = request.partition(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            answer = listed
+        else:
+            asked.append(json.loads(body))
+            answer = answers[len(asked) - 1]
+        yield b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + answer
 
-    monkeypatch.setattr(RemoteModel, "_listed", lambda _server: ["x"])
-    monkeypatch.setattr(RemoteModel, "_asked", noted)
-    for words in ([], ["--max-new-tokens", "3"]):
-        said = CliRunner().invoke(command, ["http://127.0.0.1:9", "--name", "x", *words], input="hello\n")
+    BEHAVIOURS["streaming"] = behave
+    with hostile("streaming") as server:
+        yield server.url, asked
+
+
+def events(*values: Any, done: bool = True) -> bytes:
+    """A stream of these events."""
+    lines = [b": waiting\n\n", *(b"data: " + json.dumps(value).encode() + b"\r\n\r\n" for value in values)]
+    return b"".join([*lines, b"data: [DONE]\n\n"] if done else lines)
+
+
+def event(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def test_a_server_chooses_its_own_length() -> None:
+    for words, length in (([], None), (["--max-new-tokens", "3"], 3)):
+        with streaming(events(event("length", content="yes"), done=False)) as (url, asked):
+            said = CliRunner().invoke(command, [url, *words], input="hello\n")
         assert said.stdout == "yes\n" and said.stderr == "(cut off: --max-new-tokens)\n"
-    assert asked == [None, 3]
+        assert asked[0].get("max_tokens") == length
 
 
 def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Path) -> None:
@@ -212,7 +243,7 @@ def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Pat
         (address, (), UsageError, "the key is missing"),
         (address, ("--name", "tiny"), UsageError, "the key is missing"),
         (address, (*options, "--name", "other"), UsageError, "has no model 'other'.*It has: tiny"),
-        ("http://127.0.0.1:9", (), MachineError, "does not answer"),
+        ("http://127.0.0.1:9", (), MachineError, "cannot be reached: .*refused"),
         ("http://[::", (), UsageError, "is no address"),
         (address, ("--lora", "x"), UsageError, "--lora"),
         (str(folder), ("--name", "x"), UsageError, "is for servers"),
@@ -221,31 +252,108 @@ def test_what_a_server_refuses_is_told(folder: Path, address: str, tmp_path: Pat
             chatted(model, "hello", options=given)
 
 
-def test_thoughts_of_a_server_and_answers_that_break_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = RemoteModel("http://127.0.0.1:9/v1", "x")
-
-    def told(*events: Any) -> tuple[Answer, list[str]]:
-        lines = [
-            b": waiting\n",
-            *(b"data: " + json.dumps(event).encode() + b"\n" for event in events),
-            b"data: [DONE]\n",
-        ]
-        body = io.BytesIO(b"".join(lines))
-        body.status = 200  # type: ignore[attr-defined]
-        monkeypatch.setattr(RemoteModel, "_asked", lambda *_: body)
-        pieces: list[str] = []
+def told(*values: Any, done: bool = True) -> tuple[Answer, list[str]]:
+    pieces: list[str] = []
+    with streaming(events(*values, done=done)) as (url, _):
+        model = RemoteModel(f"{url}/v1", "x")
         return model.answer([{"role": "user", "content": "?"}], [], Sampling(4), pieces.append), pieces
 
-    def event(finish: str | None = None, **delta: str) -> dict[str, Any]:
-        return {"choices": [{"delta": delta, "finish_reason": finish}]}
 
-    answer, pieces = told(
-        event(reasoning_content="so"), event(reasoning_content=" so"), event(content="two"), event("stop")
-    )
+def test_thoughts_of_a_server() -> None:
+    thinking = event(reasoning_content="so"), event(reasoning_content=" so"), event(content="two"), event("stop")
+    answer, pieces = told(*thinking)
     assert (answer.text, answer.finished) == ("<think>so so</think>\ntwo", True) and "".join(pieces) == answer.text
-    assert not told(event(content="two"))[0].finished
-    with pytest.raises(MachineError, match="the model failed"):
-        told(event(content="one"), {"error": {"message": "the model failed"}})
+
+
+@pytest.mark.edge("BS14")
+def test_an_answer_without_end_broke_off_and_was_not_cut_at_a_length() -> None:
+    with pytest.raises(MachineError, match="the server broke off: its answer has no end"):
+        told(event(content="two"), done=False)
+    assert told(event(content="two"))[0].finished
+    with streaming(events(event(content="two"), done=False), events(event("stop", content="one"))) as (url, _):
+        said = CliRunner().invoke(command, [url], input="hello\nhello\n")
+    assert "cut off" not in said.stderr and "its answer has no end" in said.stderr and said.stdout.endswith("one\n")
+
+
+@pytest.mark.edge("BS9")
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"choices": [{"delta": None}]},
+        {"choices": [{"finish_reason": None}]},
+        {"choices": [{"delta": {"content": None}}]},
+        {"choices": []},
+        {"choices": None, "usage": {"total_tokens": 1}},
+        {},
+    ],
+)
+def test_events_that_add_nothing_are_passed_over(value: Any) -> None:
+    answer, pieces = told(event(content="one"), value, event("stop", content=" two"))
+    assert (answer.text, pieces, answer.finished) == ("one two", ["one", " two"], True)
+
+
+@pytest.mark.edge("BS9")
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        None,
+        "text",
+        [1],
+        {"choices": 7},
+        {"choices": {"delta": {}}},
+        {"choices": [None]},
+        {"choices": [[1]]},
+        {"choices": [{"delta": 7}]},
+        {"choices": [{"delta": ["a"]}]},
+        {"choices": [{"delta": {"content": 7}}]},
+        {"choices": [{"delta": {"content": ["a"]}}]},
+        {"choices": [{"delta": {"reasoning_content": 7}}]},
+        {"choices": [{"delta": {}, "finish_reason": 7}]},
+        {"choices": [{"delta": {"content": "half \ud800"}}]},
+        {"error": {"message": "the model failed"}},
+        {"error": "the model failed"},
+        {"error": 7},
+    ],
+)
+def test_an_odd_event_is_one_sentence_and_the_conversation_goes_on(value: Any) -> None:
+    with streaming(events(event(content="a"), value), events(event("stop", content="fine"))) as (url, asked):
+        said = CliRunner().invoke(command, [url], input="hello\nagain\n")
+    assert said.exception is None or isinstance(said.exception, SystemExit)
+    assert said.stderr.count("\n") == 1 and said.stderr.startswith(f"{url}/v1  the server ")
+    assert said.stdout == "afine\n" and [len(each["messages"]) for each in asked] == [1, 1]
+
+
+@pytest.mark.edge("BS9")
+def test_a_server_that_streams_nothing_is_understood() -> None:
+    whole = {"choices": [{"message": {"role": "assistant", "content": "all at once"}, "finish_reason": "stop"}]}
+    with streaming(json.dumps(whole, indent=1).encode(), b"<html>no</html>") as (url, _):
+        said = CliRunner().invoke(command, [url], input="hello\nhello\n")
+    assert said.stdout == "all at once\n" and "is not JSON" in said.stderr
+
+
+@pytest.mark.edge("BS9")
+@pytest.mark.parametrize(
+    "listed",
+    [b"<html>", b"[]", b"7", b"null", b'{"data": 7}', b'{"data": [7]}', b'{"data": [{"id": 7}]}'],
+)
+def test_another_list_of_models_asks_for_a_name(listed: bytes) -> None:
+    with streaming(events(event("stop", content="yes")), listed=listed) as (url, _):
+        with pytest.raises(MachineError, match=r"Name (the model|one): --name NAME"):
+            RemoteModel.at(url)
+        said = CliRunner().invoke(command, [url, "--name", "y"], input="hello\n")
+    assert (said.stdout, said.stderr) == ("yes\n", "")
+
+
+@pytest.mark.edge("BS9")
+@pytest.mark.parametrize(
+    "line",
+    ["/image ~nobody-of-this-name/x", "/save ~nobody-of-this-name/x", "/image \0", f"/image {'x' * 5000}"],
+)
+def test_a_file_that_cannot_be_named_is_one_sentence(line: str) -> None:
+    with streaming(events(event("stop", content="one")), events(event("stop", content="two"))) as (url, _):
+        said = CliRunner().invoke(command, [url], input=f"hello\n{line}\nhello\n")
+    assert said.stdout == "one\ntwo\n" and said.stderr.count("\n") == 1
 
 
 def test_a_line_that_fails_decides_the_exit_code_where_nobody_sits_at_a_terminal(

@@ -272,7 +272,7 @@ MORE_ANSWERS = (
     Refusal(
         "a server of a reward that is not there",
         ('posttrain.rewards=[{name: http, settings: {url: "http://127.0.0.1:9"}}]',),
-        "the server of the reward 'http' is not there",
+        "the server of the reward 'http' cannot be reached",
         "posttrain.rewards[0].settings.url",
         ENVIRONMENT,
         base="answers",

@@ -109,7 +109,7 @@ def test_what_cannot_be_is_told(server: JudgingServer, python: Path, tmp_path: P
         (["models/x", "--harness", "lmms-eval", "--tasks", "a", "--name", "b"], "is for the address of a server"),
         (["models/x", "--harness", "lmms-eval", "--tasks", "a", "--metric", "wer"], "does not go with --harness"),
         (["http://127.0.0.1:1/v1", "--harness", "lmms-eval", "--tasks", "a", "--lora", "b"], "loaded its own"),
-        (["http://127.0.0.1:1/v1", "--harness", "lmms-eval", "--tasks", "a"], "the server does not answer"),
+        (["http://127.0.0.1:1/v1", "--harness", "lmms-eval", "--tasks", "a"], "the server cannot be reached"),
     ],
 )
 def test_options_that_do_not_fit(words: list[str], message: str) -> None:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.judge import Judge
+from tests.helpers.hostile import hostile
 from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.tiny_models import make_tiny_qwen3
 
@@ -62,7 +63,7 @@ def test_its_word_counts_and_is_kept(data: Path, tmp_path: Path, monkeypatch: py
     assert [name for name, sample in samples.items() if sample["correct"]] == ["capital?", "river?"]
     assert samples["capital?"]["judge"] is None
     assert samples["river?"]["judge"] == {"correct": True, "said": "**Yes**, it does", "failure": None}
-    assert "KeyError" in samples["sea?"]["judge"]["failure"] and samples["sea?"]["judge"]["said"] is None
+    assert "KeyError: 'choices'" in samples["sea?"]["judge"]["failure"] and samples["sea?"]["judge"]["said"] is None
     assert samples["hill?"]["judge"]["said"] == "It may be."
     assert found.overall.to_dict()["correct"] == 2 and found.facts["judge"]["model"] == "large"
     (told,) = [line for line in found.lines() if "judge failed" in line]
@@ -74,6 +75,46 @@ def test_its_word_counts_and_is_kept(data: Path, tmp_path: Path, monkeypatch: py
     (tower,) = {text for text in asked if "tower?" in text}
     assert "think" not in tower
     assert {path for path, _ in server.asked} == {"/v1/chat/completions Bearer secret"}
+
+
+@pytest.mark.edge("BS4")
+@pytest.mark.parametrize("ending", ["half a body", "KeyboardInterrupt"])
+def test_answers_are_stored_before_they_are_judged_and_a_rerun_judges_alone(
+    ending: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = []
+
+    def answer(_generator: object, questions: list[Question], *_: Any, **__: Any) -> dict[int, Answer]:
+        answered.append(len(questions))
+        return fixed(questions)
+
+    monkeypatch.setattr(evaluate, "answer_on_ranks", answer)
+    monkeypatch.setattr(judging_answers, "RETRIES", 0)
+    monkeypatch.setattr(Judge, "check", lambda _: None)
+    model, out = make_tiny_qwen3(tmp_path / "model"), tmp_path / "out"
+    said = {**SAID, "sea?": "no"}
+    with judging(said) as server, hostile("half a body") as broken, monkeypatch.context() as interrupted:
+        if ending == "KeyboardInterrupt":
+            interrupted.setattr(Judge, "verdicts", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                evaluate.run(model, data, out=out, judge=judge_at(server))
+            interrupted.undo()
+        else:
+            found = evaluate.run(model, data, out=out, judge=Judge(broken.url, "large"))
+            assert (
+                found.lines()[-1] == f"The answers are kept in {out}/answers.jsonl: the same command judges them again."
+            )
+        found = evaluate.run(model, data, out=out, judge=judge_at(server))
+        assert answered == [5] and found.overall.to_dict()["correct"] == 2
+        assert not (out / "answers.jsonl").exists() and "judges them again" not in "".join(found.lines())
+        evaluate.run(model, data, out=out, judge=Judge(broken.url, "large"))
+        data.write_text(data.read_text().replace("Paris", "Lyons"))
+        evaluate.run(model, data, out=out, judge=judge_at(server))
+    assert answered == [5, 5, 5]  # of other rows
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_long_judging_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,11 +130,11 @@ def test_a_judge_that_cannot_judge_is_told_before_the_work() -> None:
         with pytest.raises(MachineError, match="said 'Eight legs!'"):
             judge_at(server).check()
         server.answers = {"spider": ""}
-        with pytest.raises(MachineError, match="the judge did not answer 1 requests: KeyError"):
+        with pytest.raises(MachineError, match="the judge gives another answer than expected: KeyError"):
             judge_at(server).check()
         with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
             judge_at(server, key_variable="NO_SUCH_KEY").check()
-    with pytest.raises(ConfigError, match="no http address") as caught:
+    with pytest.raises(ConfigError, match="not an http address") as caught:
         Judge("localhost:8000", "large").check()
     assert caught.value.problems[0].key == "--judge"
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.redaction import without_credentials
 
 Context = Mapping[str, Any]
 """What a manifest records of a run, or a part of it."""
@@ -52,6 +53,7 @@ FREE_KEYS = (
     "model.train_from_scratch",
     "model.trust_remote_code",
     "parallel.*",
+    "posttrain.rollout.api_key_env",
     "posttrain.rollout.base_url",
     "posttrain.rollout.batch_size",
     "posttrain.rollout.keep",
@@ -187,7 +189,8 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
     noted: list[Problem] = []
     refused: list[Problem] = []
     data: list[Problem] = []
-    keys_then = _leaves(before.get("config", {}))
+    before, now = ({**side, "config": without_credentials(side.get("config", {}))} for side in (before, now))
+    keys_then = _leaves(before["config"])
     is_updated = _version(before) != _version(now)
     for key, values in _differences(before, now, "config"):
         problem = Problem(_change(*values), key=key)

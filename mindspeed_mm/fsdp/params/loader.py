@@ -5,6 +5,8 @@ Priority: overrides, then the file, then the defaults. All problems of a file ar
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from pydantic import ValidationError
 
 from mindspeed_mm.core.config_path import steps_of
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
+from mindspeed_mm.core.redaction import REDACTED, redact, remember_secrets
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
@@ -73,6 +76,8 @@ Override = str | Mapping[str, Any]
 """What wins over a configuration: `section.key=value`, or sections as a mapping."""
 
 
+_HIDDEN = re.compile(rf'"{REDACTED}"|[/ =]{REDACTED}')
+"""A value, or a part of one, that was hidden."""
 _BEHIND_ALL_LINES = 1 << 30
 _BEFORE_TRAINING = (ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DATA)
 """How a run ends that could not begin."""
@@ -103,6 +108,19 @@ class ResolvedConfig:
         problems = self.locate(unbuilt_features(self.arguments))
         if problems:
             raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
+
+    def check_revealed(self) -> None:
+        """Raise one `ConfigError` that names every value that was hidden when a run was recorded: `resolved.yaml` and
+        `config.yaml` of a run hold no secrets."""
+        problems = []
+        for key, value in leaves(self.arguments.to_dict()):
+            if _HIDDEN.search(json.dumps(value, ensure_ascii=False, default=str)):
+                what = "a secret was hidden here when the run was recorded"
+                way_out = "Give it again in the YAML or on the command line; or, of a server, name api_key_env."
+                problems.append(Problem(what, key=key, way_out=way_out))
+        if problems:
+            found = self.locate(problems)
+            raise ConfigError(count_problems(self.path, found), problems=found)
 
     @contextmanager
     def told_as_own(self) -> Iterator[None]:
@@ -214,12 +232,13 @@ def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
 
 
 def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
-    """The whole configuration as plain values."""
-    return config.arguments.model_dump(mode="json")
+    """The whole configuration as plain values, without secrets."""
+    values: dict[str, Any] = redact(config.arguments.model_dump(mode="json"))
+    return values
 
 
 def dump_resolved(config: ResolvedConfig) -> str:
-    """The whole configuration as YAML; the origin of each value is a comment beside it."""
+    """The whole configuration as YAML, without secrets; the origin of each value is a comment beside it."""
     return dump_with_origins(resolved_dict(config), config.origins)
 
 
@@ -247,6 +266,7 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
             settle_keys(extra, notes, own_keys)
             put_over(root, extra, notes)
     settle_wan_files(root, notes)
+    remember_secrets(plain(root))
     return text, root, notes
 
 

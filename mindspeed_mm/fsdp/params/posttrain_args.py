@@ -234,6 +234,8 @@ class RolloutArguments(Section):
     """Program that draws the samples: this one, with the trained model (`transformers`), or a server."""
     base_url: str | None = None
     """Address of the server that draws the samples, such as http://host:8000."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key of the sampling server; null: no key is sent."""
     weight_sync: Literal["disk", "nccl"] = "disk"
     """How the sampling server gets new weights: from a folder that both can read, or over NCCL."""
     temperature: NotNegative = 1.0

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from mindspeed_mm.core.redaction import hide
+
+REVEALED = {"revealed": True}
+"""Context of `model_dump` by which secrets are dumped, too: for the code that needs them, never for a file."""
 _TRUE_WORDS = frozenset({"true", "yes", "on"})
 _FALSE_WORDS = frozenset({"false", "no", "off"})
 
@@ -17,6 +30,7 @@ class Section(BaseModel):
     """A section of the YAML: frozen, closed to unknown keys; the docstring under a field is its help.
 
     Plugins may read it as a mapping: `section["key"]`, `.get`, `in`, `**section`, iteration over its keys.
+    Secrets (`core.redaction.is_secret_name`, and all below `headers`) are hidden when it is dumped or printed.
     """
 
     model_config = ConfigDict(
@@ -32,6 +46,15 @@ class Section(BaseModel):
     def _empty_section(cls, value: object) -> object:
         """`section:` with nothing below it is null in YAML: all defaults."""
         return {} if value is None else value
+
+    @model_serializer(mode="wrap")
+    def _without_secrets(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return values if info.context == REVEALED else hide(values)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, hide(value, name or "")
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key, sections as they are. Raises `KeyError`."""
@@ -66,8 +89,9 @@ class Section(BaseModel):
         return self._entries().get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists all the way down, as the YAML has them. A copy: changing it changes no section."""
-        return self.model_dump(mode="json")
+        """Plain dicts and lists all the way down, as the YAML has them, secrets too. A copy: changing it changes no
+        section."""
+        return self.model_dump(mode="json", context=REVEALED)
 
     def _entries(self) -> dict[str, Any]:
         return {**self.__dict__, **(self.model_extra or {})}

@@ -1,113 +1,54 @@
-"""Servers that are asked, and the reward of one: samples are sent as JSON, scores come back.
+"""The reward of a server, and models behind servers: samples are sent as JSON, scores come back.
 
-Request: `{"samples": [{"id", "prompt", "completion", "media", "row"}]}`; pictures stand in `media` as base64 PNG, and
+Request: `{"samples": [{"id", "prompt", "completion", "media", "row"}]}`; pictures are in `media` as base64 PNG, and
 `completion` is null then. Answer: `{"scores": [number or null, …]}`, one for each sample.
 """
 
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import json
-import os
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.outbound import OutboundError, RequestLimits, Server, key_header
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
-from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, Row, reward_register
+from mindspeed_mm.fsdp.posttrain_rewards.registry import KEY, MOST_REWARD, Row, reward_register
 
 if TYPE_CHECKING:
     from PIL import Image
 
-T = TypeVar("T")
-
-CHECK_S = 5.0
-"""For a server that is asked whether it is there."""
 OnFailure = Literal["error", "skip"]
 """What is done about a server that fails: the run ends, or the samples stay unjudged."""
+_SETTINGS = f"{KEY}.settings"
 
 
-@dataclass(frozen=True)
-class AskedServer:
-    """A server that answers JSON with JSON.
+def reward_server(url: str, timeout_s: float, headers: Mapping[str, str], name: str) -> Server:
+    """The server of a reward.
 
     Args:
         url: Where requests go.
-        timeout_s: For one request.
-        retries: After a request that failed; the wait between them doubles from half a second on.
-        headers: Further headers.
-        title: What it is called when it fails.
-        key: Of the configuration, or the option, that names it.
-        way_out: What may help when it fails.
+        timeout_s: For one request, from its beginning to the last byte of the answer.
+        headers: Sent with each request.
+        name: Of the reward.
+
+    Raises:
+        ConfigError: The address is not of http, or a header cannot be sent.
     """
-
-    url: str
-    timeout_s: float
-    retries: int
-    headers: Mapping[str, str] = field(default_factory=dict)
-    title: str = "the reward server"
-    key: str = f"{KEY}.settings.url"
-    way_out: str = (
-        "See the server's log; raise timeout_s, or among its settings set retries higher or on_failure: skip, which "
-        "leaves such samples out."
+    return Server(
+        url,
+        RequestLimits(timeout_s),
+        headers,
+        title=f"the server of the reward '{name}'",
+        key=f"{_SETTINGS}.url",
+        way_out="See the server's log; raise timeout_s, or in its settings set retries higher or on_failure: skip, "
+        "which leaves such samples out.",
     )
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"'{self.url}' is no http address",
-                key=self.key,
-                way_out="Begin it with http:// or https://.",
-            )
-
-    def check(self) -> None:
-        """Raise `MachineError` where nothing listens. Whatever it answers to a GET shows that something does."""
-        try:
-            request = urllib.request.Request(self.url, headers=dict(self.headers))
-            urllib.request.urlopen(request, timeout=min(CHECK_S, self.timeout_s)).close()
-        except urllib.error.HTTPError:
-            pass
-        except (urllib.error.URLError, http.client.InvalidURL) as error:
-            raise MachineError(
-                f"{self.title} is not there: {getattr(error, 'reason', error)}",
-                where=self.url,
-                key=self.key,
-                way_out="Start it, or correct its address.",
-            ) from error
-        except (OSError, http.client.HTTPException):  # it listens, and takes nothing but what it is made for
-            pass
-
-    def ask(self, content: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` takes from the answer; it raises `ValueError`, `KeyError` or `TypeError` for another answer.
-
-        Raises:
-            MachineError: The server cannot be reached, is too slow or answers with something else.
-        """
-        body = json.dumps(content).encode()
-        failure = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(0.5 * 2 ** (attempt - 1))
-            try:
-                request = urllib.request.Request(self.url, body, {"Content-Type": "application/json", **self.headers})
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                    return read(json.loads(answer.read()))
-            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-                failure = f"{type(error).__name__}: {error}"
-        raise MachineError(
-            f"{self.title} did not answer {self.retries + 1} requests: {failure}",
-            where=self.url,
-            key=self.key,
-            way_out=self.way_out,
-        )
 
 
 @dataclass(frozen=True)
@@ -115,30 +56,34 @@ class AskedModel:
     """A model behind a server of OpenAI's interface (`mm serve`, vLLM, SGLang).
 
     Args:
-        server: Its server.
+        server: Its server, with `/v1`.
         name: What the server calls it.
+        retries: After a request that failed.
     """
 
-    server: AskedServer
+    server: Server
     name: str
+    retries: int = 0
 
     def answer(self, parts: Sequence[Mapping[str, Any]]) -> str:
-        """What it says to texts and pictures, by its likeliest tokens.
+        """Its answer to texts and pictures, by its likeliest tokens.
 
         Args:
             parts: Of the one turn, as OpenAI's interface has them.
 
         Raises:
-            MachineError: The server cannot be reached, is too slow or answers with something else.
+            OutboundError: The server cannot be reached, is too slow or answers with something else.
         """
         turn = {"role": "user", "content": list(parts)}
         request = {"model": self.name, "temperature": 0, "messages": [turn]}
-        return self.server.ask(request, lambda content: str(content["choices"][0]["message"]["content"]))
+        return self.server.ask_json(request, _words_of, path="/chat/completions", retries=self.retries)
 
 
-def chat_address(url: str) -> str:
-    """Where a server takes conversations, from its address up to `/v1`."""
-    return f"{url.rstrip('/')}/chat/completions"
+def _words_of(content: Any) -> str:
+    words = content["choices"][0]["message"]["content"]
+    if not isinstance(words, str):
+        raise TypeError(f"the answer is {type(words).__name__}, not text")
+    return words
 
 
 def skips_failures(on_failure: str) -> bool:
@@ -159,36 +104,20 @@ def skips_failures(on_failure: str) -> bool:
     return on_failure == "skip"
 
 
-def key_headers(variable: str | None, option: str) -> dict[str, str]:
-    """The headers with the key that an environment variable holds; none where no variable is named.
-
-    Args:
-        variable: Its name.
-        option: Of the configuration or the command line, that names it.
-
-    Raises:
-        ConfigError: It is not set.
-    """
-    if variable is None:
-        return {}
-    if not (key := os.environ.get(variable)):
-        what = f"the environment variable {variable} is not set"
-        raise ConfigError(what, key=option, way_out="Set it, or name none.")
-    return {"Authorization": f"Bearer {key}"}
-
-
 @reward_register.register("http")
 class HttpReward:
     """Scores of a server.
 
     Args:
         url: Where requests go.
-        timeout_s: For one request.
+        timeout_s: For one request, from its beginning to the last byte of the answer.
         retries: After a request that failed; the wait between them doubles from half a second on.
         batch_size: Samples in a request.
         concurrency: Requests under way at a time.
         on_failure: `error` ends the run, `skip` leaves the samples unjudged.
-        headers: Further headers, such as Authorization.
+        headers: Further headers. They are sent to this server alone, and hidden wherever the run is recorded.
+        api_key_env: Name of the environment variable that holds the key of the server.
+        api_key_header: Header that the key is sent in: `Authorization` with `Bearer`, any other one without.
     """
 
     def __init__(
@@ -200,9 +129,16 @@ class HttpReward:
         concurrency: int = 8,
         on_failure: OnFailure = "error",
         headers: dict[str, str] | None = None,
+        api_key_env: str | None = None,
+        api_key_header: str = "Authorization",
     ) -> None:
-        self._server = AskedServer(url, timeout_s, retries, headers or {}, "the server of the reward 'http'")
+        if not isinstance(headers, dict | None):
+            way_out = "Write one below the other, as name: value."
+            raise ConfigError("headers are names with values", key=f"{_SETTINGS}.headers", way_out=way_out)
+        key = key_header(api_key_env, f"{_SETTINGS}.api_key_env", api_key_header)
+        self._server = reward_server(url, timeout_s, {**(headers or {}), **key}, "http")
         self._skips, self._batch_size, self._concurrency = skips_failures(on_failure), batch_size, concurrency
+        self._retries = retries
 
     def check_server(self) -> None:
         """Raise `MachineError` where the server is not there, and is needed."""
@@ -215,7 +151,7 @@ class HttpReward:
         """One score a sample, in order.
 
         Raises:
-            MachineError: The server cannot be reached, is too slow or answers with something else.
+            OutboundError: The server cannot be reached, is too slow or answers with something else.
         """
         names = list(ids) or list(map(str, range(len(prompts))))
         samples = list(map(_sample, names, prompts, completions, rows))
@@ -225,14 +161,17 @@ class HttpReward:
 
     def _score(self, samples: list[dict[str, Any]]) -> list[float | None]:
         def read(answer: Any) -> list[float | None]:
-            scores = list(answer["scores"])
-            if len(scores) != len(samples):
+            scores = answer["scores"]
+            if not isinstance(scores, list) or len(scores) != len(samples):
                 raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
+            for score in scores:
+                if not (score is None or (isinstance(score, int | float) and abs(score) <= MOST_REWARD)):
+                    raise ValueError(f"the score {str(score)[:40]} is not null or a number up to ±{MOST_REWARD:g}")
             return scores
 
         try:
-            return self._server.ask({"samples": samples}, read)
-        except MachineError:
+            return self._server.ask_json({"samples": samples}, read, retries=self._retries)
+        except OutboundError:
             if self._skips:
                 return [None] * len(samples)
             raise

@@ -39,6 +39,8 @@ Row = Mapping[str, Any]
 
 KEY = "posttrain.rewards"
 """Of the section. An error of a reward under this key is told under the key of that reward's entry."""
+MOST_REWARD = 1e9
+"""Largest reward, of either sign: with larger ones the standard deviation of a group loses the other rewards."""
 _ROOM = "mindspeed_mm.fsdp.posttrain_rewards"
 _BUILT_IN = {
     "texts": {
@@ -165,15 +167,23 @@ class Reward:
         for number, score in enumerate(scores):
             if score is None:
                 found.append(math.nan)
-            elif isinstance(score, Real) and math.isfinite(score):
+            elif isinstance(score, Real) and abs(_as_float(score)) <= MOST_REWARD:  # NaN is not
                 found.append(float(score))
             else:
                 where = judged.ids[number] if number < len(judged.ids) else f"completion {number}"
-                raise self._wrong(f"returned {score!r} for {where}", "Return a finite number, or None.")
+                way_out = f"Return a number up to ±{MOST_REWARD:g}, or None."
+                raise self._wrong(f"returned {score!r} for {where}", way_out)
         return found
 
     def _wrong(self, what: str, way_out: str) -> DataError:
         return DataError(f"the reward '{self.name}' {what}", key=KEY, way_out=way_out)
+
+
+def _as_float(score: Real) -> float:
+    try:
+        return float(score)
+    except OverflowError:
+        return math.inf
 
 
 def told_under(key: str) -> AbstractContextManager[None]:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.outbound import OutboundError, key_header
 from mindspeed_mm.fsdp.posttrain_rewards.http import (
     AskedModel,
-    AskedServer,
     OnFailure,
-    chat_address,
-    key_headers,
     picture_as_base64,
+    reward_server,
     skips_failures,
 )
 from mindspeed_mm.fsdp.posttrain_rewards.pictures import frames_of
@@ -57,10 +55,9 @@ class VlmJudge:
         concurrency: int = 8,
         on_failure: OnFailure = "error",
     ) -> None:
-        headers = key_headers(api_key_env, f"{KEY}.settings.api_key_env")
-        title = "the server of the reward 'vlm_judge'"
-        self._server = AskedServer(chat_address(url), timeout_s, retries, headers, title)
-        self._judge = AskedModel(self._server, model)
+        key = key_header(api_key_env, f"{KEY}.settings.api_key_env")
+        self._server = reward_server(url, timeout_s, key, "vlm_judge")
+        self._judge = AskedModel(self._server, model, retries)
         self._instruction, self._most, self._frames = instruction, most, frames
         self._concurrency, self._skips = concurrency, skips_failures(on_failure)
 
@@ -73,7 +70,7 @@ class VlmJudge:
         """One score a sample, in order.
 
         Raises:
-            MachineError: The server cannot be reached, is too slow or answers with something else.
+            OutboundError: The server cannot be reached, is too slow or answers with something else.
         """
         with ThreadPoolExecutor(self._concurrency) as pool:
             return list(pool.map(self._score, prompts, completions))
@@ -83,7 +80,7 @@ class VlmJudge:
         shown = [{"type": "text", "text": words}, *self._shown(completion)]
         try:
             answer = self._judge.answer(shown)
-        except MachineError:
+        except OutboundError:
             if self._skips:
                 return None
             raise

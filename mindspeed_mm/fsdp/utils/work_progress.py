@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TextIO
 
+from mindspeed_mm.core.terminal import visible
+
 _QUIET_S = 5.0
 _LIVE_EVERY_S = 0.2
 _LINE_EVERY_S = 15.0
@@ -54,7 +56,7 @@ class WorkProgress:
         """A line of prose."""
         if self._speaks:
             self._clear()
-            print(text, file=self._stream, flush=True)
+            print(visible(text), file=self._stream, flush=True)
 
     def advance(self, amount: float) -> None:
         """So much more is through; 0: time has passed."""

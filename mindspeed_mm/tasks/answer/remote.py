@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import json
 import mimetypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from mindspeed_mm.core.errors import MachineError, MMError, UsageError, first_names
+from mindspeed_mm.core.outbound import OutboundError, Reply, RequestLimits, Server, StreamedReply, is_not_offered
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, END_THOUGHT
 
-TIMEOUT_S = 600.0
-"""Of silence."""
-_LONGEST_MESSAGE = 300
-_NOT_OFFERED = (http.client.NOT_FOUND, http.client.METHOD_NOT_ALLOWED, http.client.NOT_IMPLEMENTED)
+LIMITS = RequestLimits(total_s=3600.0, silence_s=600.0)
+"""Of one answer."""
 _KINDS = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 """What a file is where its name does not say."""
 
@@ -59,22 +56,34 @@ class RemoteModel:
         server = cls(base if has_path else f"{base}/v1", name, key)
         listed = server._listed()
         if not listed and not name:
-            raise MachineError("the server lists no model", where=address, way_out="Name one: --name NAME.")
+            raise OutboundError("the server lists no model", where=address, way_out="Name one: --name NAME.")
         # SGLang lists models, and is asked for one with adapters as `model:adapters`.
         if listed and name and name not in listed and name.partition(":")[0] not in listed:
             way_out = f"It has: {first_names(listed)}."
             raise UsageError(f"the server has no model '{name}'", where=address, key="--name", way_out=way_out)
         return cls(server.address, name or listed[0], key)
 
+    @property
+    def _server(self) -> Server:
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        way_out = "Start it with mm serve, correct the address, or see its log."
+        return Server(self.address, LIMITS, headers, way_out=way_out)
+
     def _listed(self) -> list[str]:
-        """The models that the server names; none where it has no such list."""
-        with closing(self._sent("GET", "/models")) as answer:
-            content = _json(answer.read())
-            if answer.status in _NOT_OFFERED:
+        """The models that the server names; none where it has no such list, or one of another form and the name of the
+        model is known anyway."""
+        reply = self._server.ask("GET", "/models")
+        if is_not_offered(reply.status):
+            return []
+        if not reply.is_ok:
+            raise self._refusal(reply)
+        try:
+            return self._server.read(reply, _names_of)
+        except OutboundError as error:
+            if self.name:
                 return []
-            if answer.status != http.client.OK:
-                raise self._error(answer.status, content)
-        return [str(model["id"]) for model in content.get("data") or []]
+            what = error.problems[0].what
+            raise OutboundError(what, where=self._server.shown, way_out="Name the model: --name NAME.") from error
 
     def answer(
         self,
@@ -83,7 +92,7 @@ class RemoteModel:
         sampling: Sampling,
         tell: Callable[[str], None],
     ) -> Answer:
-        """As `LoadedModel.answer`; thoughts that the server tells apart stand in `<think>…</think>`."""
+        """As `LoadedModel.answer`; thoughts that the server sends separately are put into `<think>…</think>`."""
         body: dict[str, Any] = {"model": self.name, "messages": _with_media(messages, media), "stream": True}
         if self.says_length:
             body["max_tokens"] = sampling.max_new_tokens
@@ -92,87 +101,104 @@ class RemoteModel:
             if value is not None:
                 body[name] = value
         said, ending, thinks = "", "", False
-        with closing(self._asked("POST", "/chat/completions", json.dumps(body).encode())) as answer:
-            for choice in self._choices(answer):
-                delta = choice["delta"]
-                thought, words = delta.get("reasoning_content") or "", delta.get("content") or ""
+        with self._server.stream("POST", "/chat/completions", body) as reply:
+            if reply.status != HTTPStatus.OK:
+                raise self._refusal(Reply(reply.status, b"".join(reply.blocks)))
+            for delta in self._deltas(reply):
                 piece = ""
-                if thought and not thinks:
+                if delta.thought and not thinks:
                     piece, thinks = BEGIN_THOUGHT, True
-                piece += thought
-                if words and thinks:
+                piece += delta.thought
+                if delta.words and thinks:
                     piece, thinks = f"{piece}{END_THOUGHT}\n", False
-                piece += words
+                piece += delta.words
                 if piece:
                     tell(piece)
                 said += piece
-                ending = choice.get("finish_reason") or ending
-        return Answer((), said, finished=ending not in ("", "length"))
+                ending = ending or delta.ending
+        if not ending:
+            raise self._server.failed("broke off: its answer has no end")
+        return Answer((), said, finished=ending != "length")
 
-    def _choices(self, answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The choices of a stream of events."""
-        try:
-            for line in answer:
-                if not line.startswith(b"data:") or line[5:].strip() in (b"", b"[DONE]"):
-                    continue
-                event = _json(line[5:])
-                if "error" in event:
-                    raise self._error(answer.status, event)
-                yield from event.get("choices") or ()
-        except (OSError, http.client.HTTPException) as error:
-            way_out = "Ask again, or see the server's log."
-            raise MachineError(f"the answer broke off: {error}", where=self.address, way_out=way_out) from error
+    def _deltas(self, reply: StreamedReply) -> Iterator[_Delta]:
+        """What a stream of events adds to an answer, piece by piece; or the whole answer of a server that streams
+        none."""
+        others: list[bytes] = []
+        has_events = False
+        for line in reply.lines():
+            name, _, data = line.partition(b":")
+            if name != b"data":
+                if not has_events:
+                    others.append(line)
+                continue
+            has_events = True
+            if data.strip() == b"[DONE]":
+                yield _Delta(ending="done")
+                return
+            if data.strip():
+                yield from self._read(Reply(reply.status, data), "delta")
+        if not has_events:
+            yield from self._read(Reply(reply.status, b"\n".join(others)), "message")
 
-    def _asked(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        """The server's answer, whose head has arrived.
+    def _read(self, reply: Reply, part: str) -> list[_Delta]:
+        def read(event: Any) -> list[_Delta]:
+            if not isinstance(event, dict):
+                raise TypeError("it is no object")
+            if event.get("error"):
+                raise self._server.failed(self._server.refusal(reply))
+            choices = event.get("choices") or []
+            if not isinstance(choices, list):
+                raise TypeError("choices are no list")
+            return [_Delta.of(choice, part) for choice in choices]
 
-        Raises:
-            MMError: It does not answer, or refuses.
-        """
-        answer = self._sent(method, path, body)
-        if answer.status != http.client.OK:
-            with closing(answer):
-                raise self._error(answer.status, _json(answer.read()))
-        return answer
+        return self._server.read(reply, read)
 
-    def _sent(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        """The same, whatever its status.
-
-        Raises:
-            MMError: It does not answer.
-        """
-        parts = urlsplit(self.address)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json"}
-        if self.key is not None:
-            headers["Authorization"] = f"Bearer {self.key}"
-        try:
-            connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-            connection.request(method, parts.path + path, body, headers)
-            answer = connection.getresponse()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            way_out = "Start it with mm serve, or correct the address."
-            raise MachineError(f"the server does not answer: {error}", where=self.address, way_out=way_out) from error
-        return answer
-
-    def _error(self, status: int, body: dict[str, Any]) -> MMError:
+    def _refusal(self, reply: Reply) -> MMError:
         """What the server says is wrong, as an error of ours."""
-        told = body.get("error", body.get("detail", ""))
-        message = str(told.get("message", "") if isinstance(told, dict) else told)
-        line = " ".join(message.split())[:_LONGEST_MESSAGE] or "it does not say why"
-        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+        what = self._server.refusal(reply)
+        if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            shown = self._server.failed(what).problems[0]
             way_out = "Give the file with its key."
-            return UsageError(f"the server refuses: {line}", where=self.address, key="--key-file", way_out=way_out)
-        way_out = "Change what it names, or see the server's log."
-        return MachineError(f"the server refuses ({status}): {line}", where=self.address, way_out=way_out)
+            return UsageError(shown.what, where=shown.where, key="--key-file", way_out=way_out)
+        return self._server.failed(what)
 
 
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError:
-        value = {}
-    return value if isinstance(value, dict) else {}
+@dataclass(frozen=True)
+class _Delta:
+    """What one event adds to an answer."""
+
+    thought: str = ""
+    words: str = ""
+    ending: str = ""
+    """Why the answer ends here; empty: it does not."""
+
+    @classmethod
+    def of(cls, choice: Any, part: str) -> _Delta:
+        """Of a choice in an event. What is null or missing adds nothing.
+
+        Raises:
+            TypeError: It is of another form.
+        """
+        if not isinstance(choice, dict):
+            raise TypeError("a choice is no object")
+        delta = choice.get(part) or {}
+        if not isinstance(delta, dict):
+            raise TypeError(f"the {part} is no object")
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        found = {"thought": thought, "words": delta.get("content"), "ending": choice.get("finish_reason")}
+        for name, text in found.items():
+            if not isinstance(text, str | None):
+                raise TypeError(f"{name} of type {type(text).__name__} instead of text")
+        return cls(**{name: text or "" for name, text in found.items()})
+
+
+def _names_of(content: Any) -> list[str]:
+    """The models of a list, in the form of OpenAI's interface, or the bare list that some servers send."""
+    listed = content if isinstance(content, list) else content.get("data") or []
+    names = [model["id"] for model in listed]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("a model's id is no text")
+    return names
 
 
 def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) -> list[dict[str, Any]]:

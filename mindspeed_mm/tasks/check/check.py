@@ -230,6 +230,7 @@ class _Check:
         from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 
         self.config.check_built()
+        self.config.check_revealed()
         check_save_format(self.config.arguments)
         self._warn_of_device()
         check_trackers(self.config.arguments.training.report_to)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.data import MMDataset, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_solutions
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer
-from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, check_media_served
+from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, check_media_served
 from mindspeed_mm.fsdp.train.rollouts.text import answered_row, check_lengths, row_of
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -27,7 +28,7 @@ def check_server(arguments: Arguments) -> None:
     """Raise `MachineError` unless the server that draws answers is there."""
     rollout = arguments.posttrain.rollout
     if rollout.backend != "transformers" and rollout.base_url is not None:
-        SERVERS[rollout.backend](rollout.base_url, CHECK_S).check()
+        SERVERS[rollout.backend](rollout.base_url, CHECK_S, rollout.api_key_env).check()
 
 
 def first_answers(arguments: Arguments, dataset: MMDataset, prompts: Sequence[Any], longest: int | None) -> Batch:

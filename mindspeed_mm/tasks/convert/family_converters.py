@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, in_natural_order, ma
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.tasks.export import merge
 
@@ -74,7 +75,7 @@ class _FamilyConverter(GenericDCPConverter):
         """
         self._check_family(base_hf_dir)
         done = merge.run(base_hf_dir, [lora_dir], save_merged_hf_dir, scales=[scaling], overwrite=overwrite)
-        print(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
+        say(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
 
     def _check_family(self, folder: Path) -> None:
         if (found := model_config(folder).get("model_type")) not in self.model_types:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ruamel.yaml import YAML
 
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.file_writing import check_output_file
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.tasks.dancegrpo.flags import configuration, notes_on_data, read_flags
 
 CONFIGURATION = "dancegrpo.yaml"
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> Path:
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         for note in (*flags.notes, *notes_on_data(options.mm_data)):
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", err=True)
     if options.hps_reward_save is not None:
         check_output_file(options.hps_reward_save, _is_rewards, "--hps_reward_save")
     text = io.StringIO()

@@ -31,6 +31,7 @@ from mindspeed_mm.tasks.evaluate.comparing import Question as OfQuestion
 from mindspeed_mm.tasks.evaluate.comparing import by_question, compare_samples
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 
@@ -84,10 +85,20 @@ def run(
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()
-        generator = load_on_ranks(source, view, plan, ranks)
-        media = generator.encoder.media(media_dir, [data.parent])
-        greedy = Sampling(max_new_tokens, temperature=0)
-        answers = answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=batch_size)
+
+        def answer() -> dict[int, Answer]:
+            generator = load_on_ranks(source, view, plan, ranks)
+            media = generator.encoder.media(media_dir, [data.parent])
+            greedy = Sampling(max_new_tokens, temperature=0)
+            return answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=batch_size)
+
+        unjudged = Unjudged.of(
+            out,
+            data,
+            (source.fingerprint(), view.mark, max_new_tokens, media_dir.absolute()),
+            ((question.row, question.id, question.text) for question in questions),
+        )
+        answers = answer() if judge is None else unjudged.answers(ranks, answer)
         told = data_name or str(data.absolute())
         facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
         verdicts = None
@@ -99,6 +110,10 @@ def run(
         if others is not None:
             evaluation = _compared(evaluation, others)
         ranks.first("writing the results", lambda: write_evaluation(evaluation, out))
+        if verdicts is not None:
+            failures = sum(verdict.said is None for verdict in verdicts.values())
+            if kept := ranks.first("settling the stored answers", lambda: unjudged.settle(failures)):
+                evaluation = replace(evaluation, remarks=(*evaluation.remarks, kept))
     return evaluation
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.posttrain_rewards.http import AskedModel, AskedServer, chat_address, key_headers
+from mindspeed_mm.core.outbound import OutboundError, RequestLimits, Server, key_header
+from mindspeed_mm.fsdp.posttrain_rewards.http import AskedModel
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.scored import Verdict
@@ -96,22 +97,21 @@ class Judge:
         def ask(one: Mapping[str, str]) -> tuple[str | None, str | None]:
             try:
                 return judge.answer(_parts(instruction, one)), None
-            except MachineError as error:
+            except OutboundError as error:
                 return None, error.problems[0].what
 
         return _at_once(ask, texts)
 
     def _asked(self, retries: int) -> AskedModel:
-        server = AskedServer(
-            chat_address(self.url),
-            TIMEOUT_S,
-            retries,
-            key_headers(self.key_variable, "--judge-key-env"),
+        server = Server(
+            self.url,
+            RequestLimits(TIMEOUT_S),
+            key_header(self.key_variable, "--judge-key-env"),
             title="the judge",
             key="--judge",
             way_out="See its log, whether the address ends in /v1, and whether it wants a key (--judge-key-env).",
         )
-        return AskedModel(server, self.model)
+        return AskedModel(server, self.model, retries)
 
 
 def _at_once(ask: Callable[[Asked], Reply], asked: Sequence[Asked]) -> list[Reply]:
@@ -141,7 +141,7 @@ def _compared(question: str, expected: str, given: str) -> list[dict[str, Any]]:
 def _verdict(judge: AskedModel, parts: Sequence[Mapping[str, Any]]) -> Verdict:
     try:
         said = judge.answer(parts)
-    except MachineError as error:
+    except OutboundError as error:
         return Verdict(correct=False, failure=error.problems[0].what)
     found = _VERDICT.match(said)
     if found is None:

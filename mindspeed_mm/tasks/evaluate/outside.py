@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.os_errors import with_home
+from mindspeed_mm.core.started_python import run_module, run_script, safe_environment
 
 _LONGEST_LOOK_S = 120.0
 _LOOK = """
@@ -22,7 +24,7 @@ except importlib.metadata.PackageNotFoundError:
     version = "unknown"
 print(json.dumps({"file": spec and spec.origin, "version": version}))
 """
-"""Looks for a package and imports nothing of it."""
+"""A script that looks for a package and imports nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,27 @@ class OutsidePackage:
     version: str
 
     def run(self, call: Call) -> int:
-        """Run this Python with words; the exit code. What it prints goes to standard error, for standard output is the
-        command's own."""
-        environment = {**os.environ, **call.environment}
-        done = subprocess.run([str(self.python), *call.words], env=environment, stdout=2, check=False)
-        return done.returncode
+        """Run a program by this Python; the exit code. What it prints goes to standard error, for standard output is
+        the command's own."""
+        if isinstance(call.program, Path):
+            words = run_script(self.python, call.program, call.words)
+        else:
+            words = run_module(self.python, call.program, call.words)
+        return subprocess.run(words, env=safe_environment(call.environment), stdout=2, check=False).returncode
 
 
 @dataclass(frozen=True)
 class Call:
-    """Words for a Python, and what they find in the environment: other users of a machine can see every word, so keys
-    are not among them."""
+    """What a Python is to run, and what that finds in the environment: other users of a machine can see every word, so
+    keys are not among them.
 
+    Args:
+        program: The name of a module, or a script.
+        words: For it.
+        environment: Further variables.
+    """
+
+    program: str | Path
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,11 +90,18 @@ def find_outside(wanted: Wanted, python: Path | None) -> OutsidePackage:
     Raises:
         MachineError: There is no such Python, or the package is not installed there.
     """
-    program = Path(sys.executable) if python is None else python.expanduser()
+    program = Path(sys.executable) if python is None else with_home(python)
     try:
-        looked = subprocess.run(
-            [str(program), "-c", _LOOK, wanted.module], capture_output=True, timeout=_LONGEST_LOOK_S, check=True
-        )
+        with tempfile.TemporaryDirectory() as place:
+            script = Path(place) / "look.py"
+            script.write_text(_LOOK, encoding="utf-8")
+            looked = subprocess.run(
+                run_script(program, script, [wanted.module]),
+                env=safe_environment(),
+                capture_output=True,
+                timeout=_LONGEST_LOOK_S,
+                check=True,
+            )
         found = parse_json(looked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what, way_out = "is not a Python that can be run", "Name the environment's, such as envs/other/bin/python."

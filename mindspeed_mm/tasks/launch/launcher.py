@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MachineError
+from mindspeed_mm.core.redaction import without_secrets
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.distributed.job.launcher_life import LAUNCHER_VARIABLE
 from mindspeed_mm.fsdp.train.run.launched import (
     FOLDER_VARIABLE,
@@ -135,10 +137,10 @@ def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None
         # A wrong configuration is wrong on every rank, whoever was the first to say so.
         is_configuration = failure.exit_code == ExitCode.USAGE
         prefix = "" if everybody_says_so or is_configuration or not failure.time else f"[rank {rank}] "
-        print("\n".join(prefix + line for line in failure.message.splitlines()), file=sys.stderr)
+        say(without_secrets("\n".join(prefix + line for line in failure.message.split("\n"))), err=True)
     if failure.exit_code not in (ExitCode.RESUMABLE, ExitCode.USAGE):
         for line in how_to_go_on(save):
-            print(line, file=sys.stderr)
+            say(line, err=True)
     sys.stderr.flush()
     return failure.exit_code
 

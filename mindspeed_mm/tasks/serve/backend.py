@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.started_python import safe_environment
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 
 LONGEST_START_S = 1800.0
@@ -147,7 +148,7 @@ def running(engine: str, served: Served, start_s: float = LONGEST_START_S) -> It
             settings = Path(folder) / "settings.yaml"
             settings.write_text(json.dumps(dict(start.settings)), encoding="utf-8")  # JSON is YAML
             words += ["--config", str(settings)]
-        process = subprocess.Popen(words, env={**os.environ, **start.environment}, start_new_session=True)
+        process = subprocess.Popen(words, env=safe_environment(start.environment), start_new_session=True)
         try:
             _wait_until_ready(start.title, backend, process, start_s)
             yield backend

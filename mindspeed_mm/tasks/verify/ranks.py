@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, MMError
+from mindspeed_mm.core.started_python import SAFE_PATH
 
 PRELOADED = ["torch.distributed.checkpoint", "mindspeed_mm.tasks.verify.run"]
 COLLECTIVE_LIMIT_S = 900.0
@@ -157,9 +158,9 @@ def _ending(code: int | None) -> str:
 
 @contextmanager
 def _without_accelerators() -> Iterator[None]:
-    """What processes inherit: no accelerator, a thread each."""
-    before = {name: os.environ.get(name) for name in (*_HIDE, "OMP_NUM_THREADS")}
-    os.environ.update(dict.fromkeys(_HIDE, ""), OMP_NUM_THREADS="1")
+    """What processes inherit: no accelerator, a thread each, no imports from the working directory."""
+    before = {name: os.environ.get(name) for name in (*_HIDE, "OMP_NUM_THREADS", SAFE_PATH)}
+    os.environ.update({**dict.fromkeys(_HIDE, ""), "OMP_NUM_THREADS": "1", SAFE_PATH: "1"})
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.extract import extract
@@ -29,7 +30,7 @@ def extract_features() -> None:
         raise ConfigError("is not given", where=where, key="sorafeature.save_path", way_out=way_out)
     options = {"batch_size": args.micro_batch_size, "dtype": compute_type(translated.model_json)}
     for outcome in extract.run(translated.config, out=Path(folder), **options):
-        print(outcome.sentence(), flush=True)
+        say(outcome.sentence())
 
 
 def compute_type(model: dict[str, Any]) -> str | None:

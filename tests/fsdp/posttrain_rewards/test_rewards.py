@@ -268,13 +268,13 @@ def test_a_server_that_fails_is_asked_again(server: _Server) -> None:
     server.failures = 1
     assert scored("http", ["ab"], url=url, retries=1) == [2]
     server.failures = 2
-    failed = "the server of the reward 'http' did not answer 1 requests: HTTPError"
+    failed = r"the server of the reward 'http' refuses \(503\): Service Unavailable"
     with pytest.raises(MachineError, match=failed) as caught:
         scored("http", ["ab"], url=url, retries=0)
     (advice,) = re.findall(r"on_failure: \w+", caught.value.problems[0].way_out)
     assert math.isnan(scored("http", ["ab"], url=url, retries=0, **YAML(typ="safe").load(advice))[0])
     server.delay_s = 0.5
-    with pytest.raises(MachineError, match="timed out"):
+    with pytest.raises(MachineError, match=r"did not answer within 0\.05 s"):
         scored("http", ["ab"], url=url, retries=0, timeout_s=0.05)
 
 
@@ -287,15 +287,15 @@ def test_a_server_is_asked_whether_it_is_there(server: _Server, more: dict[str, 
     assert server.requests == []
     server.shutdown()
     server.server_close()
-    with pytest.raises(MachineError, match=f"the server of the reward '{name}' is not there: .*refused") as caught:
+    with pytest.raises(MachineError, match=f"the server of the reward '{name}' cannot be reached: .*refused") as caught:
         reward.check_server()
     assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
-    with pytest.raises(MachineError, match="did not answer 1 requests") as caught:
+    with pytest.raises(MachineError, match=r"cannot be reached: .*refused") as caught:
         build_reward(name, 1.0, settings | {"retries": 0}, key="posttrain.rewards[1]")(Judged([""], [""], [{}]))
     assert caught.value.problems[0].key == "posttrain.rewards[1].settings.url"
     build_reward(name, 1.0, settings | {"on_failure": "skip"}).check_server()
-    with pytest.raises(MachineError, match="nonnumeric port"):
-        build_reward(name, 1.0, settings | {"url": "http://localhost:port"}).check_server()
+    with pytest.raises(ConfigError, match="'http://localhost:port' is not an http address"):
+        build_reward(name, 1.0, settings | {"url": "http://localhost:port"})
     with pytest.raises(ConfigError, match=r"rewards\.settings\.on_failure.*'null' is not one of error, skip"):
         build_reward(name, 1.0, settings | {"on_failure": "null"})
 

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError
+from mindspeed_mm.core.outbound import OutboundError
 from mindspeed_mm.fsdp.models.behaviour import media_once
 from mindspeed_mm.fsdp.posttrain_rewards import reward_register
+from mindspeed_mm.fsdp.posttrain_rewards.http import HttpReward
 from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.rollouts import files, loader
-from mindspeed_mm.fsdp.train.rollouts.text import in_turns
+from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, in_turns
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.counted_patches import counted_patches
+from tests.helpers.hostile import hostile
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import train_steps
@@ -177,7 +180,33 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(files, "atomic_write_text", full)
     with pytest.raises(MachineError, match="cannot be written: No space left on device") as caught:
         trained(configured(tmp_path, {"save": str(tmp_path / "run"), "train_iters": 1}))
-    assert "rollout_0000000.jsonl" in str(caught.value) and "posttrain.rollout.keep" in str(caught.value)
+    assert "drawn_0000000_0.jsonl" in str(caught.value) and "posttrain.rollout.keep" in str(caught.value)
+
+
+@pytest.mark.edge("BS4")
+def test_a_reward_that_fails_loses_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rollout's server breaks off in mid-answer; another one judges the very answers that were drawn."""
+    drawn: list[int] = []
+    draw = TextRollouts.draw
+
+    def counted(source: TextRollouts, prompts: Any, keys: Any) -> Any:
+        drawn.append(len(prompts))
+        return draw(source, prompts, keys)
+
+    monkeypatch.setattr(TextRollouts, "draw", counted)
+    monkeypatch.setattr(HttpReward, "check_server", lambda _: None)
+    save, training = tmp_path / "run", {"save": str(tmp_path / "run"), "train_iters": 1}
+    with hostile("half a body") as broken:
+        rewards = [{"name": "http", "settings": {"url": broken.url, "retries": 0}}]
+        with pytest.raises(OutboundError, match="did not answer in full"):
+            trained(configured(tmp_path, training, rewards=rewards))
+    kept = [json.loads(line) for line in (save / "rollouts" / "drawn_0000000_0.jsonl").open()][1:]
+    again = trained(configured(tmp_path, training)).steps[-1]
+    assert drawn == [8] and [line["token_ids"] for line in lines(save, 0)] == [line["token_ids"] for line in kept]
+    assert not list((save / "rollouts").glob("drawn_*"))
+    shutil.rmtree(save)
+    fresh = trained(configured(tmp_path, training)).steps[-1]
+    assert all(torch.equal(again["weights"][name], weight) for name, weight in fresh["weights"].items())
 
 
 @pytest.mark.parametrize("change", ["seed", pytest.param("rewards", marks=pytest.mark.slow)])

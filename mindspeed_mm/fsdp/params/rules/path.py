@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.healing import heal_missing
+from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import where_else
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -79,7 +80,7 @@ def check_save_folder(folder: Path, config: Path | None = None) -> None:
 def check_writable(folder: Path, key: str) -> None:
     """Raise `ConfigError` or `MachineError` when a folder that a key names cannot be made or written to. Makes
     nothing."""
-    standing = folder.expanduser()
+    standing = with_home(folder)
     while not standing.exists() and standing != standing.parent:
         standing = standing.parent
     if not standing.is_dir():
@@ -97,8 +98,8 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
     elif isinstance(value, tuple):
         paths = value
     for path in paths:
-        heal_missing(Path(path).expanduser())
-    return [missing_input(Path(path), key, kind) for path in paths if not Path(path).expanduser().exists()]
+        heal_missing(with_home(Path(path)))
+    return [missing_input(Path(path), key, kind) for path in paths if not with_home(Path(path)).exists()]
 
 
 def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:

@@ -450,6 +450,12 @@ def _of_the_rollout(arguments: Arguments, rollout: RolloutArguments) -> Iterator
             key=f"{key}.base_url",
             way_out="Set posttrain.rollout.backend: vllm or sglang, or leave it out.",
         )
+    if rollout.api_key_env and not has_server:
+        yield Problem(
+            "is given, but posttrain.rollout.backend is transformers, which asks no server",
+            key=f"{key}.api_key_env",
+            way_out="Set posttrain.rollout.backend: vllm or sglang, or leave it out.",
+        )
     if has_server and not arguments.training.save:
         yield Problem(
             "is not given, but the server reads new weights from a folder of the run",

@@ -145,7 +145,7 @@ class _Builder:
         if isinstance(event, AliasEvent):
             return self._alias(event)
         if isinstance(event, ScalarEvent):
-            node = Node(self._scalar(event), self._place(event))
+            node = Node(self._scalar(event), self._place(event), end=_end(event))
         elif isinstance(event, SequenceStartEvent):
             node = self._sequence(event, level)
         else:
@@ -160,7 +160,7 @@ class _Builder:
         if node is None:
             near = did_you_mean(event.anchor, self.anchors)
             raise self._fault(event, f"'*{event.anchor}' names no anchor that is complete before it", near.strip())
-        return Node(node.value, self._place(event), node.size, node.depth, node.anchored)
+        return Node(node.value, self._place(event), node.size, node.depth, node.anchored, _end(event))
 
     def _sequence(self, event: object, level: int) -> Node:
         self._check_tag(event, "seq")
@@ -254,6 +254,10 @@ class _Builder:
 
     def _place(self, event: Any) -> SourcePosition:
         return SourcePosition(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
+
+
+def _end(event: Any) -> tuple[int, int]:
+    return event.end_mark.line + 1, event.end_mark.column + 1
 
 
 def _whole(text: str) -> int:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.fsdp.params.yaml.tree import (
     MappingEntry,
     Node,
@@ -177,7 +178,7 @@ def _parts(node: Node) -> list[str]:
 
 
 def _is_relative(part: str) -> bool:
-    return part != "" and "://" not in part and "\0" not in part and not Path(part).expanduser().is_absolute()
+    return part != "" and "://" not in part and "\0" not in part and not with_home(Path(part)).is_absolute()
 
 
 def _exists(path: Path) -> bool:

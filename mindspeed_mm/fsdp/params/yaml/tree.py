@@ -34,6 +34,8 @@ class Node:
     """Levels inside."""
     anchored: bool = False
     """It, or something in it, has an anchor."""
+    end: tuple[int, int] | None = None
+    """Line and column, from 1, behind a scalar or an alias of a file."""
 
 
 @dataclass

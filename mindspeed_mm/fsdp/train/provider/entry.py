@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.core.terminal import say
 
 PACKAGE = Path(__file__).resolve().parents[3]
 
@@ -51,7 +52,7 @@ def _end(error: MMError) -> NoReturn:
         text = "".join(traceback.format_exception(error))
     prefix = "" if rank == "0" else f"[rank {rank}] "
     sys.stdout.flush()
-    print(textwrap.indent(text.rstrip("\n"), prefix, lambda _line: True), file=sys.stderr, flush=True)
+    say(textwrap.indent(text.rstrip("\n"), prefix, lambda _line: True), err=True)
     if error.exit_code != ExitCode.RESUMABLE and "RANK" in os.environ:
         os._exit(int(error.exit_code))  # collectives that are under way would be waited for
     sys.exit(int(error.exit_code))

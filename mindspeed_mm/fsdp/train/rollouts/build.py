@@ -15,6 +15,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
+from mindspeed_mm.core.outbound import CHECK_S
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.checkpoint.merged_hf import save_merged_hf
 from mindspeed_mm.fsdp.data import MMDataLoader, build_mm_dataloader
@@ -44,7 +45,7 @@ from mindspeed_mm.fsdp.train.reference_start import reference_start
 from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
 from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
-from mindspeed_mm.fsdp.train.rollouts.server import CHECK_S, SERVERS, ServedRollouts
+from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, TIMEOUT_S, ServedRollouts
 from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters
@@ -66,7 +67,7 @@ _OF_MEDIA = re.compile(
 def build_rollout_loader(arguments: Arguments, job: Job, prompts: MMDataset) -> RolloutLoader:
     """The loader of a run that trains on its own samples. Raises as `build_rollout_order`."""
     order = build_rollout_order(arguments, job.data_share, prompts)
-    settings = _mark_of_settings(arguments, prompts) if order.folder is not None else ""
+    settings = _marks_of_settings(arguments, prompts) if order.folder is not None else ("", "")
     return RolloutLoader(order, job, keeps_all=arguments.posttrain.rollout.keep, settings=settings)
 
 
@@ -152,13 +153,17 @@ def _too_few_prompts(steps: int, problem: Problem) -> Problem:
     )
 
 
-def _mark_of_settings(arguments: Arguments, prompts: MMDataset) -> str:
-    """Of what decides, beside the weights that are trained, what is drawn and what it is worth: a run that starts again
-    before its first checkpoint may have others."""
+def _marks_of_settings(arguments: Arguments, prompts: MMDataset) -> tuple[str, str]:
+    """Of what decides, besides the weights that are trained, what is drawn and what it is worth: a run that starts
+    again before its first checkpoint may have others. The second one is of what is drawn alone: rewards may be
+    mended."""
     of_training = {"seed", "lora", "diffusion"}
     sections: dict[str, Any] = {"model": True, "data": True, "posttrain": True, "training": of_training}
     given = arguments.model_dump(mode="json", include=sections)
-    return digest_of(json.dumps([given, prompts.fingerprint()], sort_keys=True, default=str))
+    fingerprint = prompts.fingerprint()
+    drawing = {**given, "posttrain": {**given["posttrain"], "rewards": None}}
+    first, second = (json.dumps([each, fingerprint], sort_keys=True, default=str) for each in (given, drawing))
+    return digest_of(first), digest_of(second)
 
 
 def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
@@ -250,10 +255,11 @@ def _connect(source: ServedRollouts, arguments: Arguments, job: Job) -> None:
     """Say which server draws, and how it gets weights: in a folder of the run."""
     rollout, folder = arguments.posttrain.rollout, arguments.training.save
     assert rollout.base_url is not None and folder is not None and arguments.model.model_name_or_path is not None
-    source.server = SERVERS[rollout.backend](rollout.base_url)
+    source.server = SERVERS[rollout.backend](rollout.base_url, TIMEOUT_S, rollout.api_key_env)
     source.speaks = job.rank == 0
     ranks = Ranks()
-    ranks.first("asking the server", SERVERS[rollout.backend](rollout.base_url, CHECK_S).check)
+    checked = SERVERS[rollout.backend](rollout.base_url, CHECK_S, rollout.api_key_env)
+    ranks.first("asking the server", checked.check)
     start = base_of_adapters(arguments.training) or Path(arguments.model.model_name_or_path)
     written = Path(folder).absolute() / "hf" / "rollouts"
     bare = build_outline(reference_start(arguments)).model if arguments.training.lora.enable else None

@@ -1,7 +1,8 @@
 """Rollouts as files, from which a run that was killed goes on: `rollouts/rollout_0000012.jsonl`.
 
 The first line tells what drew the samples, and has a checksum of everything else; each further line is a sample of some
-rank, in the order of the step: another number of ranks reads the same file.
+rank, in the order of the step: another number of ranks reads the same file. Until its samples are judged, each rank
+keeps its own in a file of the same form, `rollouts/drawn_0000012_0.jsonl`: a reward that fails loses none of them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def rollout_file(folder: Path, number: int) -> Path:
     return folder / FOLDER / f"rollout_{number:07}.jsonl"
 
 
+def drawn_file(folder: Path, number: int, data_rank: int) -> Path:
+    """Where the samples of a rank wait for their rewards."""
+    return folder / FOLDER / f"drawn_{number:07}_{data_rank}.jsonl"
+
+
 def digest_of(text: str) -> str:
     """What a checkpoint remembers of a file."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -52,12 +58,16 @@ def _checksum(header: Mapping[str, Any], body: str) -> str:
 
 
 def write_rollout(folder: Path, number: int, text: str) -> None:
+    """Write the file of a rollout; see `write_samples`."""
+    write_samples(rollout_file(folder, number), text)
+
+
+def write_samples(path: Path, text: str) -> None:
     """Write a file; it appears when it is whole.
 
     Raises:
         MachineError: The disk is full, or the folder cannot be written.
     """
-    path = rollout_file(folder, number)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, text)
@@ -73,7 +83,11 @@ def write_rollout(folder: Path, number: int, text: str) -> None:
 
 def read_rollout(folder: Path, number: int) -> StoredRollout | None:
     """The rollout of this number; None where there is none, or what is there is broken."""
-    path = rollout_file(folder, number)
+    return read_samples(rollout_file(folder, number))
+
+
+def read_samples(path: Path) -> StoredRollout | None:
+    """What a file holds; None where there is none, or it is broken."""
     try:
         text = path.read_text(encoding="utf-8")
         first, _, body = text.partition("\n")
@@ -83,6 +97,12 @@ def read_rollout(folder: Path, number: int) -> StoredRollout | None:
     if not isinstance(header, dict) or header.pop(_CHECKSUM, None) != _checksum(header, body):
         return None
     return StoredRollout(header, samples, digest_of(text))
+
+
+def remove_drawn(folder: Path) -> None:
+    """Remove the samples that waited for their rewards."""
+    for path in (folder / FOLDER).glob("drawn_*.jsonl"):
+        path.unlink(missing_ok=True)
 
 
 def remove_rollouts_before(folder: Path, number: int) -> None:

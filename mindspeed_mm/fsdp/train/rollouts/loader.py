@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,10 +78,13 @@ class RolloutLoader:
         order: Which prompts make a rollout, and which steps it serves.
         job: This rank.
         keeps_all: Leave the files of rollouts that are used up.
-        settings: Tells the settings and rows that decide what is drawn, and what it is worth, from others.
+        settings: Tells the settings and rows that decide what is drawn, and what it is worth, from others; and those
+            that decide what is drawn alone.
     """
 
-    def __init__(self, order: RolloutOrder, job: Job, *, keeps_all: bool = True, settings: str = "") -> None:
+    def __init__(
+        self, order: RolloutOrder, job: Job, *, keeps_all: bool = True, settings: tuple[str, str] = ("", "")
+    ) -> None:
         self._order, self._job = order, job
         self._prompts, self._plan, self._folder = order.prompts, order.plan, order.folder
         self._keeps_all, self._settings = keeps_all, settings
@@ -204,7 +208,7 @@ class RolloutLoader:
         stored = self._stored(number, header)
         begun, drawing = time.perf_counter(), None
         if stored is None:
-            drawing = self._drawing(prompts_of_steps, keys_of_steps)
+            drawing = self._drawn_before(header) or self._drawing(prompts_of_steps, keys_of_steps)
         return _Begun(
             header,
             prompts_of_steps,
@@ -222,7 +226,7 @@ class RolloutLoader:
         return {
             "rollout": number,
             "weights": weights_mark(self._model) if self._folder is not None else 0,
-            "settings": self._settings,
+            "settings": self._settings[0],
             "samples": samples * self._job.state.data_size,
         }
 
@@ -256,6 +260,7 @@ class RolloutLoader:
         waits = time.perf_counter()
         samples = begun.drawing.result()
         drawn = time.perf_counter()
+        self._keep_drawn(begun, samples)
         own = self._judged(begun, samples) if self._is_first else None
         judged = time.perf_counter()
         lines, ranks = self._of_all_ranks(own)
@@ -266,6 +271,40 @@ class RolloutLoader:
         self.metrics.count(lines, self.source.reward_names, facts)
         self.metrics.time(facts, begun.drawing_s + drawn - waits, judged - drawn)
         return Rollout(number, begun.prompts, samples, advantages, files.digest_of(text))
+
+    def _drawn_before(self, header: Mapping[str, Any]) -> Future[list[list[object]]] | None:
+        """This rank's samples of this very rollout, which were drawn and not judged; None unless all ranks have
+        theirs."""
+        stored = files.read_samples(self._drawn_file(header)) if self._folder is not None else None
+        is_same = stored is not None and dict(stored.header) == self._drawn_header(header)
+        if not all(self._of_all(is_same)):
+            return None
+        assert self.source is not None and stored is not None
+        samples: list[list[object]] = []
+        for step in range(self._plan.steps):
+            samples.append([self.source.restore(line) for line in stored.samples if line["step"] == step])
+        found = Future[list[list[object]]]()
+        found.set_result(samples)
+        return found
+
+    def _keep_drawn(self, begun: _Begun, samples: list[list[object]]) -> None:
+        """Store this rank's samples before they are judged: rewards may fail, servers above all."""
+        if self._folder is None or not self._is_first:
+            return
+        assert self.source is not None
+        lines = []
+        for step, drawn in enumerate(samples):
+            for prompt, sample in zip(begun.prompts[step], drawn, strict=True):
+                lines.append({"step": step, **self.source.record(prompt, sample)})
+        text = files.text_of(self._drawn_header(begun.header), lines)
+        files.write_samples(self._drawn_file(begun.header), text)
+
+    def _drawn_file(self, header: Mapping[str, Any]) -> Path:
+        assert self._folder is not None
+        return files.drawn_file(self._folder, header["rollout"], self._job.state.data_rank)
+
+    def _drawn_header(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        return {**header, "settings": self._settings[1], "data_ranks": self._job.state.data_size}
 
     def _judged(self, begun: _Begun, samples: list[list[object]]) -> list[list[dict[str, Any]]]:
         """What is kept of this rank's samples, step by step, with their scores."""
@@ -286,6 +325,7 @@ class RolloutLoader:
         if self._folder is None or self._job.rank != 0:
             return
         files.write_rollout(self._folder, number, text)
+        files.remove_drawn(self._folder)
         if not self._keeps_all:
             files.remove_rollouts_before(self._folder, number - 1)
 

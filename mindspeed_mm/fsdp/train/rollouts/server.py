@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-import urllib.error
-import urllib.request
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.errors import DataError, MachineError
+from mindspeed_mm.core.outbound import RequestLimits, Server, key_header, one_line
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, check_lengths
 
+T = TypeVar("T")
+
 TIMEOUT_S = 600.0
-CHECK_S = 5.0
-"""For a server that is asked whether it is there."""
 CONCURRENCY = 64
 _NEVER = -100.0
 """What is added to the logit of a token that is not to be drawn: the most that the interface of OpenAI takes."""
@@ -54,11 +54,24 @@ class RolloutServer(ABC):
 
     Args:
         base_url: Its address, without a path.
-        timeout_s: For one request.
+        timeout_s: For one request, from its beginning to the last byte of the answer.
+        key_variable: The environment variable that holds the server's key; None: it wants none.
+
+    Raises:
+        ConfigError: The address is not of http, or the variable is not set.
     """
 
-    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S) -> None:
-        self.base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
+    def __init__(self, base_url: str, timeout_s: float = TIMEOUT_S, key_variable: str | None = None) -> None:
+        key = key_header(key_variable, "posttrain.rollout.api_key_env")
+        self._server = Server(
+            base_url,
+            RequestLimits(timeout_s),
+            key,
+            title="the server that draws answers",
+            key="posttrain.rollout.base_url",
+            way_out="Start it, or correct the address. It must serve this model and let its weights be replaced (vLLM: "
+            "VLLM_SERVER_DEV_MODE=1). See its log.",
+        )
 
     asked_for: str
     """What `check` asks for."""
@@ -73,13 +86,7 @@ class RolloutServer(ABC):
             raise self.failed(f"{self.takes_weights} is not there, by which it would get new weights")
 
     def _status(self, path: str) -> int:
-        try:
-            with urllib.request.urlopen(self.base_url + path, timeout=self._timeout_s) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except (OSError, ValueError) as error:
-            raise self.failed(f"{path}: {getattr(error, 'reason', error)}") from error
+        return self._server.ask("GET", path).status
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
@@ -97,34 +104,28 @@ class RolloutServer(ABC):
             MachineError: The server is away, answers with something else, or makes other tokens of the prompt.
         """
 
-    def post(self, path: str, content: dict[str, Any]) -> Any:
-        """The JSON that a request is answered with; None for nothing."""
-        body = json.dumps(content).encode()
-        request = urllib.request.Request(self.base_url + path, body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                text = answer.read()
-            return json.loads(text) if text.strip() else None
-        except urllib.error.HTTPError as error:
-            raise self.failed(f"{path}: {error.code} {error.read().decode(errors='replace')[:300]}") from error
-        except (OSError, ValueError) as error:
-            raise self.failed(f"{path}: {error}") from error
+    def post(self, path: str, content: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` takes from the JSON of an answer, an empty one being null.
+
+        Raises:
+            OutboundError: There is no such answer, or `read` meets another form of it.
+        """
+        reply = self._server.ask("POST", path, content)
+        if not reply.is_ok:
+            raise self.failed(f"{path}: {self._server.refusal(reply)}")
+        if not reply.body.strip():
+            reply = replace(reply, body=b"null")
+        return self._server.read(reply, read)
 
     def failed(self, what: str) -> MachineError:
-        """The error that tells it."""
-        return MachineError(
-            f"the server that draws answers failed: {what}",
-            where=self.base_url,
-            key="posttrain.rollout.base_url",
-            way_out="Start it, or correct the address. It must serve this model and let its weights be replaced (vLLM: "
-            "VLLM_SERVER_DEV_MODE=1). See its log.",
-        )
+        """The error that reports it."""
+        return self._server.failed(f"failed: {what}")
 
     def reads_otherwise(self, what: str) -> MachineError:
         """The error that tells that the server makes other tokens of a prompt than training does."""
         return MachineError(
             f"the server makes other tokens of a prompt with pictures than training does: {what}",
-            where=self.base_url,
+            where=self._server.shown,
             key="posttrain.rollout.base_url",
             way_out="Start it with the chat template and the limits of pixels that the run has, or set "
             "posttrain.rollout.backend: transformers.",
@@ -133,7 +134,9 @@ class RolloutServer(ABC):
     def _answer(self, tokens: Any, log_probs: Any, end_ids: Sequence[int]) -> DrawnAnswer:
         if not tokens or len(tokens) != len(log_probs):
             raise self.failed(f"{len(tokens or ())} tokens with {len(log_probs or ())} log-probabilities")
-        if not all(isinstance(each, float | int) for each in log_probs):
+        if not all(type(token) is int for token in tokens):
+            raise self.failed("tokens that are not whole numbers")
+        if not all(isinstance(each, float | int) and math.isfinite(each) for each in log_probs):
             raise self.failed("tokens without log-probabilities")
         return DrawnAnswer(list(tokens), list(log_probs), _UNKNOWN, is_truncated=tokens[-1] not in end_ids)
 
@@ -145,9 +148,12 @@ class SglangServer(RolloutServer):
 
     def load_weights(self, folder: Path) -> None:
         """See `RolloutServer`."""
-        told = self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
-        if not (told or {}).get("success"):
-            raise self.failed(f"/update_weights_from_disk: {(told or {}).get('message')}")
+
+        def read(told: Any) -> None:
+            if not (told or {}).get("success"):
+                raise self.failed(f"/update_weights_from_disk: {one_line(str((told or {}).get('message')))}")
+
+        self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True}, read)
 
     def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
         """See `RolloutServer`."""
@@ -163,14 +169,18 @@ class SglangServer(RolloutServer):
         asked = {"input_ids": prompt.token_ids, "sampling_params": settings, "return_logprob": True}
         if prompt.pictures:
             asked["image_data"] = prompt.pictures
-        facts = (self.post("/generate", asked) or {}).get("meta_info") or {}
-        if prompt.pictures and facts.get("prompt_tokens") != len(prompt.token_ids):
-            raise self.reads_otherwise(f"{facts.get('prompt_tokens')} instead of {len(prompt.token_ids)}")
-        tokens, log_probs = [], []
-        for log_prob, token, *_ in facts.get("output_token_logprobs") or ():
-            tokens.append(token)
-            log_probs.append(log_prob)
-        return self._answer(tokens, log_probs, end_ids)
+
+        def read(told: Any) -> DrawnAnswer:
+            facts = (told or {}).get("meta_info") or {}
+            if prompt.pictures and facts.get("prompt_tokens") != len(prompt.token_ids):
+                raise self.reads_otherwise(f"{facts.get('prompt_tokens')} instead of {len(prompt.token_ids)}")
+            tokens, log_probs = [], []
+            for log_prob, token, *_ in facts.get("output_token_logprobs") or ():
+                tokens.append(token)
+                log_probs.append(log_prob)
+            return self._answer(tokens, log_probs, end_ids)
+
+        return self.post("/generate", asked, read)
 
 
 class VllmServer(RolloutServer):
@@ -183,8 +193,8 @@ class VllmServer(RolloutServer):
     def load_weights(self, folder: Path) -> None:
         """See `RolloutServer`."""
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.post("/collective_rpc", asked)
-        self.post("/reset_prefix_cache", {})
+        self.post("/collective_rpc", asked, lambda _: None)
+        self.post("/reset_prefix_cache", {}, lambda _: None)
 
     def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
         """See `RolloutServer`."""
@@ -200,23 +210,28 @@ class VllmServer(RolloutServer):
         }
         if prompt.pictures:
             return self._drawn_in_chat(prompt, settings, end_ids)
-        told = self.post("/v1/completions", {**settings, "prompt": prompt.token_ids, "logprobs": 0})
-        choice = _first_choice(told)
-        return self._answer(
-            choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs") or [], end_ids
-        )
+
+        def read(told: Any) -> DrawnAnswer:
+            choice = _first_choice(told)
+            log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            return self._answer(choice.get("token_ids"), log_probs, end_ids)
+
+        return self.post("/v1/completions", {**settings, "prompt": prompt.token_ids, "logprobs": 0}, read)
 
     def _drawn_in_chat(self, prompt: ServedPrompt, settings: dict[str, Any], end_ids: Sequence[int]) -> DrawnAnswer:
         asked = {**settings, "messages": prompt.messages, "logprobs": True, "top_logprobs": 0}
         if prompt.tools:
             asked["tools"], asked["tool_choice"] = prompt.tools, "none"
-        told = self.post("/v1/chat/completions", asked)
-        read = (told or {}).get("prompt_token_ids") or []
-        if read != prompt.token_ids:
-            raise self.reads_otherwise(_first_difference(read, prompt.token_ids))
-        choice = _first_choice(told)
-        content = (choice.get("logprobs") or {}).get("content") or []
-        return self._answer(choice.get("token_ids"), [each.get("logprob") for each in content], end_ids)
+
+        def read(told: Any) -> DrawnAnswer:
+            seen = (told or {}).get("prompt_token_ids") or []
+            if seen != prompt.token_ids:
+                raise self.reads_otherwise(_first_difference(seen, prompt.token_ids))
+            choice = _first_choice(told)
+            content = (choice.get("logprobs") or {}).get("content") or []
+            return self._answer(choice.get("token_ids"), [each.get("logprob") for each in content], end_ids)
+
+        return self.post("/v1/chat/completions", asked, read)
 
 
 def _first_choice(told: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
@@ -32,7 +31,7 @@ def run_context(
     context: RunContext = {
         "world_size": world_size,
         "mesh": mesh,
-        "config": redact(resolved_dict(config)),
+        "config": resolved_dict(config),
         "dataset": dataset.fingerprint(),
         "global_batch": global_batch,
         "seed": training.seed,

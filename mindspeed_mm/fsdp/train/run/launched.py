@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ExitCode
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.terminal import say
 
 FOLDER_VARIABLE = "MM_LAUNCH_FOLDER"
 STOPPED_AT_ONCE = 130
@@ -126,7 +126,7 @@ def tell_of_hang(save: str | None) -> Callable[[str, bool], None]:
             rank = int(os.environ["RANK"])
             folder.report(rank, text, int(ExitCode.ENVIRONMENT), lost_peers=False, printed=False, hangs=True)
         elif speaks:
-            print("\n".join([text, *how_to_go_on(save)]), file=sys.stderr, flush=True)
+            say("\n".join([text, *how_to_go_on(save)]), err=True)
 
     return tell
 

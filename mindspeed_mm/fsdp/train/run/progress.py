@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from mindspeed_mm.core.redaction import without_secrets
+from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.utils.work_progress import bar, clock
 
 COLUMNS = (
@@ -116,8 +118,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line of prose; on a terminal it is broken between words."""
-        self._print(self._wrapped(text) + "\n")
-        self._write_log(text)
+        shown = visible(without_secrets(text))
+        self._print(self._wrapped(shown) + "\n")
+        self._write_log(shown)
 
     def _wrapped(self, text: str) -> str:
         if self._stream is None or not self._stream.isatty():
@@ -133,7 +136,7 @@ class Progress:
     def keep(self, text: str) -> None:
         """A line of prose for the log file alone."""
         if self._speaks:
-            self._write_log(text)
+            self._write_log(visible(without_secrets(text)))
 
     def step(self, metrics: Mapping[str, float], last_step: int, total_steps: int) -> None:
         """A logged step.

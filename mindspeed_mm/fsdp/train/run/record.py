@@ -19,11 +19,12 @@ from typing import TextIO
 import torch
 
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
-from mindspeed_mm.core.redaction import redact, without_secrets
+from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
+from mindspeed_mm.fsdp.params.yaml.hidden_text import words_without_secrets, yaml_without_secrets
 from mindspeed_mm.fsdp.params.yaml.origins import leaves
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.progress import Progress
@@ -106,13 +107,13 @@ class RunRecord:
             "status": "running",
             "exit_code": None,
             "started": time.time(),
-            "command": sys.argv,
+            "command": words_without_secrets(sys.argv),
             **environment(),
             **facts,
         }
         if config.path.resolve() != self.folder.config.resolve():  # who trains the file that lies there keeps it
-            self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
-        self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
+            self._try(self.folder.config, lambda path: atomic_write_text(path, yaml_without_secrets(config.text)))
+        self._try(self.folder.resolved, lambda path: atomic_write_text(path, dump_resolved(config)))
         self._write_run()
         launcher = LaunchFolder.of_this_rank()
         if launcher is not None:
@@ -172,7 +173,7 @@ class RunRecord:
         if line:
             self.progress.note(line)
         if self.folder is not None:
-            record = {"time": time.time(), "kind": kind, "step": step, **details}
+            record = {"time": time.time(), "kind": kind, "step": step, **redact(details)}
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
     def show(self, media: Mapping[str, Path], step: int) -> None:
@@ -189,7 +190,7 @@ class RunRecord:
             self._try(self.folder.metrics, lambda path: append_jsonl(path, {**record, "time": time.time()}))
 
     def _tracked(self, config: ResolvedConfig, first_step: int) -> TrackedRun:
-        values = dict(leaves(redact(resolved_dict(config))))
+        values = dict(leaves(resolved_dict(config)))
         settings = {key: value for key, value in values.items() if config.origins[key].kind != "default"}
         if self.folder is None:
             return TrackedRun(config.path.stem, settings, None, first_step)

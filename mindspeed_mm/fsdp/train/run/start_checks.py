@@ -26,10 +26,11 @@ def check_config(config: ResolvedConfig) -> None:
     """What can be refused before anything is joined, read or built.
 
     Raises:
-        MMError: A feature is not built, a tracker is not installed, the run folder cannot be written, or a reference's
-            folder is missing.
+        MMError: A feature is not built, a secret is missing, a tracker is not installed, the run folder cannot be
+            written, or a reference's folder is missing.
     """
     config.check_built()
+    config.check_revealed()
     training = config.arguments.training
     check_trackers(training.report_to)
     if training.save:

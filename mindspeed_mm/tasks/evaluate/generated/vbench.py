@@ -75,7 +75,9 @@ def measure(
     package = find_outside(_WANTED, python)
     with tempfile.TemporaryDirectory() as place:
         asked, written = _prepare(Path(place), clips, known, dimensions)
-        code = package.run(Call(["-c", _DRIVER, str(asked)]))
+        driver = Path(place) / "driver.py"
+        driver.write_text(_DRIVER, encoding="utf-8")
+        code = package.run(Call(driver, [str(asked)]))
         if not written.is_file():
             what = f"VBench ended with exit code {code} and has written no results"
             raise MachineError(what, key="--vbench", way_out="What it printed above says why.")

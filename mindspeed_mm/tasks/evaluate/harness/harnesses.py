@@ -60,13 +60,13 @@ class Harness:
 
 
 def _call_lmms_eval(_: OutsidePackage, asked: HarnessCall) -> Call:
-    words = ["-m", "lmms_eval", "--model", "async_openai", "--model_args", f"model={asked.model.name}"]
+    words = ["--model", "async_openai", "--model_args", f"model={asked.model.name}"]
     words += ["--tasks", ",".join(asked.tasks), "--batch_size", "1"]
     words += ["--output_path", str(asked.folder), "--log_samples"]
     if asked.max_new_tokens is not None:
         words += ["--gen_kwargs", f"max_new_tokens={asked.max_new_tokens}"]
     environment = {"OPENAI_API_BASE": asked.model.address, "OPENAI_API_KEY": asked.model.key or "none"}
-    return Call([*words, *asked.options], environment)
+    return Call("lmms_eval", [*words, *asked.options], environment)
 
 
 def _read_lmms_eval(content: Content) -> dict[str, TaskFigures]:
@@ -110,10 +110,10 @@ def _call_vlmevalkit(package: OutsidePackage, asked: HarnessCall) -> Call:
         what = "has no run.py beside it that takes --base-url"
         way_out = "Install a newer checkout of VLMEvalKit, in place: pip install -e VLMEvalKit."
         raise MachineError(what, where=str(package.folder), key=_KEY, way_out=way_out)
-    words = [str(script), "--data", *asked.tasks, "--model", asked.model.name, "--base-url", asked.model.address]
+    words = ["--data", *asked.tasks, "--model", asked.model.name, "--base-url", asked.model.address]
     words += ["--work-dir", str(asked.folder), "--judge", "exact_matching"]
     words += ["--max-tokens", str(asked.max_new_tokens or _USUAL_LENGTH)]
-    return Call([*words, *asked.options], {"LMDEPLOY_API_KEY": asked.model.key or "none"})
+    return Call(script, [*words, *asked.options], {"LMDEPLOY_API_KEY": asked.model.key or "none"})
 
 
 def _read_vlmevalkit(content: Content) -> dict[str, TaskFigures]:

@@ -6,6 +6,7 @@ whichever family. A harness's own loaders have other pixel bounds and system pro
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.started_python import own_python, safe_environment
+from mindspeed_mm.tasks.launch import rank_start
 from mindspeed_mm.tasks.serve.backend import end_process
 
 NAME = "model"
@@ -67,7 +70,7 @@ class Folder:
 
     def words(self, key_file: Path) -> list[str]:
         """Of the command that serves it."""
-        words = ["-m", "mindspeed_mm", "serve", str(self.model), "--port", "0", "--name", NAME, "--json"]
+        words = ["serve", str(self.model), "--port", "0", "--name", NAME, "--json"]
         words += ["--key-file", str(key_file), "--batch-size", str(self.batch_size), "--nproc", str(self.nproc)]
         for option, value in (("--lora", self.lora), ("--config", self.config), ("--plan", self.plan)):
             if value is not None:
@@ -88,8 +91,9 @@ def served(folder: Folder) -> Iterator[ServedModel]:
     with tempfile.TemporaryDirectory() as private:  # which only we may enter
         key_file = Path(private) / "key"
         key_file.write_text(key, encoding="utf-8")
-        words = [sys.executable, *folder.words(key_file)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        words = own_python([rank_start.__file__, *folder.words(key_file)])
+        environment = safe_environment(rank_start.imports_of_this_process(os.environ))
+        process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True, text=True)
         try:
             yield ServedModel(_address(process), NAME, key)
         finally:

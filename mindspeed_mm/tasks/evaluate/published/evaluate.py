@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.judged import Found, failures, found_answers, told
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
+from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 _SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")
@@ -128,7 +129,12 @@ def run(request: PublishedRequest) -> PublishedResult:
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out, request.judge))
         began = time.monotonic()
-        answers = _answers(request, source, items, ranks)
+        unjudged = _unjudged(request, source, items, out)
+
+        def answer() -> dict[int, Answer]:
+            return _answers(request, source, items, ranks)
+
+        answers = answer() if request.judge is None else unjudged.answers(ranks, answer)
         facts = _facts(request, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
         given = [answers[place].text for place in range(len(items))]
         found = ranks.first("asking the judge", lambda: _found(request, published, items, given))
@@ -136,7 +142,18 @@ def run(request: PublishedRequest) -> PublishedResult:
         samples = [_sample(request, items[place], given[place], found.get(place)) for place in range(len(items))]
         result = _result(published, samples, facts, others)
         ranks.first("writing the results", lambda: _write(result, samples, out))
+        if request.judge is not None and (
+            kept := ranks.first("settling the stored answers", lambda: unjudged.settle(failures(found)))
+        ):
+            result = replace(result, facts=result.facts | {"note": f"{result.facts['note']} {kept}"})
     return result
+
+
+def _unjudged(request: PublishedRequest, source: ModelSource, items: Sequence[Item], out: Path) -> Unjudged:
+    """Where answers wait for the judge."""
+    view = rows_view(source, request.config)
+    settings = (source.fingerprint(), view.mark, request.benchmark, request.max_new_tokens)
+    return Unjudged.of(out, request.data, settings, ((item.id, item.prompt) for item in items))
 
 
 def _read_others(request: PublishedRequest, items: Sequence[Item]) -> dict[str, float] | None:

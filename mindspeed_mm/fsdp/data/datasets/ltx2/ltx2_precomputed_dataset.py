@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.os_errors import with_home
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.data.feature_store import FeatureStore, PrecomputedFeatures, PrecomputedLayout
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -46,7 +47,7 @@ class PrecomputedDataset(GenerationDataset):
                 given[name] = basic_param[name]
         self._settings = given
         _check_noise(self._settings)
-        folder = str(Path(basic_param.dataset_dir).expanduser())
+        folder = str(with_home(Path(basic_param.dataset_dir)))
         features = basic_param.model_copy(update={"features_dir": folder, "dataset": None})
         super().__init__(features, preprocess_param, dataset_param)
 
