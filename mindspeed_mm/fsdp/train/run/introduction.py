@@ -47,6 +47,8 @@ def introduce(
         note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
     for line in loader.dataset.view_notes():
         note(f"data   {line}; inference and the exported folder take it over")
+    for line in loader.dataset.row_notes():
+        note(f"data   {line}")
     if loader.estimate_note:
         note(f"data   {loader.estimate_note}")
     note(
