@@ -236,9 +236,7 @@ def _recognise(columns: tuple[tuple[str, str], ...], row_format: RowFormat, need
         if isinstance(found, _Problem):
             return found
         if found is not None:
-            return replace(
-                row_format, **{**_NONE, **extras, **pair, **found}, formatting=shape.formatting, is_recognised=True
-            )
+            return replace(row_format, **{**others, **found, "formatting": shape.formatting})
     if row_format.ranking and pair["chosen"] and pair["rejected"]:  # each is a whole conversation
         return replace(row_format, **(others | {"formatting": "sharegpt"}))
     for name in _turn_columns(row_format):
@@ -248,7 +246,7 @@ def _recognise(columns: tuple[tuple[str, str], ...], row_format: RowFormat, need
 
 
 def _turn_columns(row_format: RowFormat) -> Sequence[str]:
-    return TURN_COLUMNS if row_format.messages is None else (row_format.messages,)
+    return _names(row_format.messages, TURN_COLUMNS)
 
 
 _NONE = dict.fromkeys(("messages", "prompt", "query", "response"), "")
@@ -306,15 +304,23 @@ _KINDS = {
 
 
 def _candidates(kinds: _Columns, configured: str | None, usual: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Columns that may hold a field: the configured one, or each of the usual."""
-    names = usual if configured is None else [configured]
-    found = [name for name in names if kinds.get(name) in allowed]
+    """Columns that may hold a field: the configured one, or each of those that are tried."""
+    if configured is not None and kinds.get(configured) in allowed:
+        return [configured]
+    found = [name for name in _names(configured, usual) if kinds.get(name) in allowed]
     return found[:1] if usual[0] == "messages" else found  # of several lists of turns the first, as ever
+
+
+def _names(configured: str | None, usual: Sequence[str]) -> Sequence[str]:
+    """Names that are tried: the configured one; where none is, or it is a usual one, all usual ones."""
+    if configured is None:
+        return usual
+    return (configured, *usual) if configured in usual else (configured,)
 
 
 def _only(kinds: _Columns, configured: str | None, usual: Sequence[str]) -> str:
     """The column of a field that a row may lack, one that holds something before one that is empty; empty: it does."""
-    names = [name for name in (usual if configured is None else [configured]) if name in kinds]
+    names = [name for name in _names(configured, usual) if name in kinds]
     return min(names, key=lambda name: kinds[name] == "empty", default="")
 
 
