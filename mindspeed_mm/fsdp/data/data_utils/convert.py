@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.formats import TEXT_COLUMN, RowFormat, recognised
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS, TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
@@ -39,16 +41,19 @@ def convert_row(
     """
     row_format = recognised(row, row_format, place)
     convert = CONVERTERS[row_format.formatting or ""]
+    read = {*columns}
     if not row_format.ranking:
         sample = _finished(convert(row, row_format, place), row, row_format)
     else:
         chosen, rejected = convert_pair(row, row_format, place, convert)
         sample = _finished(chosen, row, row_format)
-        row = _of_rejected(row, row_format)
-        sample.rejected = _finished(rejected, row, row_format)
+        sample.rejected = _finished(rejected, *_of_rejected(row, row_format))
+        read |= {f"rejected_{key}" for key in _OF_REJECTED if row.get(f"rejected_{key}")}
+        if sample.rejected.objects is None:
+            read.discard(f"rejected_{OBJECTS}")
         for each in sample.rejected.unread:
             sample.note_unread(each)
-    note_columns(sample, row, _columns_read(row_format, sample) | {*columns}, rewarded=rewarded)
+    note_columns(sample, row, read | _columns_read(row, row_format, sample), rewarded=rewarded)
     return sample
 
 
@@ -83,20 +88,24 @@ def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
 _OF_REJECTED = ("images", "videos", "audios", "tools", "objects")
 
 
-def _of_rejected(row: Row, row_format: RowFormat) -> Row:
+def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
     """The row as its worse answer has it: with media and tools of its own, where there are any (ms-swift)."""
-    own = {}
+    own, columns = dict(row), vars(row_format)
+    named: dict[str, Any] = {}
     for key in _OF_REJECTED:
         if row.get(f"rejected_{key}"):
-            own[vars(row_format).get(key) or key] = row[f"rejected_{key}"]
-    return {
-        name: value for name, value in {**row, **own}.items() if name not in map("rejected_{}".format, _OF_REJECTED)
-    }
+            column = columns.get(key) or key
+            own[column] = own.pop(f"rejected_{key}")
+            named |= {key: column} if key in columns else {}
+    return own, replace(row_format, **named)
 
 
-def _columns_read(row_format: RowFormat, sample: Sample) -> set[str]:
+def _columns_read(row: Row, row_format: RowFormat, sample: Sample) -> set[str]:
     """Columns of a recognised format."""
-    read = {value for key, value in vars(row_format).items() if value and key in _COLUMN_KEYS}
+    keys = [*_COLUMN_KEYS, *(PAIRS if row_format.ranking else ())]
+    if isinstance(row.get(row_format.prompt or ""), str):
+        keys += ["query", "history"]  # beside a list of turns they are nothing
+    read = {vars(row_format)[key] for key in keys}
     if sample.objects is not None:
         read.add(OBJECTS)
     if any(options_of(item.source) for item in sample.media):
@@ -104,10 +113,7 @@ def _columns_read(row_format: RowFormat, sample: Sample) -> set[str]:
     return read
 
 
-_COLUMN_KEYS = {
-    "messages", "system", "tools", "images", "videos", "audios", "prompt", "query", "response", "history", "chosen",
-    "rejected",
-}  # fmt: skip
+_COLUMN_KEYS = ("messages", "prompt", "response", "system", "tools", "images", "videos", "audios")
 
 
 # --- row formats -----------------------------------------------------------------------------------------------------
@@ -140,8 +146,10 @@ def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     texts = list(filter(None, (text_of(row, column, place) for column in (prompt, row_format.query))))
     if not texts:
         raise wrong_field(prompt, row.get(prompt), row, place, "an instruction")
-    exchanges = row[row_format.history] if row_format.history else None
-    for pair in exchanges or ():
+    exchanges = row[row_format.history] if row_format.history else ()
+    if not isinstance(exchanges, list | tuple):
+        raise wrong_field(row_format.history or "", exchanges, row, place, "a list of questions with their answers")
+    for pair in exchanges:
         if not _is_exchange(pair):
             what = f"holds {pair!r}, not [question, answer]"
             raise DataError(what, where=str(place), key=row_format.history or "", way_out=REPAIR)

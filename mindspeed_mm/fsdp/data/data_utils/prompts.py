@@ -24,7 +24,10 @@ def with_answer(
         DataError: No format fits.
     """
     row_format = recognised(row, row_format, place, needs_answer=needs_answer)
-    if needs_answer or row_format.ranking or row_format.formatting == "text":
+    if row_format.formatting == "text":
+        what, way_out = "the row is a document, and asks nothing", "Give rows with a question."
+        raise DataError(what, where=str(place), key="text", way_out=way_out)
+    if needs_answer or row_format.ranking:
         return row, row_format
     if row_format.holds_turns:
         column = row_format.messages or ""

@@ -189,9 +189,6 @@ def question_of(
     """
     row, row_format = with_answer(row, row_format, place, needs_answer=needs_answer)
     sample = convert_row(row, row_format, place, rewarded=True)
-    if sample.text is not None:
-        what, way_out = "the row is a document, and asks nothing", "Give rows with a question."
-        raise DataError(what, where=str(place), key="text", way_out=way_out)
     *messages, answer = sample.messages
     question = Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools, objects=sample.objects)
     return question, answer

@@ -32,7 +32,7 @@ def weight_of(message: Row, where: str, key: str) -> float:
         DataError: A mark is not of its kind, two weights differ, or parts of the turn are marked apart.
     """
     for name in _DETAILS:
-        if message.get(name):
+        if message.get(name) not in (None, [], {}):
             raise DataError(
                 f"'{name}' trains parts of a turn, which is not done",
                 where=where,

@@ -128,8 +128,12 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     if role == "tool":
         known |= {"name", "tool_call_id"}
         for name in ("name", "tool_call_id"):
-            if isinstance(message.get(name), str):
-                read[name] = message[name]
+            if message.get(name) is None:
+                continue
+            if not isinstance(message[name], str):
+                what = f"{short(message[name])} is not text"
+                raise DataError(what, where=where, key=f"{key}.{name}", way_out=REPAIR)
+            read[name] = message[name]
     note_unread(sample, "turn", message, known, key)
     weight: float | None = weight_of(message, where, key)
     if read["role"] != "assistant" and weight == 1:
@@ -213,7 +217,7 @@ def _lifted(content: object, where: str, key: str) -> JsonObject:
 def _calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
     """The calls of a turn of the model, in OpenAI's form of today or of old (`function_call`)."""
     for name in _CALLS:
-        if message.get(name):
+        if message.get(name) not in (None, "", [], {}):
             return read_calls(message[name], where, f"{key}.{name}")
     return None
 
