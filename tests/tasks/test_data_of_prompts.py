@@ -13,6 +13,8 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
+from mindspeed_mm.tasks.data.paint import Paint
+from mindspeed_mm.tasks.data.preview_words import preview_lines
 from tests.fsdp.data.row_formats import FORMATS, PICTURE, QUESTION
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -27,7 +29,8 @@ def run(tmp_path: Path) -> Path:
     import pyarrow.parquet as pq
     from PIL import Image
 
-    yaml = make_tiny_run(tmp_path, posttrain={"method": "grpo", "rewards": [{"name": "exact_match"}]})
+    posttrain = {"method": "grpo", "grpo": {"num_generations": 2}, "rewards": [{"name": "exact_match"}]}
+    yaml = make_tiny_run(tmp_path, posttrain=posttrain)
     Image.new("RGB", (32, 32), "red").save(tmp_path / PICTURE)
     verl = [FORMATS["verl"].row(True) | {"images": [{"bytes": (tmp_path / PICTURE).read_bytes()}]}] * 4
     pq.write_table(pa.Table.from_pylist(verl), tmp_path / "verl.parquet")
@@ -48,8 +51,8 @@ def test_prompts_are_checked_counted_and_shown(run: Path, tmp_path: Path, files:
     assert [(each.kind, each.what) for each in result.findings if each.is_error] == []
     assert result.usable == result.rows == (4 if "verl.parquet" in files else 0) + (12 if "rows.jsonl" in files else 0)
     assert "empty answers" not in {each.kind for each in result.findings}
-    shown = preview.to_text(preview.run(run, told, rows=[0])) if hasattr(preview, "to_text") else None
-    assert shown is None or QUESTION in shown
+    shown = "\n".join(preview_lines(preview.run(run, told, rows=[0]), Paint(colour=False)))
+    assert QUESTION in shown
     assert stats.run(run, told).rows == result.rows
 
 
