@@ -68,12 +68,13 @@ class DatasetAttr(Section):
     """Column that holds the question of a row without a list of messages. With the default, `query`, `prompt`,
     `question` and `problem` are recognised as well."""
     query: str | None = "input"
-    """Column that holds what is added to the instruction."""
+    """Column that holds additional input of an instruction."""
     response: str | None = "output"
-    """Column that holds the answer of such a row. With the default, `response`, `answer`, `completion` and other usual
-    names are recognised as well."""
+    """Column that holds the answer of a row without a list of messages. With the default, `response`, `answer`,
+    `completion` and other usual names are recognised as well."""
     history: str | None = None
-    """Column that holds the earlier turns of such a row. Not given: `history`."""
+    """Column that holds the earlier turns of a row without a list of messages: [[question, answer], …]. Not given:
+    `history`."""
     chosen: str | None = None
     """Column of the better answer in preference rows: a text, a message or a list of messages. Not given: `chosen` or
     `chosen_messages`; a row without one has its better answer where other rows have their only one."""

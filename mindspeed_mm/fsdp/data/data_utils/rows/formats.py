@@ -267,7 +267,8 @@ def _may_be(row_format: RowFormat, shape: Shape, needs_answer: bool) -> bool:
 
 
 def _is_named(row_format: RowFormat, *keys: str) -> bool:
-    return any(vars(row_format)[key] for key in keys)
+    """Whether a column is configured by a name of its own."""
+    return any(vars(row_format)[key] and vars(row_format)[key] not in _USUAL[key] for key in keys)
 
 
 def _fit(kinds: _Columns, row_format: RowFormat, shape: Shape, needs_answer: bool) -> dict[str, str] | _Problem | None:
@@ -294,6 +295,11 @@ def _fit(kinds: _Columns, row_format: RowFormat, shape: Shape, needs_answer: boo
     return found
 
 
+_USUAL = {
+    key: [name for shape in SHAPES.values() for name in shape.needed.get(key, ())]
+    for key in ("messages", "prompt", "response")
+}
+"""Key of `attr` → all usual names of its column."""
 _KINDS = {
     "messages": ("list",),
     "prompt": ("text", "list"),
