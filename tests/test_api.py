@@ -484,6 +484,22 @@ def test_rows_in_memory_are_checked_and_nothing_is_written(config: dict[str, Any
     assert bad and not any("/mm-" in str(problem) for problem in bad)
 
 
+@pytest.mark.edge("BR20")
+def test_media_of_rows_in_memory_start_where_the_configuration_says(
+    folder: Path, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [ROWS[0] | {"images": ["images/0_0.png"]}] * 4
+    rows[0]["messages"] = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "red"}]
+    monkeypatch.chdir(tmp_path)
+    assert mm.check(config, rows=rows).problems == []
+    basic = config["data"]["dataset_param"]["basic_parameters"]
+    del basic["dataset_dir"]
+    (problem,) = mm.check(config, rows=rows).problems  # nowhere named: the working directory
+    assert f"'{tmp_path}'" in str(problem)
+    monkeypatch.chdir(folder)
+    assert mm.check(config, rows=rows).problems == []
+
+
 def test_what_cannot_be_checked_is_refused_without_its_values(config: dict[str, Any]) -> None:
     long = {"training": ROWS * 100}
     for arguments, key in (({"rows": Counting()}, "rows"), ({"model": Successor()}, "model"), (long, "training")):

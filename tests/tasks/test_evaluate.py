@@ -166,7 +166,7 @@ def test_nothing_right_is_a_score_from_exactly_0() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--loss"]])
 def test_rows_of_other_columns_lead_to_a_yaml_that_names_them(folder: Path, tmp_path: Path, words: list[str]) -> None:
-    (tmp_path / "alpaca.jsonl").write_text('{"instruction": "Say red.", "input": "", "output": "red"}\n')
-    said = CliRunner().invoke(command, [str(folder), "--data", str(tmp_path / "alpaca.jsonl"), *words])
+    (tmp_path / "own.jsonl").write_text('{"ask": "Say red.", "reply": "red"}\n')
+    said = CliRunner().invoke(command, [str(folder), "--data", str(tmp_path / "own.jsonl"), *words])
     assert isinstance(said.exception, DataError)
     assert "data.dataset_param.attr" in str(said.exception) and "--config YAML" in str(said.exception)

@@ -189,7 +189,7 @@ ASKED = '"messages": [{"role": "user", "content": "<image>?"}]'
         ('{"messages": [{"role": "user", ', r"jsonl:2.*broken JSON"),
         (f'{{{ASKED}, "images": []}}', r"jsonl:2.*1 <image> placeholders.*0 images"),
         ('{"messages": [{"role": "user", "content": 7}]}', r"jsonl:2.*7 is not text\. Repair the row\.$"),
-        ('{"text": "no conversation"}', r"jsonl:2.*the row has \['text'\]"),
+        ('{"text": "no conversation"}', r"jsonl:2.*is a document, and asks nothing"),
         ('{"prompt": "hi", "image": "questions.jsonl"}', r"jsonl:2.*'questions.jsonl' is not an image"),
         ('{"prompt": "hi", "image": "../outside.png"}', r"jsonl:2.*outside the media roots"),
     ],

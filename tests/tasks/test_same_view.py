@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer

@@ -126,6 +126,10 @@ class MMDataset:
         """What the log says of how media are seen."""
         return []
 
+    def row_notes(self) -> list[str]:
+        """What the log says of fields of rows that nothing reads."""
+        return []
+
     @property
     def origin(self) -> Any:
         """The data set as its author made it, behind parts, caches and wrappers."""
@@ -227,6 +231,10 @@ class DatasetView(MMDataset):
     def view_notes(self) -> list[str]:
         """Those of the other."""
         return self._whole.view_notes()
+
+    def row_notes(self) -> list[str]:
+        """Those of the other."""
+        return self._whole.row_notes()
 
     def caption_lengths(self) -> CaptionLengths | None:
         """As the other measures them."""

@@ -43,16 +43,17 @@ ToolFormat = Literal[
 class DatasetAttr(Section):
     """Where a row keeps what: columns, and the tags inside a message."""
 
-    formatting: Annotated[Literal["sharegpt", "alpaca", "openai", "multimodal_tool"], null_means("sharegpt")] = (
-        "sharegpt"
-    )
-    """Layout of a row. `sharegpt`: a list of messages in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
-    also with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input and output."""
+    formatting: Annotated[
+        Literal["sharegpt", "alpaca", "openai", "multimodal_tool", "text"], null_means("sharegpt")
+    ] = "sharegpt"
+    """Layout of a row. `sharegpt`, the default: recognised by the columns of each row. The other words allow one
+    layout: `openai` and `multimodal_tool` a list of messages, `alpaca` a question and its answer in columns of their
+    own, `text` a document in a column `text`."""
     ranking: Flag = False
-    """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. They are
-    trained on with `posttrain.method: dpo`."""
+    """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. Not needed with
+    `stage: rm`, which reads them so."""
     system: str | None = None
-    """Column that holds the system prompt; null: none."""
+    """Column that holds the system prompt. Not given: `system` or `system_prompt`."""
     images: str | None = None
     """Column that holds the images. Not given: `images` or `image`, whichever the row has."""
     videos: str | None = None
@@ -62,19 +63,24 @@ class DatasetAttr(Section):
     tools: str | None = None
     """Column that holds the tool descriptions: a list, or JSON text of one. Not given: `tools`."""
     messages: str | None = "conversations"
-    """Column that holds the messages. With the default, `messages` is recognised as well."""
+    """Column that holds the messages. With the default, `messages` and `conversation` are recognised as well."""
     prompt: str | None = "instruction"
-    """Column that holds the instruction of an alpaca row."""
+    """Column that holds the question of a row without a list of messages. With the default, `query`, `prompt`,
+    `question` and `problem` are recognised as well."""
     query: str | None = "input"
-    """Column that holds the additional input of an alpaca row."""
+    """Column that holds additional input of an instruction."""
     response: str | None = "output"
-    """Column that holds the answer of an alpaca row."""
+    """Column that holds the answer of a row without a list of messages. With the default, `response`, `answer`,
+    `completion` and other usual names are recognised as well."""
     history: str | None = None
-    """Column that holds the earlier turns of an alpaca row; null: none."""
+    """Column that holds the earlier turns of a row without a list of messages: [[question, answer], …]. Not given:
+    `history`."""
     chosen: str | None = None
-    """Column of the better answer in preference rows: a text, a message or a list of messages. Not given: `chosen`."""
+    """Column of the better answer in preference rows: a text, a message or a list of messages. Not given: `chosen` or
+    `chosen_messages`; a row without one has its better answer where other rows have their only one."""
     rejected: str | None = None
-    """Column of the worse answer in preference rows. Not given: `rejected`."""
+    """Column of the worse answer in preference rows. Not given: `rejected`, `rejected_response` or
+    `rejected_messages`."""
     role_tag: str | None = "from"
     """Key of a message that holds its role."""
     content_tag: str | None = "value"
@@ -148,9 +154,9 @@ class BasicParameters(OpenSection):
     """Path, list or comma-separated list of .json, .jsonl, .parquet and .csv files, folders of them, patterns
     (part-*.parquet) and names from dataset_info.json in dataset_dir. A list may also hold sections `{path, name, attr,
     max_samples}`. Generators also take folders of media with captions beside them, and .tar archives."""
-    dataset_dir: PathText = "data"
-    """Root folder of data and media. Not given: media are looked up beside the file of their rows first, then in
-    `data`."""
+    dataset_dir: PathText | None = None
+    """Root folder of data and media. Null: relative paths of media start at the folder of the file of their rows, and
+    files of rows are looked up in the working directory, then in `data`."""
     cache_dir: PathText | None = None
     """Folder that keeps samples encoded ahead of training; null: `.mm-cache` beside the first file of rows."""
     template: str | None = None

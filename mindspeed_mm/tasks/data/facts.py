@@ -34,6 +34,12 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("false declarations", r"the row declares"),
     ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),
     ("fields", r"is not a (path|resolution|part of|tool call)|cannot be read as"),
+    ("fields", r"no row format fits|several columns may hold|nothing answers it; the row|holds no list of messages"),
+    (
+        "fields",
+        r"is not known, and it may say|trains parts of a turn|are asked of a (medium|video)|weights of the turn",
+    ),
+    ("fields", r"and no answer of its own|<ref-object> in the text|<bbox> in the text|write boxes is not known"),
     ("out of proportion", r"it would be enlarged"),
     ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
     ("nothing is trained", r"^no trainable token"),
@@ -146,6 +152,8 @@ class RowFacts:
     """A special token that the row's own text holds."""
     has_empty_answer: bool = False
     """A turn of the model that is trained says nothing."""
+    unread: tuple[str, ...] = ()
+    """What the row holds and nothing reads."""
     denoised: DenoisedFacts | None = None
     """Facts of a generator's sample."""
 
@@ -230,6 +238,8 @@ class RowLook:
 
     def __init__(self, dataset: MMDataset, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
         self.dataset, self._decode = dataset, decode
+        self._are_prompts = dataset.basic_parameters.stage == "prompt"
+        """The model answers the rows itself: nothing of them is trained."""
         # Of no special tokens a pattern that matches nothing.
         self._specials = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
@@ -239,7 +249,7 @@ class RowLook:
         try:
             sample = self._describe(facts, index)
             self._measure(facts, index, sample)
-            if facts.tokens and not facts.trained:
+            if facts.tokens and not facts.trained and not self._are_prompts:
                 facts.fault = RowFault(
                     "nothing is trained", "no trainable token: there is nothing to compute a loss for"
                 )
@@ -259,9 +269,10 @@ class RowLook:
             return None
         sample = self.dataset.sample(index)
         facts.roles = tuple(message["role"] for message in sample.messages)
+        facts.unread = tuple(map(str, sample.unread))
         facts.content = content_hash(sample)
         for part in both(sample):
-            facts.has_empty_answer |= has_empty_answer(part)
+            facts.has_empty_answer |= not self._are_prompts and has_empty_answer(part)
             for text in texts_of(part):
                 found = self._specials.search(text)
                 if found and not facts.special:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -83,6 +83,7 @@ def find_all(
         ),
         *special_tokens(tally),
         *empty_answers(tally),
+        *unread_fields(tally),
     ]
     return sorted(found, key=lambda finding: (not finding.is_error, -finding.rows))
 
@@ -290,6 +291,36 @@ def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
             tuple(tally.empty_answers[:_EXAMPLES]),
             (Fix("write the answers or drop the rows, unless silence is meant", 0),),
         )
+
+
+def unread_fields(tally: RowStatistics) -> Iterator[DataFinding]:
+    """What rows hold and nothing reads: one finding, with the most frequent first."""
+    counts = tally.unread_rows.most_common()
+    if not counts:
+        return
+    shown = [f"{what}: {rows_told(rows)}, the first {tally.unread[what][0]}" for what, rows in counts[:_MOST_UNREAD]]
+    if len(counts) > _MOST_UNREAD:
+        shown.append(f"and {len(counts) - _MOST_UNREAD} more")
+    yield DataFinding(
+        "warning",
+        "not read",
+        "rows hold fields that nothing reads: they change neither what is learned nor what the model sees",
+        counts[0][1],
+        tuple(shown),
+        tuple(Fix(way_out, 0) for way_out in _ways_out(what for what, _ in counts)),
+    )
+
+
+_MOST_UNREAD = 12
+
+
+def _ways_out(found: Iterable[str]) -> Iterator[str]:
+    """What to do about what is not read, where there is something."""
+    found = list(found)
+    if any(what.endswith("in a text") for what in found):
+        yield "write <image>, <video> or <audio> where a medium belongs, and its path into the column of its kind"
+    if any(what.startswith("column") for what in found):
+        yield "name a column that is to be read in data.dataset_param.attr"
 
 
 def rows_told(rows: int) -> str:

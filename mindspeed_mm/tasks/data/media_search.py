@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import rows_folder
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataEntry
@@ -20,10 +21,11 @@ def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadR
     tried = rows[:_MOST_TRIED]
     if not dataset.has_rows:
         return []
+    folders = [] if basic.dataset_dir is not None else [file.parent for file in _named_files(basic)]
     paths_of_rows = []
     for row in tried:
         if paths := _paths(dataset.sample(row.index)):
-            paths_of_rows.append(paths)
+            paths_of_rows.append([_as_written(path, folders) for path in paths])
     found = []
     for folder in _candidates(basic):
         saved = 0
@@ -32,6 +34,14 @@ def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadR
         if saved:
             found.append(Fix(f"{BASIC}.dataset_dir={folder}", round(saved * len(rows) / len(tried))))
     return sorted(found, key=lambda fix: -fix.saves_rows)[:1]
+
+
+def _as_written(path: str, folders: Sequence[Path]) -> str:
+    """A path as its row has it: without the folder of the rows, where it was looked up."""
+    for folder in folders:
+        if path.startswith(f"{folder.absolute()}/"):
+            return path.removeprefix(f"{folder.absolute()}/")
+    return path
 
 
 def _paths(sample: Sample) -> list[str]:
@@ -51,11 +61,11 @@ def _candidates(basic: BasicParameters) -> list[Path]:
     bases = [file.parent for file in files]
     bases += [beside.parent for beside in bases]
     bases = list(dict.fromkeys(bases))
-    bases.append(Path(basic.dataset_dir))
+    bases.append(rows_folder(basic.dataset_dir))
     tried = list(bases)
     for base in bases:
         tried += [base / name for name in _SUBFOLDERS]
-    here = Path(basic.dataset_dir).resolve()
+    here = None if basic.dataset_dir is None else Path(basic.dataset_dir).resolve()
     found = []
     for folder in dict.fromkeys(tried):
         if folder.is_dir() and folder.resolve() != here:
@@ -71,7 +81,7 @@ def _named_files(basic: BasicParameters) -> list[Path]:
     found = []
     for entry in entries:
         name = str(entry.path if isinstance(entry, DataEntry) else entry).strip()
-        for path in (Path(name), Path(basic.dataset_dir) / name):
+        for path in (Path(name), rows_folder(basic.dataset_dir) / name):
             if path.exists():
                 found.append(path if path.is_file() else path / "rows")
                 break

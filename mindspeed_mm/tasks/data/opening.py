@@ -13,8 +13,10 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.data import prompts_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
@@ -118,6 +120,8 @@ def open_data(
     """
     config = load_with_plugins(config_path, overrides)
     data = config.arguments.data
+    if draws_samples(config.arguments):
+        data = prompts_of(data)
     own = data.val_dataset_param
     train, held_out = build_mm_dataset(
         _looked_at(data.dataset_param, patient),

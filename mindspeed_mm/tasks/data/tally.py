@@ -71,6 +71,10 @@ class RowStatistics:
     """Place and token of rows whose own text holds a special token."""
     empty_answers: list[str] = field(default_factory=list)
     """Places of usable rows with an empty turn of the model."""
+    unread: dict[str, list[str]] = field(default_factory=dict)
+    """What rows hold and nothing reads → places of the first of them."""
+    unread_rows: Counter[str] = field(default_factory=Counter)
+    """The same → rows."""
     contents: array[int] = field(default_factory=lambda: array("Q"))
     """Hash of the content of every row that converts."""
     ids: array[int] = field(default_factory=lambda: array("q"))
@@ -95,6 +99,11 @@ class RowStatistics:
         if facts.row_id is not None:
             self.ids.append(hash(facts.row_id))
             self.id_index.append(facts.index)
+        for what in facts.unread:
+            self.unread_rows[what] += 1
+            places = self.unread.setdefault(what, [])
+            if len(places) < _EXAMPLES:
+                places.append(facts.place)
         if facts.special:
             self.special.append((facts.place, facts.special))
         if facts.fault is not None:

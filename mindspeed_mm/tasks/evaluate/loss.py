@@ -18,7 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Word: TypeAlias = str | Mapping[str, Any]
 """An override: `section.key=value`, or a mapping of sections."""
 
+_BASIC = "data.dataset_param.basic_parameters"
 _IN_MEMORY = "(given in Python)"
 
 
@@ -59,7 +60,8 @@ def with_objects(
     words = list(words)
     own_sets = [is_data_set(one) for one in rows if one is not None]
     if not any(own_sets):
-        words.insert(0, _row_files(rows, folder))
+        named = {key: given_value(given, words, f"{_BASIC}.{key}") for key in ("dataset_dir", "media_roots")}
+        words.insert(0, _row_files(rows, folder, named))
     elif all(own_sets):
         train_set, validation_set = rows
         objects = replace(objects, train_set=train_set, validation_set=validation_set)
@@ -92,8 +94,9 @@ def is_data_set(rows: object) -> bool:
     return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
 
-def _row_files(rows: tuple[object, object], folder: Callable[[], Path]) -> dict[str, Any]:
-    """What names the files of rows for training and for validation; those in memory are stored."""
+def _row_files(rows: tuple[object, object], folder: Callable[[], Path], named: Mapping[str, Any]) -> dict[str, Any]:
+    """What names the files of rows for training and for validation; those in memory are stored. Their media start at
+    the `dataset_dir` that is named, else at the working directory."""
     values: dict[str, Any] = {}
     files: list[Path] = []
     train, validation = rows
@@ -104,8 +107,11 @@ def _row_files(rows: tuple[object, object], folder: Callable[[], Path]) -> dict[
         files.append(_row_file(validation, "val_rows", "validation", folder))
         values |= {"val_dataset": str(files[-1]), "val_rate": None}
     if any(file.parent == folder() / "rows" for file in files):  # they were objects
-        roots = [str(Path.cwd()), str(folder().resolve() / "rows")]
-        values |= {"dataset_dir": str(Path.cwd()), "media_roots": roots}
+        given = named["media_roots"] or ()
+        roots = [*([given] if isinstance(given, str) else given), str(folder().resolve() / "rows")]
+        if named["dataset_dir"] is None:
+            values["dataset_dir"] = str(Path.cwd())
+        values["media_roots"] = [*roots, str(Path.cwd())] if named["dataset_dir"] is None else roots
     return _of_basic(**values) if values else {}
 
 

@@ -11,7 +11,7 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of

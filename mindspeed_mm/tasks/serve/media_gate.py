@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, TooManyPixelsError
 from mindspeed_mm.fsdp.data.data_utils.decoding.remote_media import fetch
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, options_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 
 _MIB = 2**20
@@ -57,6 +57,9 @@ class MediaGate:
         return [MediaItem(item.kind, self._admit(item.kind, item.source)) for item in media]
 
     def _admit(self, kind: MediaKind, source: Any) -> Any:
+        if options := options_of(source):
+            message = f"{', '.join(options)} of a single medium cannot be asked for."
+            raise RefusedError(400, message, code="unsupported_value")
         if isinstance(source, list):
             self._limits.check("max_frames", len(source), f"a video of pictures has {len(source)} frames")
             return [self._admit("image", frame) for frame in source]

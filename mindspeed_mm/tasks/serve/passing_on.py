@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.tasks.serve.backend import Backend, as_fields
 from mindspeed_mm.tasks.serve.chat_request import ChatFields, len_of_text, read_fields
 from mindspeed_mm.tasks.serve.form import read_form
@@ -26,6 +26,7 @@ from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.waiting import within_limit
 
 _BLOCK_BYTES = 2**16
+_PLACE = RowLocation("request", 1)
 _URL_KINDS = {"image": "image/png", "video": "video/mp4"}
 
 
@@ -74,7 +75,7 @@ class PassingRoutes:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             return message
-        parts = read_parts(content, "", f"messages[{number}].content")
+        parts = read_parts(content, Sample(_PLACE), f"messages[{number}].content")
         if isinstance(parts, str):
             return {**message, "content": parts}
         media = [MediaItem(part["type"], part.get("source")) for part in parts if part["type"] != "text"]

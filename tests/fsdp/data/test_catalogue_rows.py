@@ -118,9 +118,9 @@ BAD_ROWS = [
     Case("35 second half alone", row(b'{"messages": "\\ud83d\\ude00\\ude00"}'), ("byte 26", "lone surrogate")),
     Case(
         "36 missing",
-        row({"text": "x", "id": 3}),
-        ("no other column holds a list of messages; the row has ['id', 'text']",),
-        "conversations",
+        row({"speech": "x", "id": 3}),
+        ("no row format fits: the row has ['id', 'speech']",),
+        "attr",
     ),
     Case("37 string", row({"messages": "hi"}), ("'hi' is not a list of messages",), "messages"),
     Case("37 number", talk("hi", 5), ("5 is not text",), "message 1.content"),
@@ -347,7 +347,7 @@ BAD_FILES = [
     Case(
         "33 an object over many lines", content(json.dumps(TALK, indent=1).encode(), "rows.json"), ("neither a list",)
     ),
-    Case("36 all rows", all_of({"text": "x"}), ("none of the first 100 rows fits", "['text']"), "attr"),
+    Case("36 all rows", all_of({"speech": "x"}), ("none of the first 100 rows fits", "['speech']"), "attr"),
     Case("46 cut parquet", parquet([TALK], cut=True), ("0.parquet", "cannot be read as parquet")),
     Case(
         "46 schema",
@@ -369,7 +369,7 @@ BAD_FILES = [
 def test_a_bad_file_is_an_error_before_training_whatever_the_policy(case: Case, policy: str, run: Run) -> None:
     dataset = case.make(run.data)
     if policy == "error" and case.id == "36 all rows":
-        case = replace(case, words=("rows.jsonl:1", "['text']"), key="conversations")
+        case = replace(case, words=("rows.jsonl:1", "['speech']"), key="attr")
     with pytest.raises(MMError) as caught:
         run.dataset(case, dataset, on_bad_sample=policy)
     check_message(caught.value, case, None)

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 
@@ -100,7 +100,7 @@ def test_every_format_gives_the_same_sample(row: dict[str, Any], attr: dict[str,
         ({"type": "image", "image": {"bytes": b"\x89PNG", "path": None}}, ("image", {"bytes": b"\x89PNG"})),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}, ("image", {"bytes": DATA_URL})),
         ({"type": "image_url", "image_url": "http://host/a.png"}, ("image", "http://host/a.png")),
-        ({"type": "video", "video": "v.mp4", "fps": 2}, ("video", "v.mp4")),
+        ({"type": "video", "video": "v.mp4", "fps": 2}, ("video", {"path": "v.mp4", "options": {"fps": 2}})),
         ({"type": "video", "video": ["1.png", {"path": "2.png"}]}, ("video", ["1.png", "2.png"])),
         ({"type": "video_url", "video_url": {"url": "v.mp4"}}, ("video", "v.mp4")),
         ({"type": "audio", "audio": b"RIFF"}, ("audio", b"RIFF")),
@@ -327,7 +327,7 @@ def test_whole_conversations_are_trained_where_they_differ() -> None:
         ({"messages": turns("a"), "chosen": "", "rejected": "b"}, "chosen", "'' is not an answer"),
         ({"messages": turns("a"), "chosen": 1, "rejected": "b"}, "chosen", "1 is not an answer"),
         ({"messages": turns("a", "b"), "chosen": "c", "rejected": "d"}, "message 2", "the user's is due"),
-        ({"chosen": "c", "rejected": "d"}, "conversations", "nothing comes before the answers"),
+        ({"chosen": "c", "rejected": "d"}, "messages", "nothing comes before the answers"),
         (
             {"chosen": turns("a", "b"), "rejected": turns("a", "b", "c", "d")},
             "rejected",
@@ -354,7 +354,12 @@ def called(value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "field", "message"),
     [
-        ({"text": "x"}, "conversations", "the field is missing, and no other column holds"),
+        ({"speech": "x"}, "data.dataset_param.attr", "the row has ['speech']; tried: list of turns ("),
+        ({"question": "x"}, "data.dataset_param.attr.response", "'question' holds a question, and nothing answers it"),
+        ({"query": "x", "prompt": "y", "response": "z"}, "data.dataset_param.attr.prompt", "query, prompt"),
+        ({"problem": "x", "answer": "y", "solution": "z"}, "data.dataset_param.attr.response", "answer, solution"),
+        ({"chosen": "c", "rejected": "d"}, "rejected", "the row holds a preference pair and no answer of its own"),
+        ({"text": "x", "image": "a.png"}, "image", "the row has a text and images, but no turns"),
         ({"messages": "hello"}, "messages", "'hello' is not a list of messages"),
         ({"messages": None}, "messages", "None is not a list of messages"),
         ({"messages": turns("hi", 5)}, "message 1.content", "5 is not text"),
@@ -373,7 +378,7 @@ def called(value: Any) -> dict[str, Any]:
         ({"messages": turns("<video>", "x")}, "videos", "1 <video> placeholders in the text, but 0 videos"),
         ({"messages": turns([{"type": "audio"}], "x"), "audios": ["1", "2"]}, "audios", "1 <audio> placeholders"),
         ({"messages": turns("<image>", "x"), "images": [3]}, "images", "[3] is not a list of media"),
-        ({"messages": turns("<image>", "x"), "images": [{"size": 3}]}, "images[0]", "is not an image"),
+        ({"messages": turns("<image>", "x"), "images": [{"size": "3"}]}, "images[0]", "is not an image"),
         ({"messages": turns([{"type": "text"}], "x")}, "message 0.content[0].text", "None is not text"),
         ({"messages": turns([{"type": "smell", "smell": "x"}], "x")}, "message 0.content[0]", "is not a part of"),
         ({"messages": turns([IMAGE | {"image": 3}], "x")}, "message 0.content[0]", "3 is not an image"),
@@ -402,9 +407,9 @@ def test_a_wrong_row_names_row_field_and_value(row: dict[str, Any], field: str, 
 @pytest.mark.parametrize(
     ("row", "field", "message"),
     [
-        ({"instruction": "a"}, "output", "the field is missing; the row has ['instruction']"),
+        ({"instruction": "a"}, "data.dataset_param.attr.response", "'instruction' holds a question, and nothing"),
         ({"instruction": "a", "output": 3}, "output", "3 is not text"),
-        ({"output": "a"}, "instruction", "the field is missing"),
+        ({"output": "a"}, "data.dataset_param.attr", "no row format fits: the row has ['output']"),
         ({"instruction": "", "input": "", "output": "a"}, "instruction", "'' is not an instruction"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "history", "not [question, answer]"),
     ],
@@ -417,8 +422,11 @@ def test_a_wrong_alpaca_row(row: dict[str, Any], field: str, message: str) -> No
 
 
 def test_the_way_out_is_one_that_fits_the_row() -> None:
-    with pytest.raises(DataError, match=r"formatting=alpaca, .*attr.prompt and .*attr.response to the names of their"):
-        convert({"question": "<image>1 + 2?", "answer": "3"})
+    with pytest.raises(
+        DataError, match=r"attr.messages \(a list of turns\), or .*attr.prompt and .*attr.response \(a q"
+    ):
+        convert({"ask": "<image>1 + 2?", "reply": "3"})
+    assert convert({"ask": "1 + 2?", "reply": "3"}, prompt="ask", response="reply").messages == turns("1 + 2?", "3")
     with pytest.raises(DataError, match=r"The row has no column 'images': name the column in .*attr.images, or write"):
         convert({"messages": turns("<image>", "b"), "picture": "a.png"})
 

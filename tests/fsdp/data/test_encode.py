@@ -333,9 +333,9 @@ class TestPairs:
             build(row, truncation="shrink", cutoff_len=length - 1, **self.OPTIONS)[0]
 
     def test_stage_and_rows_go_together(self, build: Build) -> None:
-        for options in ({"stage": "rm"}, {"attr": {"ranking": True}}):
-            with pytest.raises(ConfigError, match="go together"):
-                build(self.ROW, **options)
+        with pytest.raises(ConfigError, match="Set stage: rm"):
+            build(self.ROW, attr={"ranking": True})
+        assert build(self.ROW, stage="rm")[0].keys() == build(self.ROW, **self.OPTIONS)[0].keys()
 
 
 def test_rows_of_each_entry(build: Build, tmp_path: Path, param: Callable[..., DatasetParam]) -> None:

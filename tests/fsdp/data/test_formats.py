@@ -8,7 +8,6 @@ import base64
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,14 +17,13 @@ import pytest
 from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.convert import CONVERTERS
+from mindspeed_mm.fsdp.data.data_utils.convert import CONVERTERS, convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import FORMATTINGS, SHAPES, RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import FORMATS, RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.sampling.answers.asking import has_columns
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.helpers.tiny_media import wav_bytes, write_video
@@ -286,17 +284,21 @@ def test_a_section_of_an_entry_is_checked_like_any_other(tmp_path: Path, open_fo
             assert word in str(caught.value)
 
 
-def test_every_format_is_read_trained_and_asked_alike() -> None:
-    """One table says which columns a format has: what converts rows, fills in answers and finds questions reads it."""
+def test_the_words_of_attr_are_those_of_the_table() -> None:
     named = DatasetParam.model_fields["attr"].annotation.model_fields["formatting"].annotation
-    assert set(FORMATS) == set(CONVERTERS) == set(get_args(named))
-    for name, flat in FORMATS.items():
-        layout = RowFormat(name)
-        row: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
-        if flat is not None:
-            row = dict.fromkeys(layout.question_columns[:1], QUESTION)
-        assert has_columns(row, layout) and not has_columns({"other": QUESTION}, replace(layout, messages="messages"))
-        answered = with_answer(row, layout)
-        sample, prompt = (convert(answered, layout, RowLocation("rows", 1)) for convert in CONVERTERS[name])
+    assert set(FORMATTINGS) == set(get_args(named))
+    assert {shape.formatting for shape in SHAPES.values()} == set(CONVERTERS)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_format_is_read_trained_and_asked_alike(name: str) -> None:
+    """One table says which columns a format has: what converts rows and what fills in answers reads it."""
+    if name == "document":
+        return
+    place, key = RowLocation("rows", 1), next(iter(SHAPES[name].needed))
+    for column in SHAPES[name].needed[key]:
+        row: dict[str, Any] = {column: [{"role": "user", "content": QUESTION}] if key == "messages" else QUESTION}
+        answered, layout = with_answer(row, RowFormat(), place)
+        sample = convert_row(answered, layout, place)
         assert [message["role"] for message in sample.messages] == ["user", "assistant"]
-        assert sample.messages[0] == prompt.messages[0]
+        assert sample.messages[0]["content"] == QUESTION and sample.messages[1]["content"] == ""

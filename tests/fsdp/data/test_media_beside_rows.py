@@ -74,6 +74,24 @@ def test_paths_from_the_working_directory(
             data_set(model, file, dataset_dir="./data")[0]
 
 
+@pytest.mark.edge("BR13")
+@pytest.mark.parametrize("source", ["a.png", "images/a.png"])
+def test_a_folder_called_data_that_is_not_named_decides_nothing(
+    vlm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    model = vlm_folder.resolve()
+    file = rows_beside(tmp_path / "set", 32, source)
+    for folder, width in ((tmp_path / "set" / "images", 64), (tmp_path / "data", 96), (tmp_path / "data/images", 96)):
+        folder.mkdir(exist_ok=True)
+        picture(width, 32).save(folder / "a.png")
+    monkeypatch.chdir(tmp_path)
+    assert grid_width(data_set(model, file)[0]) == (4 if source == "a.png" else 8)
+    (file.parent / source).unlink()
+    with pytest.raises(DataError, match=f"set/{source}' not found"):
+        data_set(model, file)[0]
+    assert grid_width(data_set(model, file, dataset_dir="data")[0]) == 12
+
+
 def test_media_outside_both_stay_refused(vlm_folder: Path, tmp_path: Path) -> None:
     picture(32, 32).save(tmp_path / "secret.png")
     file = rows_beside(tmp_path / "set", 32, "../secret.png")

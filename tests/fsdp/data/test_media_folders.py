@@ -348,3 +348,24 @@ def test_json_beside_pictures_is_no_table(tmp_path: Path) -> None:
     captioned(tmp_path / "a.png", "a")
     (tmp_path / "a.json").write_text(json.dumps({"score": 1}))
     assert len(source(str(tmp_path))) == 1
+
+
+@pytest.mark.edge("BR13")
+@pytest.mark.parametrize("table", ["rows.jsonl", "metadata.jsonl", "rows.csv"])
+def test_a_captioned_table_means_the_picture_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    """A folder that happens to be called `data` has a picture of the same name."""
+    picture(tmp_path / "set" / "a.png", width=32)
+    picture(tmp_path / "data" / "a.png", width=64)
+    line = '{"file_name": "a.png", "text": "noise"}\n' if table.endswith("jsonl") else "file_name,text\na.png,noise\n"
+    (tmp_path / "set" / table).write_text(line)
+    monkeypatch.chdir(tmp_path)
+    name = str(tmp_path / "set" / table)
+    for found in (source(name), source(table, dataset_dir="set")):
+        assert found.describe(0).header.width == 32
+    named = source(name, dataset_dir="data").describe(0).header.width
+    assert named == (32 if table.startswith("metadata") else 64)
+    (tmp_path / "set" / "a.png").unlink()
+    with pytest.raises(DataError, match="not found"):
+        source(name)

@@ -10,8 +10,9 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, RowTable, display_names, find_part, open_rows
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.fsdp.data.conftest import conversation, write_jsonl
 

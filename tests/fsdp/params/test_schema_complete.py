@@ -53,7 +53,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "data.dataset_param.attr.observation_tag": "observation",
     "data.dataset_param.attr.function_tag": "function_call",
     "data.dataset_param.attr.system_tag": "system",
-    "data.dataset_param.basic_parameters.dataset_dir": "data",
+    "data.dataset_param.basic_parameters.dataset_dir": None,
     "data.dataset_param.basic_parameters.enable_thinking": None,
     "data.dataset_param.basic_parameters.cutoff_len": 1024,
     "data.dataset_param.basic_parameters.preprocessing_batch_size": 1000,

@@ -1,31 +1,59 @@
-"""A raw row → a `Sample`: one converter for each row format, all with the same result."""
+"""A raw row → a `Sample`: its format is recognised by its columns, and each format gives the same result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import place_media, split_text
-from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_system, from_messages
-from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair, prompt_of
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, text_of, wrong_field
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS, TEXT_COLUMN, RowFormat, recognised
+from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
+from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages, add_system, from_messages
+from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_columns, note_paths
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, options_of
 
 
-def convert_row(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
-    """Convert a conversation, or a pair of them.
+def convert_row(
+    row: Row,
+    row_format: RowFormat,
+    place: RowLocation,
+    *,
+    columns: Collection[str] = (),
+    rewarded: bool = False,
+) -> Sample:
+    """Convert a conversation, a question with its answer, a document, or a pair of answers.
+
+    Args:
+        row: The raw row.
+        row_format: What is configured, or what was recognised already.
+        place: Where the row stands.
+        columns: What a data set reads of a row besides.
+        rewarded: All columns are handed to rewards.
 
     Raises:
-        DataError: The row does not fit the format; the message names the field and the value.
+        DataError: The row does not fit any format; the message names the field and the value.
     """
-    convert, context = CONVERTERS[row_format.formatting]
+    row_format = recognised(row, row_format, place)
+    convert = CONVERTERS[row_format.formatting or ""]
+    read = {*columns}
     if not row_format.ranking:
-        return _finished(convert(row, row_format, place), row, row_format)
-    chosen, rejected = convert_pair(row, row_format, place, context)
-    sample = _finished(chosen, row, row_format)
-    sample.rejected = _finished(rejected, row, row_format)
+        sample = _finished(convert(row, row_format, place), row, row_format)
+    else:
+        chosen, rejected = convert_pair(row, row_format, place, convert)
+        sample = _finished(chosen, row, row_format)
+        sample.rejected = _finished(rejected, *_of_rejected(row, row_format))
+        read |= {f"rejected_{key}" for key in _OF_REJECTED if row.get(f"rejected_{key}")}
+        if sample.rejected.objects is None:
+            read.discard(f"rejected_{OBJECTS}")
+        for each in sample.rejected.unread:
+            sample.note_unread(each)
+    note_columns(sample, row, read | _columns_read(row, row_format, sample), rewarded=rewarded)
     return sample
 
 
@@ -35,48 +63,96 @@ def convert_text(row: Row, place: RowLocation) -> Sample:
     Raises:
         DataError: There is no text.
     """
-    text = row.get("text")
+    text = row.get(TEXT_COLUMN)
     if not isinstance(text, str) or not text.strip():
-        raise wrong_field("text", text, row, place, "a document of text")
-    return Sample(place, text=text)
+        raise wrong_field(TEXT_COLUMN, text, row, place, "a document of text")
+    sample = Sample(place, text=text)
+    note_columns(sample, row, (TEXT_COLUMN,))
+    return sample
 
 
 def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
     """The sample with system prompt, tools and media, its turns checked."""
+    if sample.text is not None:
+        return sample
     add_system(sample, row, row_format)
     sample.tools = read_tools(row, row_format.tools, sample.place)
+    sample.objects = read_objects(row, sample)
     place_media(sample, row, row_format)
+    take_clip(sample, row)
+    note_paths(sample)
     _check_turns(sample)
     return sample
+
+
+_OF_REJECTED = ("images", "videos", "audios", "tools", "objects")
+
+
+def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
+    """The row as its worse answer has it: with media and tools of its own, where there are any (ms-swift)."""
+    own, columns = dict(row), vars(row_format)
+    named: dict[str, Any] = {}
+    for key in _OF_REJECTED:
+        if row.get(f"rejected_{key}"):
+            column = columns.get(key) or key
+            own[column] = own.pop(f"rejected_{key}")
+            named |= {key: column} if key in columns else {}
+    return own, replace(row_format, **named)
+
+
+def _columns_read(row: Row, row_format: RowFormat, sample: Sample) -> set[str]:
+    """Columns of a recognised format."""
+    keys = [*_COLUMN_KEYS, *(PAIRS if row_format.ranking else ())]
+    if isinstance(row.get(row_format.prompt or ""), str):
+        keys += ["query", "history"]  # beside a list of turns they are nothing
+    read = {vars(row_format)[key] for key in keys}
+    if sample.objects is not None:
+        read.add(OBJECTS)
+    if any(options_of(item.source) for item in sample.media):
+        read.add(CLIP)
+    return read
+
+
+_COLUMN_KEYS = ("messages", "prompt", "response", "system", "tools", "images", "videos", "audios")
 
 
 # --- row formats -----------------------------------------------------------------------------------------------------
 
 
-def from_alpaca(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
-    """`{"instruction", "input", "output", "history": [[question, answer], …], "system"}` with configurable names."""
-    sample = _alpaca_prompt(row, row_format, place)
-    column = row_format.answer_column
-    response = row.get(column)
-    if not isinstance(response, str):
-        raise wrong_field(column, response, row, place, "text")
-    _add(sample, "assistant", response)
+def from_question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
+    """A question and its answer in columns of their own: `{"instruction", "input", "output", "history": [[question,
+    answer], …], "system"}`, `{"query", "response"}`, `{"prompt", "completion"}` and the like. Question and answer may
+    be lists of messages; without a column for it there is no answer."""
+    sample = _question(row, row_format, place)
+    column = row_format.response
+    if not column:
+        return sample
+    answer = row.get(column)
+    if isinstance(answer, dict) or (isinstance(answer, list) and answer and isinstance(answer[0], dict)):
+        add_messages(sample, answer if isinstance(answer, list) else [answer], row_format, column)
+    elif isinstance(answer, str):
+        _add(sample, "assistant", answer)
+    else:
+        raise wrong_field(column, answer, row, place, "text")
     return sample
 
 
-def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
+def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """Everything before the answer."""
-    columns = row_format.question_columns
-    texts = list(filter(None, (text_of(row, column, place) for column in columns)))
+    sample, prompt = Sample(place), row_format.prompt or ""
+    if isinstance(row.get(prompt), list):
+        add_messages(sample, row[prompt], row_format, prompt)
+        return sample
+    texts = list(filter(None, (text_of(row, column, place) for column in (prompt, row_format.query))))
     if not texts:
-        raise wrong_field(columns[0], row.get(columns[0]), row, place, "an instruction")
-    sample = Sample(place)
-    history = first_column(row, row_format.history, ("history",))
-    exchanges = row[history] if history else None
-    for pair in exchanges or ():
+        raise wrong_field(prompt, row.get(prompt), row, place, "an instruction")
+    exchanges = row[row_format.history] if row_format.history else ()
+    if not isinstance(exchanges, list | tuple):
+        raise wrong_field(row_format.history or "", exchanges, row, place, "a list of questions with their answers")
+    for pair in exchanges:
         if not _is_exchange(pair):
             what = f"holds {pair!r}, not [question, answer]"
-            raise DataError(what, where=str(place), key=history or "", way_out=REPAIR)
+            raise DataError(what, where=str(place), key=row_format.history or "", way_out=REPAIR)
         _add(sample, "user", pair[0])
         _add(sample, "assistant", pair[1])
     _add(sample, "user", "\n".join(texts))
@@ -96,15 +172,27 @@ def _add(sample: Sample, role: str, content: str) -> None:
     sample.weights.append(1.0 if role == "assistant" else None)
 
 
+def from_document(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
+    """`{"text": …}`: all of it is trained."""
+    for key in ("images", "videos", "audios"):
+        if column := vars(row_format)[key]:
+            raise DataError(
+                f"the row has a text and {key}, but no turns to show them in",
+                where=str(place),
+                key=column,
+                way_out=f"Write a question and its answer, and name their columns in {ATTR_KEY}.prompt and response.",
+            )
+    return convert_text(row, place)
+
+
 Converter = Callable[[Row, RowFormat, RowLocation], Sample]
 
-CONVERTERS: dict[str, tuple[Converter, Converter]] = {
-    "sharegpt": (from_messages, prompt_of),
-    "multimodal_tool": (from_messages, prompt_of),
-    "openai": (from_messages, prompt_of),
-    "alpaca": (from_alpaca, _alpaca_prompt),
+CONVERTERS: dict[str, Converter] = {
+    "sharegpt": from_messages,
+    "alpaca": from_question,
+    "text": from_document,
 }
-"""`attr.formatting` → what converts a row, and what converts the part before the answers of a preference row."""
+"""`formatting` of a recognised format → what converts its rows."""
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------

@@ -165,6 +165,26 @@ class SampleEncoder:
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
+    def outline_question(self, sample: Sample) -> SampleOutline:
+        """What `encode_question` makes of a conversation, without decoding media; nothing of it is trained.
+
+        Raises:
+            DataError: As `encode_question`.
+        """
+        try:
+            sizes, end = self._sizes(sample), len(sample.messages)
+            tools = self._tokens.protect(sample.tools)
+            text = self._rendering.render(self._messages(sample, end), tools=tools, add_generation_prompt=True)
+            placed, encoding = self._tokenised(sample, end, text, self._expansions_of_sizes(sample, sizes))
+            ids = np.array(encoding.ids, dtype=np.int64)
+            counts = np.zeros(len(ids), dtype=np.float32)
+            ids, counts, spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
+            size = SampleSize(len(ids), _patches(sample, end, sizes))
+            labels = np.full(len(ids), IGNORED_LABEL, dtype=np.int64)
+            return SampleOutline(self._tokens.shown(placed.text), ids, labels, counts, spans, size, len(ids), end)
+        except DataError as error:
+            raise at_place(error, str(sample.place)) from error
+
     def measure(self, sample: Sample) -> SampleSize:
         """How large a sample will be, both answers of a preference row together, its media opened no further than
         their headers where those tell.

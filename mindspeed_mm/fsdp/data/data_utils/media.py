@@ -24,6 +24,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip, AudioHeader, probe_audio, read_audio
+from mindspeed_mm.fsdp.data.data_utils.decoding.chosen_part import rule_of
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, decode_image, probe_image
 from mindspeed_mm.fsdp.data.data_utils.decoding.remote_media import fetch
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
@@ -35,7 +36,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
     watch,
     watch_pictures,
 )
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, options_of
 from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -139,9 +140,11 @@ class MediaLoader:
             return self._load_frames(list(item), sizes, with_sound)
         source, name = self._source(item)
         with self.open(source) as file:
-            clip = watch(file, self.limits.clip, sizes, name)
+            clip = watch(file, self._clip_rule(item), sizes, name)
         if not with_sound:
             return clip
+        if not {"start", "end"}.isdisjoint(options_of(item)):
+            raise DataError("the sound of a part of a video is not cut out", way_out="Cut the video itself.")
         with self.open(source) as file:
             return replace(clip, sound=read_audio(file, self.limits.audio_sampling_rate, name))
 
@@ -162,8 +165,13 @@ class MediaLoader:
             if kind == "image":
                 return probe_image(file, name)
             if kind == "video":
-                return probe_clip(file, self.limits.clip, name)
+                return probe_clip(file, self._clip_rule(item), name)
             return probe_audio(file, self.limits.audio_sampling_rate, name)
+
+    def _clip_rule(self, item: object) -> ClipRule:
+        """Which frames are taken of a video."""
+        options = options_of(item)
+        return rule_of(self.limits.clip, options) if options else self.limits.clip
 
     def _load_frames(self, items: list[Any], sizes: FrameSizes, with_sound: bool) -> VideoClip:
         if with_sound:
@@ -362,6 +370,11 @@ def decode_data_url(item: str) -> tuple[bytes, str]:
         data = _from_base64(text + "=" * (-len(text) % 4), name)
     _check_size(len(data), name, MAX_FILE_BYTES)
     return data, name
+
+
+def names_file(item: str) -> bool:
+    """Whether the text of a medium is a path, and neither a URL nor base64."""
+    return "\x00" not in item and not _is_remote(item) and not _BASE64.fullmatch(item)
 
 
 def _is_web(root: str) -> bool:

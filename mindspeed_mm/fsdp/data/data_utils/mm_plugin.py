@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, PixelBudget
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     ItemSize,
     MediaFeatures,
@@ -24,7 +24,8 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
 )
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import build_qwen_plugin
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
+from mindspeed_mm.fsdp.data.data_utils.rows.grounding import with_objects
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, Sample, options_of
 from mindspeed_mm.fsdp.utils.processor import check_media_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
@@ -61,11 +62,13 @@ def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> Me
         DataError: The file is missing, refused or broken, or the model does not take its kind; the kind is its key.
     """
     try:
+        plugin = _within(plugin, item)
         if item.kind == "image":
             return plugin.encode_image(media.load_image(item.source))
         if item.kind == "video":
             # A plugin from outside may say nothing about frames and their sound.
             sizes, hears = getattr(plugin, "frame_sizes", None), getattr(plugin, "hears_videos", False)
+            sizes = sizes or _frame_budget(item, media)
             return plugin.encode_video(media.load_video(item.source, sizes, with_sound=hears))
         return plugin.encode_audio(media.load_audio(item.source))
     except DataError as error:
@@ -79,9 +82,53 @@ def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> I
         DataError: What `encode_media` would raise, as far as a header tells.
     """
     try:
-        return plugin.measure(item.kind, media.probe(item.kind, item.source))
+        return _within(plugin, item).measure(item.kind, media.probe(item.kind, item.source))
     except DataError as error:
         raise _with_field(error, item) from error
+
+
+def filled_boxes(sample: Sample, processor: Processor, plugin: MediaPlugin, media: MediaLoader) -> Sample:
+    """The sample with the boxes of its row's `objects` written into its texts, as the model writes boxes.
+
+    Raises:
+        DataError: As `with_objects`, or a picture cannot be read.
+    """
+
+    def sizes_of(item: MediaItem) -> tuple[tuple[int, int], tuple[int, int]]:
+        header: Any = media.probe("image", item.source)
+        seen = getattr(_within(plugin, item), "image_size", None)  # a plugin's own may not tell
+        size = (header.height, header.width)
+        return size, size if seen is None else seen(*size)
+
+    if sample.objects is None and (sample.rejected is None or sample.rejected.objects is None):
+        return sample
+    return with_objects(sample, type(processor).__name__, sizes_of)
+
+
+def _frame_budget(item: MediaItem, media: MediaLoader) -> PixelBudget | None:
+    """The pixel bounds of frames that a row asks for of one video; None: those that are configured."""
+    options, limits = options_of(item.source), media.limits
+    if "min_pixels" not in options and "max_pixels" not in options:
+        return None
+    return PixelBudget(
+        options.get("max_pixels", limits.video_max_pixels), options.get("min_pixels", limits.video_min_pixels)
+    )
+
+
+def _within(plugin: MediaPlugin, item: MediaItem) -> MediaPlugin:
+    """The plugin that keeps the pixel bounds that a row asks for of one item: as it would be if they were configured.
+
+    Raises:
+        DataError: The plugin knows no bounds.
+    """
+    options = options_of(item.source)
+    bounds = {f"{item.kind}_{name}": options[name] for name in ("min_pixels", "max_pixels") if name in options}
+    if not bounds:
+        return plugin
+    if not isinstance(plugin, ProcessorPlugin):
+        names = ", ".join(bounds)
+        raise DataError(f"this model's plugin does not bound single items ({names})", way_out="Take the bounds out.")
+    return plugin.within(bounds)
 
 
 def _with_field(error: DataError, item: MediaItem) -> DataError:

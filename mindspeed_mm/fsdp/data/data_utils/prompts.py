@@ -10,26 +10,42 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.encode import SampleEncoder
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, Sample, count_media
-
-_COLUMNS = ("messages", "conversations", "prompt")
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat, recognised
+from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, EncodedPrompt, RowLocation, Sample, count_media
 
 
-def with_answer(row: JsonObject, row_format: RowFormat, *, needs_answer: bool = False) -> JsonObject:
-    """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one, unless
-    one is needed. A `prompt` of plain text, with media beside it, becomes such a list."""
-    if response := row_format.answer_column:
-        return row if needs_answer or row.get(response) is not None else {**row, response: ""}
-    if isinstance(row.get("prompt"), str):
-        row = _prompt_as_conversation(row)
-    names = (row_format.messages, *_COLUMNS)
-    column = next((name for name in names if name and isinstance(row.get(name), list)), None)
-    if column == "prompt":  # verl's rows
-        row, column = {**row, "messages": row["prompt"]}, "messages"
-    if needs_answer or column is None or _ends_with_answer(row[column], row_format):
-        return row
-    return {**row, column: [*row[column], _answer(row[column], row_format)]}
+def with_answer(
+    row: JsonObject, row_format: RowFormat, place: RowLocation, *, needs_answer: bool = False
+) -> tuple[JsonObject, RowFormat]:
+    """The row with the model's turn at its end, an empty one where the row has none, and its recognised format. With
+    `needs_answer` the row as it is.
+
+    Raises:
+        DataError: No format fits.
+    """
+    row_format = recognised(row, row_format, place, needs_answer=needs_answer)
+    if row_format.formatting == "text":
+        what, way_out = "the row is a document, and asks nothing", "Give rows with a question."
+        raise DataError(what, where=str(place), key="text", way_out=way_out)
+    if needs_answer or row_format.ranking:
+        return row, row_format
+    if row_format.holds_turns:
+        column = row_format.messages or ""
+        if _ends_with_answer(row[column], row_format):
+            return row, row_format
+        return {**row, column: [*row[column], _answer(row[column], row_format)]}, row_format
+    asked, answer = row_format.prompt or "", row.get(row_format.response or "")
+    if isinstance(row[asked], str):
+        row = {**row, asked: _marks(row, row_format) + row[asked]}
+    if isinstance(answer, str | list | dict) and row_format.response:
+        is_turn = isinstance(answer, str) or not isinstance(answer, list) or isinstance(answer[:1] and answer[0], dict)
+        if is_turn:
+            return row, row_format
+    return {**row, _ANSWER: ""}, replace(row_format, response=_ANSWER)
+
+
+_ANSWER = "\0answer"
+"""A column that no row has."""
 
 
 def _answer(turns: list[Any], row_format: RowFormat) -> dict[str, str]:
@@ -39,32 +55,34 @@ def _answer(turns: list[Any], row_format: RowFormat) -> dict[str, str]:
     return {"role": "assistant", "content": ""}
 
 
-def _prompt_as_conversation(row: JsonObject) -> JsonObject:
-    prompt, marks = row["prompt"], ""
-    media: dict[str, list[Any]] = {}
-    for kind in ("image", "video", "audio"):
-        named = row.get(f"{kind}s", row.get(kind)) or []
-        media[f"{kind}s"] = named if isinstance(named, list) else [named]
-        marks += "" if f"<{kind}>" in prompt else f"<{kind}>" * len(media[f"{kind}s"])
-    turns = [{"role": "user", "content": marks + prompt}]
-    if isinstance(row.get("answer"), str):
-        turns.append({"role": "assistant", "content": row["answer"]})
-    return {**row, "messages": turns, **media}
+def _marks(row: JsonObject, row_format: RowFormat) -> str:
+    """Marks of the media that no text of a question marks."""
+    texts = [row.get(name) for name in (row_format.prompt, row_format.query) if name]
+    said, marks = "".join(text for text in texts if isinstance(text, str)), ""
+    if row_format.history:
+        return ""
+    for kind in MEDIA_KINDS:
+        named = row.get(vars(row_format)[f"{kind}s"] or "") or []
+        if f"<{kind}>" not in said:
+            marks += f"<{kind}>" * (len(named) if isinstance(named, list) else 1)
+    return marks
 
 
 def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     role = last.get(row_format.role_tag, last.get("role", last.get("from")))
-    return role in (row_format.assistant_tag, "assistant", "gpt")
+    return role in (row_format.assistant_tag, "assistant", "gpt", "bot", "model") or (
+        role is None and any(key in last for key in ("assistant", "gpt", "bot"))
+    )
 
 
-def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: JsonObject) -> EncodedPrompt:
-    """A conversation that ends with the model's turn, up to it; that turn's words become the solution.
+def question_of_prompt(sample: Sample) -> Sample:
+    """A conversation that ends with the model's turn, without that turn.
 
     Raises:
-        DataError: The row is off, or its answer holds media.
+        DataError: The answer holds media.
     """
-    *messages, answer = sample.messages
+    messages = sample.messages[:-1]
     media = sample.media[: count_media(messages)]
     if len(media) < len(sample.media):
         raise DataError(
@@ -73,7 +91,17 @@ def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: 
             key="messages",
             way_out="Leave the media out of the last turn.",
         )
-    question = replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
+    return replace(sample, messages=messages, weights=sample.weights[: len(messages)], media=media)
+
+
+def encoded_prompt(encoder: SampleEncoder, sample: Sample, index: int, columns: JsonObject) -> EncodedPrompt:
+    """A conversation that ends with the model's turn, up to it; that turn's words become the solution.
+
+    Raises:
+        DataError: The row is off, or its answer holds media.
+    """
+    question, answer = question_of_prompt(sample), sample.messages[-1]
+    messages = question.messages
     encoded = encoder.encode_question(question)
     truth, columns = words_of(answer["content"]), dict(columns)
     if truth and columns.get("solution") is None:

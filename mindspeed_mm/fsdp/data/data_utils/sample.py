@@ -36,7 +36,55 @@ class MediaItem(NamedTuple):
 
     kind: MediaKind
     source: Any
-    """A path, bytes, base64 text or `{"path" | "bytes"}`; of a video also a list of such frames."""
+    """A path, bytes, base64 text or `{"path" | "bytes"}`; of a video also a list of such frames. An object may also
+    hold `options`: what the row asks for of this item alone (see `ItemOptions`)."""
+
+
+class ItemOptions(TypedDict, total=False):
+    """What a row asks for of one medium: which part of a video is taken, how many frames, how large it is shown."""
+
+    start: float
+    """Seconds at which the taken part of a video begins."""
+    end: float
+    fps: float
+    """Frames taken a second."""
+    frames: int
+    """Number of frames that are taken."""
+    max_frames: int
+    min_pixels: int
+    """Least area in pixels, of a picture or a frame."""
+    max_pixels: int
+
+
+def options_of(source: object) -> ItemOptions:
+    """What a row asks for of this medium alone; empty: nothing."""
+    found: ItemOptions = source.get("options") or {} if isinstance(source, Mapping) else {}
+    return found
+
+
+class Unread(NamedTuple):
+    """Something that a row holds and nothing reads."""
+
+    level: str
+    """`column`, `turn`, `part` or `text`."""
+    name: str
+
+    def __str__(self) -> str:
+        if self.level == "text":
+            return f"{self.name} in a text"
+        return f"column '{self.name}'" if self.level == "column" else f"'{self.name}' of a {self.level}"
+
+
+class Boxes(NamedTuple):
+    """What fills `<ref-object>` and `<bbox>` in the texts of a row (ms-swift's `objects`)."""
+
+    refs: tuple[str, ...]
+    boxes: tuple[tuple[float, ...], ...]
+    """A point (x, y) or two corners (x1, y1, x2, y2) each."""
+    images: tuple[int, ...]
+    """Number of the picture that each box lies in."""
+    is_relative: bool
+    """Whether coordinates run from 0 to 1, rather than in pixels of the picture's file."""
 
 
 @dataclass(slots=True)
@@ -60,6 +108,15 @@ class Sample:
     """The document of a text-only row; `messages` is empty then."""
     rejected: Sample | None = None
     """Preference rows: this sample ends with the better answer, that one with the worse."""
+    objects: Boxes | None = None
+    """What marks in the texts stand for, until they are filled."""
+    unread: list[Unread] = field(default_factory=list, compare=False)
+    """What the row holds and nothing reads, each once."""
+
+    def note_unread(self, found: Unread) -> None:
+        """Add one to `unread`, unless it is there."""
+        if found not in self.unread:
+            self.unread.append(found)
 
 
 class NothingTrainedError(DataError):
@@ -87,6 +144,8 @@ class EncodedSample(TypedDict):
     """Whether whole turns were left out to fit `cutoff_len`."""
     loss_weights: NotRequired[np.ndarray]
     """(L,) float32, only where some message's weight is neither 0 nor 1."""
+    unread: NotRequired[list[str]]
+    """See `Sample`; the loader counts them and takes them out."""
 
 
 class EncodedPair(TypedDict):
@@ -95,6 +154,7 @@ class EncodedPair(TypedDict):
     sample_id: str
     chosen: EncodedSample
     rejected: EncodedSample
+    unread: NotRequired[list[str]]
 
 
 class EncodedPrompt(TypedDict):
@@ -113,6 +173,7 @@ class EncodedPrompt(TypedDict):
     """What the user said last."""
     columns: dict[str, Any]
     """All columns of the row; `solution` where it has a right answer."""
+    unread: NotRequired[list[str]]
 
 
 class SampleSize(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ class DataCounts:
     """Left out and replaced because they exceed `cutoff_len`."""
     shrunk: int = 0
     """Shortened by whole turns."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """What rows hold and nothing reads → samples."""
     bad: dict[str, str] = field(default_factory=dict)
     """Rows that could not be used and were replaced → reason; of all ranks, as far as they told."""
 
@@ -244,6 +246,8 @@ class MMDataLoader:
             self.counts.shrunk += 1
         elif fault.kind == "too long":
             self.counts.too_long += 1
+        elif fault.kind == "unread":
+            self.counts.unread[fault.reason] += 1
         else:
             self.counts.bad[fault.sample] = fault.reason
             self._check_bad_fraction()

@@ -12,7 +12,8 @@ from mindspeed_mm.fsdp.data.dataset import MMDataset
 class SampleFault(NamedTuple):
     """A sample that was not used as it stands."""
 
-    kind: Literal["bad", "too long", "shrunk"]
+    kind: Literal["bad", "too long", "shrunk", "unread"]
+    """`unread`: it was used, but its row holds something that nothing reads."""
     sample: str
     reason: str = ""
 

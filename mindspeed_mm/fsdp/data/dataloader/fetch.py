@@ -177,6 +177,8 @@ class BatchMaker(Dataset[Delivery]):
             return Taken(sample, name)
         if sample.get("shrunk"):
             faults.append(SampleFault("shrunk", name))
+        if self.dataset.has_rows:
+            faults += [SampleFault("unread", name, what) for what in sample.pop("unread", ())]
         return Taken(sample, str(sample.get("sample_id", name)))
 
     def _unforeseen(self, error: Exception, request: Request) -> DataError:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.artifacts import process_age_s
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset
 from mindspeed_mm.fsdp.data.sample_cache.codec import unpack

@@ -97,7 +97,7 @@ class SampleKeys:
     """
 
     def __init__(self, basic: BasicParameters) -> None:
-        self._folder = os.path.realpath(basic.dataset_dir)
+        self._folder = os.path.realpath(basic.dataset_dir or "")
 
     def key(self, sample: Sample) -> bytes:
         """`KEY_BYTES` bytes."""

@@ -13,11 +13,12 @@ from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
-from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, view_processor, with_view
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import detects_language, is_whisper, tell_language
@@ -52,7 +53,11 @@ class RowsView:
             return usual  # whoever reads the file says what is wrong with it
         if asked.ranking and (asked.chosen or "chosen") not in first:
             asked = replace(asked, ranking=False)
-        return asked if has_columns(first, asked) else usual
+        try:
+            recognised(first, asked, RowLocation(data.name, 1), needs_answer=False)
+        except DataError:
+            return usual
+        return asked
 
     def _configured(self, data: Path) -> RowFormat:
         basic, attr = self.param.basic_parameters, RowFormat.from_attr(self.param.attr)
@@ -69,13 +74,6 @@ class RowsView:
                     return source.row_format
                 formats.append(source.row_format)
         return formats[0] if len(set(formats)) == 1 else attr
-
-
-def has_columns(row: dict[str, Any], row_format: RowFormat) -> bool:
-    """Whether a row has what its format asks for, its answer aside."""
-    if columns := row_format.question_columns:
-        return any(name in row for name in columns)
-    return not row_format.messages or row_format.messages in row
 
 
 class QuestionEncoder:
@@ -123,6 +121,7 @@ class QuestionEncoder:
     def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
         """One question. Raises `DataError`, naming the row."""
         check_whole_characters([question.messages, question.tools], str(question.place))
+        question = filled_boxes(question, self.processor, self._plugin, media)
         options = EncodeOptions(self._basic.cutoff_len)
         end = self.tokenizer.eos_token_id
         encoder = SampleEncoder(self._tokens, end, self._template, self._plugin, media, options)

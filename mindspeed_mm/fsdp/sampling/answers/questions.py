@@ -10,9 +10,9 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import LEAVE_OUT, MEDIA_KINDS, MediaItem, RowLocation, Sample
 
 SHOWN_PROBLEMS = 10
@@ -187,9 +187,11 @@ def question_of(
     Raises:
         DataError: The row is off, or has no answer although one is needed.
     """
-    sample = convert_row(with_answer(row, row_format, needs_answer=needs_answer), row_format, place)
+    row, row_format = with_answer(row, row_format, place, needs_answer=needs_answer)
+    sample = convert_row(row, row_format, place, rewarded=True)
     *messages, answer = sample.messages
-    return Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools), answer
+    question = Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools, objects=sample.objects)
+    return question, answer
 
 
 def _check_media_exist(sample: Sample, media_dir: Path, media_key: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.failures import shortened
@@ -58,6 +60,10 @@ class DataHook(Hook):
         bad = _bad_samples(counts)
         shrunk = sum(each.shrunk for each in counts)
         too_long = sum(each.too_long for each in counts)
+        unread = sum((each.unread for each in counts), Counter[str]())
+        if unread:
+            line = unread_told(unread, f"{sum(each.read for each in counts):,} samples so far")
+            self._record.event("unread", engine.iteration, f"data: {line}", unread=dict(unread))
         if not (bad or shrunk or too_long):
             return
         line = (

@@ -62,6 +62,8 @@ def introduce(
         detail(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
     for line in loader.dataset.view_notes():
         detail(f"data   {line}; inference and the exported folder take it over")
+    for line in loader.dataset.row_notes():
+        note(f"data   {line}")
     if loader.estimate_note:
         detail(f"data   {loader.estimate_note}")
     note(

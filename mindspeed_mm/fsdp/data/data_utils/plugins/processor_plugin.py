@@ -69,6 +69,7 @@ class ProcessorPlugin:
 
     def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
+        self._preprocess, self._within = preprocess, dict[tuple[tuple[str, int], ...], ProcessorPlugin]()
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
         self._marks = TokenMarks(processor)
         self._hears: Any = setting_of(processor, object, "feature_extractor")
@@ -86,6 +87,16 @@ class ProcessorPlugin:
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)
+
+    def within(self, bounds: Mapping[str, int]) -> ProcessorPlugin:
+        """The same plugin with other keys of `preprocess_parameters` for the sizes of media."""
+        key = tuple(sorted(bounds.items()))
+        if key not in self._within:
+            self._within[key] = self._rebuilt(self._preprocess.model_copy(update=dict(bounds)))
+        return self._within[key]
+
+    def _rebuilt(self, preprocess: PreprocessParameters) -> ProcessorPlugin:
+        return type(self)(self._processor, preprocess)
 
     # --- one item ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, M
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ class QwenVLPlugin(ProcessorPlugin):
         inputs = setting_of(processor, Sequence, "model_input_names") or ()
         self._seconds_key = next((key for key in _SECONDS_KEYS if key in inputs), None)
         self._is_run = self._video_grid is not None and self._is_run_of_tokens(self._video_grid)
+
+    def _rebuilt(self, preprocess: PreprocessParameters) -> ProcessorPlugin:
+        grid = build_image_grid(self._processor, preprocess)
+        assert grid is not None  # there is one already
+        return type(self)(self._processor, preprocess, grid)
+
+    def image_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width at which the model sees a picture of this size. Raises `DataError` for one it refuses."""
+        return self._image_grid.size(1, height, width)
 
     def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Patches as bytes; they become numbers for the whole batch at once."""

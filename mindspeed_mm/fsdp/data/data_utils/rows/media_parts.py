@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
+from mindspeed_mm.fsdp.data.data_utils.sample import (
+    MEDIA_KINDS,
+    REPAIR,
+    ItemOptions,
+    MediaItem,
+    MediaKind,
+    Sample,
+    Unread,
+    options_of,
+)
 
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 _PART_KINDS: dict[str, MediaKind] = {
@@ -31,27 +42,27 @@ _PATHS = ("path", "url", "file")
 _BYTES = ("bytes", "base64", "data")
 
 
-def read_parts(parts: list[Any], where: str, key: str) -> str | list[JsonObject]:
+def read_parts(parts: list[Any], sample: Sample, key: str) -> str | list[JsonObject]:
     """Typed parts of a message: their text where that is all; otherwise a list in which a medium that brings its own
-    source has it under `source`.
+    source has it under `source`. What nothing reads is noted on the sample.
 
     Raises:
         DataError: A part is of an unknown type, or what it holds is not of that type.
     """
-    found = [_part(part, where, f"{key}[{number}]") for number, part in enumerate(parts)]
+    found = [_part(part, sample, f"{key}[{number}]") for number, part in enumerate(parts)]
     if all(part["type"] == "text" for part in found):
         return "".join(part["text"] for part in found)
     return [part for part in found if part["type"] != "text" or part["text"]]
 
 
-def _part(part: object, where: str, key: str) -> JsonObject:
+def _part(part: object, sample: Sample, key: str) -> JsonObject:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    name = part.get("type") if isinstance(part, Mapping) else None
+    where, name = str(sample.place), part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and name in _TEXT_TYPES:
-        if not isinstance(part.get("text"), str):
-            raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
-        return {"type": "text", "text": part["text"]}
+        _check_trained_whole(part, where, key)
+        note_unread(sample, "part", part, _TEXT_FIELDS, key)
+        return {"type": "text", "text": text_of_part(part, where, key)}
     if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _PART_KINDS:
         raise DataError(
             f"{short(part)} is not a part of a message",
@@ -60,31 +71,122 @@ def _part(part: object, where: str, key: str) -> JsonObject:
             way_out=f"A part is an object whose type is text, {', '.join(_PART_KINDS)}.",
         )
     kind = _PART_KINDS[name]
-    field = first_given(part, (name, kind))
+    fields = (name, kind, "value", "source", *_PATHS, *_BYTES)
+    options = _note_fields(part, kind, sample, key, {"type", *fields})
+    field = first_given(part, fields[:4])
     if field is not None:
-        return {"type": kind, "source": _source(part[field], kind, where, key)}
+        return {"type": kind, "source": _source(part[field], kind, sample, key, options)}
     if first_given(part, (*_PATHS, *_BYTES)) is not None:
-        return {"type": kind, "source": _source(part, kind, where, key)}
+        return {"type": kind, "source": _source(part, kind, sample, key, options)}
+    if options:
+        what = f"{', '.join(options)} are asked of a medium that stands in a column"
+        raise DataError(what, where=where, key=key, way_out="Write the path into the part.")
     return {"type": kind}  # its source is in a column of the row
 
 
-def _source(value: object, kind: MediaKind, where: str, key: str) -> Any:
+def text_of_part(part: Mapping[str, Any], where: str, key: str) -> str:
+    """The text of a part. Raises `DataError` where it has none."""
+    text = part.get(first_given(part, _TEXT_FIELDS_OF_TEXT) or "text")
+    if not isinstance(text, str):
+        raise DataError(f"{short(text)} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
+    return text
+
+
+_TEXT_FIELDS_OF_TEXT = ("text", "value", "content")
+"""Of OpenAI, of LLaMA-Factory v1, of axolotl."""
+_TEXT_FIELDS = frozenset({"type", *_TEXT_FIELDS_OF_TEXT, "train", "weight"})
+
+
+def _check_trained_whole(part: Mapping[str, Any], where: str, key: str) -> None:
+    """Raise where a part is marked (axolotl's `train` and `weight`) otherwise than its turn may be."""
+    for name in ("train", "weight"):
+        if part.get(name) not in (None, True):  # 1 counts as well
+            raise DataError(
+                f"{name} {short(part[name])} trains parts of a turn apart, which is not done",
+                where=where,
+                key=f"{key}.{name}",
+                way_out="Mark whole turns: split the turn, or take the mark out.",
+            )
+
+
+_OPTIONS: dict[str, str] = {
+    "start": "start", "video_start": "start", "start_time": "start",
+    "end": "end", "video_end": "end", "end_time": "end",
+    "fps": "fps", "nframes": "frames", "num_frames": "frames", "max_frames": "max_frames",
+    "min_pixels": "min_pixels", "max_pixels": "max_pixels",
+}  # fmt: skip
+"""Field of a medium, as qwen-vl-utils and others call it → the option that it is."""
+_OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": tuple(_OPTIONS.values()),
+    "audio": (),
+}
+_RATES_OF_FRAMES = ("fps", "sample_fps", "raw_fps")
+_DESCRIBE = frozenset({"format", "mime_type", "media_type", "mimeType"})
+"""Fields that say what a file shows by itself."""
+
+
+def _note_fields(
+    holder: Mapping[str, Any], kind: MediaKind, sample: Sample, key: str, known: Collection[str]
+) -> ItemOptions:
+    """What is asked of a medium; fields that nothing reads are noted or refused."""
+    options: ItemOptions = {}
+    own = [name for name, option in _OPTIONS.items() if option in _OPTIONS_OF[kind] and holder.get(name) is not None]
+    where = str(sample.place)
+    if isinstance(holder.get("video"), list | tuple):  # frames: which of them are taken is the configuration's matter
+        for name in _RATES_OF_FRAMES:
+            if holder.get(name) is not None:
+                sample.note_unread(Unread("part", name))
+        own = [name for name in own if name not in _RATES_OF_FRAMES]
+        known = {*known, *_RATES_OF_FRAMES}
+    for name in own:
+        value, option = holder[name], _OPTIONS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not math.isfinite(value):
+            what = f"{name} {short(value)} is not a number from 0"
+            raise DataError(what, where=where, key=f"{key}.{name}", way_out=REPAIR)
+        if option not in ("start", "end", "fps") and value != int(value):
+            raise DataError(f"{name} {value} is not whole", where=where, key=f"{key}.{name}", way_out=REPAIR)
+        options[option] = value  # type: ignore[literal-required]
+    if "end" in options and options["end"] <= options.get("start", 0):
+        what = f"the part of the video ends at {options['end']:g} s, before it begins"
+        raise DataError(what, where=where, key=key, way_out=REPAIR)
+    if "fps" in options and "frames" in options:
+        raise DataError("both fps and a number of frames are given", where=where, key=key, way_out="Keep one.")
+    if holder.get("detail") in ("auto", "original"):
+        known = {*known, "detail"}
+    note_unread(sample, "part", holder, {*known, *own, *_DESCRIBE}, key)
+    return options
+
+
+def _source(value: object, kind: MediaKind, sample: Sample, key: str, options: ItemOptions | None = None) -> Any:
     """A source as the media loader takes it: a path, bytes, `{"path" | "bytes"}`; of a video also a list of frames."""
+    options = options or {}
     if isinstance(value, Mapping):
-        path, data = first_given(value, _PATHS), first_given(value, _BYTES)
+        if "type" not in value or value["type"] in ("url", "base64"):  # else it is the part, whose fields are read
+            options = options | _note_fields(value, kind, sample, key, {"type", kind, *_PATHS, *_BYTES})
+        path, data = first_given(value, (*_PATHS, kind)), first_given(value, _BYTES)
         if data is not None and isinstance(value[data], str | bytes):
-            return {"bytes": value[data]}
+            return _with_options({"bytes": value[data]}, options)
         value = None if path is None else value[path]
     if isinstance(value, str) and is_data_url(value):
         return {"bytes": value}  # not a path, wherever paths are looked for
     if isinstance(value, str | bytes) and value:
-        return value
+        if not options:
+            return value
+        return _with_options({"path" if isinstance(value, str) else "bytes": value}, options)
     if kind == "video" and isinstance(value, list | tuple) and value:
-        return [_source(frame, "image", where, key) for frame in value]
+        if options:
+            what = f"{', '.join(options)} are asked of a video that is a list of frames"
+            raise DataError(what, where=str(sample.place), key=key, way_out="Choose the frames in the row itself.")
+        return [_source(frame, "image", sample, key) for frame in value]
     what, way_out = f"{short(value)} is not an {kind}", 'Give a path, bytes, {"path": …} or {"bytes": …}'
     if kind == "video":
         what, way_out = f"{short(value)} is not a video", f"{way_out}; or the list of its frames"
-    raise DataError(what, where=where, key=key, way_out=f"{way_out}.")
+    raise DataError(what, where=str(sample.place), key=key, way_out=f"{way_out}.")
+
+
+def _with_options(source: JsonObject, options: ItemOptions) -> JsonObject:
+    return {**source, "options": options} if options else source
 
 
 def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
@@ -114,6 +216,29 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
         sample.media.append(MediaItem(part["type"], source))
 
 
+CLIP = "clip"
+"""Column of the part of a row's only video that is taken: [start, end] in seconds (InternVL)."""
+
+
+def take_clip(sample: Sample, row: Row) -> None:
+    """Take the part of the row's video that it names. Raises `DataError` where it does not name one."""
+    clip, videos = row.get(CLIP), [number for number, item in enumerate(sample.media) if item.kind == "video"]
+    if not clip or len(videos) != 1:
+        return
+    if not isinstance(clip, list | tuple) or len(clip) != 2:
+        what = f"{short(clip)} is not [start, end] in seconds"
+        raise DataError(what, where=str(sample.place), key=CLIP, way_out=REPAIR)
+    item = sample.media[videos[0]]
+    source = item.source
+    if isinstance(source, Mapping):
+        source = {name: value for name, value in source.items() if name != "options"}
+    else:
+        source = {"bytes" if isinstance(source, bytes) else "path": source}
+    asked = {**source, "start": clip[0], "end": clip[1]}
+    found = _source(asked, "video", sample, CLIP, options_of(item.source))
+    sample.media[videos[0]] = item._replace(source=found)
+
+
 def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
     for message in messages:
         if not isinstance(message["content"], str):
@@ -136,7 +261,7 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
             continue  # tables fill up lists of several lengths
         if not _may_be_source(item, kind):
             raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
-        sources.append(_source(item, kind, where, f"{name}[{number}]"))
+        sources.append(_source(item, kind, sample, f"{name}[{number}]"))
     return name, sources
 
 

@@ -1,7 +1,8 @@
 """Rows with a list of messages (ShareGPT, MLLM, LLaVA, OpenAI, tools) → messages as chat templates take them.
 
 One reader for all of them: a message is an object with a role and a content, under configured names or the two usual
-spellings (`from`/`value`, `role`/`content`); OpenAI's further fields are read wherever they stand.
+spellings (`from`/`value`, `role`/`content`), or a question with its answer (`human`/`assistant`); OpenAI's further
+fields are read wherever they stand.
 """
 
 from __future__ import annotations
@@ -9,25 +10,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
-    ATTR_KEY,
-    Row,
-    first_column,
-    first_given,
-    short,
-    text_of,
-    wrong_field,
-)
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, weight_of
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text, text_of_part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
 
-MESSAGE_COLUMNS = ("conversations", "messages")
 _TAGS = (("role", "content"), ("from", "value"))
 _CALL = "function_call"
 """The role of a turn that is nothing but tool calls, written as text."""
@@ -36,18 +28,23 @@ _USUAL_ROLES = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "system": "system",
     "developer": "system",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "observations": "tool",
+    "function_response": "tool",
     "tool_response": "tool",
     _CALL: _CALL,
     "tool_call": _CALL,
 }
-_LARGEST_WEIGHT = float(np.finfo(np.float32).max)
-"""Batches hold weights in fp32."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_CALLS = ("tool_calls", _CALL)
+_SPEAKERS = {"user": ("human", "user"), "assistant": ("assistant", "gpt", "bot")}
+"""Role → keys of a turn that holds a question and its answer at once (ShareGPT's older rows)."""
 
 
 def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
@@ -56,22 +53,15 @@ def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
     Raises:
         DataError: Naming the message and the field.
     """
-    column = first_column(row, row_format.messages, MESSAGE_COLUMNS)
-    if column is None or not isinstance(row[column], list):
-        name = column or row_format.messages or MESSAGE_COLUMNS[0]
-        if column is None and name in MESSAGE_COLUMNS:  # one of them may be there and hold null
-            name = next((usual for usual in MESSAGE_COLUMNS if usual in row), name)
-        raise _no_turns(name, row, place)
     sample = Sample(place)
-    add_messages(sample, row[column], row_format)
+    add_messages(sample, row[row_format.messages or ""], row_format)
     add_system(sample, row, row_format)
     return sample
 
 
 def add_system(sample: Sample, row: Row, row_format: RowFormat) -> None:
     """Put the prompt of the system column first, unless the messages have one."""
-    column = "system" if row_format.system is None else row_format.system
-    system = text_of(row, column, sample.place)
+    system = text_of(row, row_format.system, sample.place)
     if system and not any(message["role"] == "system" for message in sample.messages):
         sample.messages.insert(0, {"role": "system", "content": split_text(system)})
         sample.weights.insert(0, None)
@@ -86,35 +76,66 @@ def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, fie
         row_format: Tags.
         field: What to call a message in errors, before its number.
     """
-    where = str(sample.place)
     for number, message in enumerate(messages):
-        read, weight = _message(message, row_format, where, f"{field} {number}")
-        sample.messages.append(read)
-        sample.weights.append(weight)
+        for each in _exchange(message, row_format):
+            read, weight = _message(each, row_format, sample, f"{field} {number}")
+            sample.messages.append(read)
+            sample.weights.append(weight)
 
 
-def _message(message: object, row_format: RowFormat, where: str, key: str) -> tuple[JsonObject, float | None]:
+def _exchange(message: object, row_format: RowFormat) -> list[object]:
+    """A turn that holds a question and its answer as two turns; marks go with the answer. Any other turn as it is."""
+    if not isinstance(message, dict) or not message.keys().isdisjoint((row_format.role_tag, "role", "from")):
+        return [message]
+    keys = {role: first_given(message, usual) for role, usual in _SPEAKERS.items()}
+    if None in keys.values():
+        return [message]
+    asked, said = keys["user"], keys["assistant"]
+    rest = {name: value for name, value in message.items() if name not in (asked, said)}
+    turns: list[object] = []
+    if system := rest.pop("system", None):
+        turns.append({"role": "system", "content": system})
+    return [
+        *turns,
+        {"role": "user", "content": message[asked]},
+        {"role": "assistant", "content": message[said], **rest},
+    ]
+
+
+def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -> tuple[JsonObject, float | None]:
     """A message as chat templates take it, and its weight."""
+    where = str(sample.place)
     if not isinstance(message, dict):
         raise DataError(f"{short(message)} is not a message", where=where, key=key, way_out=REPAIR)
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
-    content = message.get(content_tag)
+    content, known = message.get(content_tag), {role_tag, content_tag, *MARKS}
     read: JsonObject = {"role": role}
     if role == _CALL:
         read = {"role": "assistant", **_spelled_call(content, where, f"{key}.{content_tag}")}
     else:
+        lifted = _lifted(content, where, f"{key}.{content_tag}") if role == "assistant" else {}
+        content = lifted.pop("content", content)
         calls = _calls(message, where, key) if role == "assistant" else None
-        read["content"] = _content(content, calls is not None, where, f"{key}.{content_tag}")
+        may_be_absent = calls is not None or bool(lifted)
+        read["content"] = _content(content, may_be_absent, sample, f"{key}.{content_tag}")
+        read |= lifted
         if calls:
             read["tool_calls"] = calls
     if role == "assistant":
+        known |= {*_CALLS, *_REASONING}
         read |= _reasoning(message, where, key)
     if role == "tool":
+        known |= {"name", "tool_call_id"}
         for name in ("name", "tool_call_id"):
-            if isinstance(message.get(name), str):
-                read[name] = message[name]
-    weight: float | None = _weight(message, where, key)
+            if message.get(name) is None:
+                continue
+            if not isinstance(message[name], str):
+                what = f"{short(message[name])} is not text"
+                raise DataError(what, where=where, key=f"{key}.{name}", way_out=REPAIR)
+            read[name] = message[name]
+    note_unread(sample, "turn", message, known, key)
+    weight: float | None = weight_of(message, where, key)
     if read["role"] != "assistant" and weight == 1:
         weight = None
     return read, weight
@@ -136,8 +157,10 @@ def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[st
 
 def _role(tag: object, row_format: RowFormat, where: str, key: str) -> str:
     roles = _role_words(row_format)
-    if isinstance(tag, str) and tag in roles:
-        return roles[tag]
+    if isinstance(tag, str):
+        found = roles.get(tag) or _USUAL_ROLES.get(tag.lower().replace("-", "_"))
+        if found is not None:
+            return found
     raise DataError(
         f"unknown role {short(tag)}",
         where=where,
@@ -157,20 +180,44 @@ def _role_words(row_format: RowFormat) -> dict[str, str]:
     }
 
 
-def _content(content: object, may_be_absent: bool, where: str, key: str) -> str | list[JsonObject]:
+def _content(content: object, may_be_absent: bool, sample: Sample, key: str) -> str | list[JsonObject]:
     if isinstance(content, list):
-        return read_parts(content, where, key)
+        return read_parts(content, sample, key)
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise DataError(f"{short(content)} is not text", where=where, key=key, way_out=REPAIR)
+        raise DataError(f"{short(content)} is not text", where=str(sample.place), key=key, way_out=REPAIR)
     return split_text(content)
+
+
+_THOUGHTS, _CALL_PARTS = ("reasoning", "thinking"), ("tool_call",)
+
+
+def _lifted(content: object, where: str, key: str) -> JsonObject:
+    """Thoughts and calls that stand among the parts of an answer (LLaMA-Factory v1) under the names that chat templates
+    have for them, and the other parts as the content; empty where there are none."""
+    if not isinstance(content, list):
+        return {}
+    thoughts, calls, rest = list[str](), list[JsonObject](), list[Any]()
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        at = f"{key}[{number}]"
+        if kind in _THOUGHTS:
+            thoughts.append(text_of_part({"text": part.get(str(kind)), **part}, where, at))
+        elif kind in _CALL_PARTS:
+            calls += _spelled_call(part.get("value", part.get("tool_call")), where, at)["tool_calls"]
+        else:
+            rest.append(part)
+    lifted: JsonObject = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    if calls:
+        lifted["tool_calls"] = calls
+    return {**lifted, "content": rest or None} if lifted else {}
 
 
 def _calls(message: Row, where: str, key: str) -> list[JsonObject] | None:
     """The calls of a turn of the model, in OpenAI's form of today or of old (`function_call`)."""
-    for name in ("tool_calls", "function_call"):
-        if message.get(name):
+    for name in _CALLS:
+        if message.get(name) not in (None, "", [], {}):
             return read_calls(message[name], where, f"{key}.{name}")
     return None
 
@@ -192,32 +239,3 @@ def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
     if not isinstance(message[name], str):
         raise DataError(f"{short(message[name])} is not text", where=where, key=f"{key}.{name}", way_out=REPAIR)
     return {"reasoning_content": message[name]} if message[name] else {}
-
-
-def _weight(message: Row, where: str, key: str) -> float:
-    """How much a turn counts: 1, or its `weight`; nothing with `train: false` or `mask: true`."""
-    weight, train, mask = message.get("weight"), message.get("train", message.get("trainable")), message.get("mask")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (is_number and 0 <= weight <= _LARGEST_WEIGHT):
-        what = f"weight {short(weight)} is not a number from 0 that fp32 has"
-        raise DataError(what, where=where, key=f"{key}.weight", way_out=REPAIR)
-    for name, flag in (("train", train), ("mask", mask)):
-        if flag not in (None, True, False):  # 0 and 1 count as well
-            raise DataError(
-                f"{name} {short(flag)} is neither true nor false", where=where, key=f"{key}.{name}", way_out=REPAIR
-            )
-    if mask or (train is not None and not train):
-        return 0.0
-    return 1.0 if weight is None else float(weight)
-
-
-def _no_turns(column: str, row: Row, place: RowLocation) -> DataError:
-    if column in row or any(isinstance(value, list) for value in row.values()):
-        return wrong_field(column, row.get(column), row, place, "a list of messages")
-    return DataError(
-        f"the field is missing, and no other column holds a list of messages; the row has {sorted(row)}",
-        where=str(place),
-        key=column,
-        way_out=f"If the row has a question and its answer, set {ATTR_KEY}.formatting=alpaca, {ATTR_KEY}.prompt and "
-        f"{ATTR_KEY}.response to the names of their columns.",
-    )

@@ -2,7 +2,8 @@
 
 Both ends may stand beside the messages they answer (LLaMA-Factory: `chosen` and `rejected`, each a message or a text;
 TRL: lists of messages after `prompt`), or be whole conversations, told by their beginning with the user's or a system
-message, that differ from some message on. Only what differs is trained.
+message, that differ from some message on. The better end may also be the row's own answer (ms-swift: `messages` and
+`rejected_response` or `rejected_messages`). Only what differs is trained.
 """
 
 from __future__ import annotations
@@ -11,22 +12,34 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.messages import MESSAGE_COLUMNS, add_messages
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, wrong_field
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS, RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
 
-Context = Callable[[Row, RowFormat, RowLocation], Sample]
-"""Makes the sample that both answers go on from."""
+Convert = Callable[[Row, RowFormat, RowLocation], Sample]
+"""Converts a row without its `chosen` and `rejected` columns."""
 
 
-def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, context: Context) -> tuple[Sample, Sample]:
+def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, convert: Convert) -> tuple[Sample, Sample]:
     """The conversation with the chosen and with the rejected end; media and tools are not placed yet.
+
+    Args:
+        row: The raw row.
+        row_format: Recognised.
+        place: Where the row stands.
+        convert: What its format is read by.
 
     Raises:
         DataError: One is missing, or both are the same.
     """
-    chosen, rejected = (_with_answer(row, row_format, place, context, name) for name in ("chosen", "rejected"))
+    if row_format.chosen:
+        chosen = _with_answer(row, row_format, place, convert, "chosen")
+    elif row_format.rejected and _has_own_answer(row_format):
+        chosen = convert(row, row_format, place)
+    else:
+        raise wrong_field(PAIRS["chosen"][0], None, row, place, "an answer")
+    rejected = _with_answer(row, row_format, place, convert, "rejected")
     differ = 0
     """Number of the first message that is another one."""
     for one, other in zip(chosen.messages, rejected.messages, strict=False):
@@ -49,7 +62,11 @@ def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, context: C
     return chosen, rejected
 
 
-def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, context: Context, name: str) -> Sample:
+def _has_own_answer(row_format: RowFormat) -> bool:
+    return bool(row_format.response) or row_format.holds_turns
+
+
+def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: Convert, name: str) -> Sample:
     column = getattr(row_format, name) or name
     answer = row.get(column)
     if answer is None or answer in ("", []) or not isinstance(answer, str | dict | list):
@@ -61,9 +78,11 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, context: C
         raise DataError("the answer is empty", where=str(place), key=column, way_out=REPAIR)
     if end.messages[0]["role"] in ("system", "user"):
         return end  # a whole conversation
-    sample = context(row, row_format, place)
+    sample = _context(row, row_format, place, convert)
     sample.messages += end.messages
     sample.weights += end.weights
+    for each in end.unread:
+        sample.note_unread(each)
     return sample
 
 
@@ -71,23 +90,24 @@ def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
-def prompt_of(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
-    """The messages before the answers: a list of them, or one text of the user.
+def _context(row: Row, row_format: RowFormat, place: RowLocation, convert: Convert) -> Sample:
+    """What comes before an answer.
 
     Raises:
-        DataError: There is nothing before the answers, or it is something else.
+        DataError: Nothing does.
     """
-    column = first_column(row, row_format.messages, (*MESSAGE_COLUMNS, "prompt"))
-    if column is None:
+    if not (row_format.messages or row_format.prompt):
         raise DataError(
             f"nothing comes before the answers; the row has {sorted(row)}",
             where=str(place),
-            key=row_format.messages or MESSAGE_COLUMNS[0],
-            way_out=f"Name the column of the messages in {ATTR_KEY}.messages, or that of the prompt there.",
+            key=row_format.messages or "messages",
+            way_out=f"Name the column of the messages in {ATTR_KEY}.messages, or of the prompt in {ATTR_KEY}.prompt.",
         )
-    value = row[column]
-    if not isinstance(value, str | list):
-        raise wrong_field(column, value, row, place, "a text or a list of messages")
-    sample = Sample(place)
-    add_messages(sample, [{"role": "user", "content": value}] if isinstance(value, str) else value, row_format)
+    sample = convert(row, row_format, place)
+    if row_format.chosen:
+        return sample
+    # The row's own answer is the better one: what it answers ends with the user's last turn.
+    roles = [message["role"] for message in sample.messages]
+    end = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    del sample.messages[end:], sample.weights[end:]
     return sample

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowSource, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -57,6 +58,7 @@ class RowTable:
         names = display_names(list(chain.from_iterable(source.files for source in sources)))
         self._readers: list[RowReader] = []
         self._formats: list[RowFormat] = []
+        self._media_roots: list[Path | None] = []
         self._ends: list[int] = []
         self.parts: list[Part] = []
         for source in sources:
@@ -76,6 +78,7 @@ class RowTable:
                 end = min(end, first + most)
             self._readers.append(reader)
             self._formats.append(source.row_format)
+            self._media_roots.append(source.media_root)
             self._ends.append(end)
         self.parts.append(Part(source.name, first, end))
 
@@ -99,6 +102,15 @@ class RowTable:
     def folder(self, index: int) -> Path:
         """Where the file of row `index` lies."""
         return self._readers[self._locate(index)[0]].path.parent
+
+    def media_root(self, index: int) -> Path | None:
+        """Where media of row `index` are, if what names its data set says so."""
+        return self._media_roots[self._locate(index)[0]]
+
+    @property
+    def media_roots(self) -> list[Path]:
+        """All such folders."""
+        return list(dict.fromkeys(filter(None, self._media_roots)))
 
     @property
     def folders(self) -> list[Path]:
@@ -162,14 +174,16 @@ def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
                 where=str(table.path),
                 way_out="Files of one entry must agree; list those that differ as separate entries.",
             )
-        for column in row_format.needed_columns:
-            if isinstance(table, ParquetReader) and column in table.columns and table.is_null(column):
-                raise DataError(
-                    "the column is null in every row",
-                    where=str(table.path),
-                    key=column,
-                    way_out="Write the file again, or name another column in data.dataset_param.attr.",
-                )
+        if not isinstance(table, ParquetReader):
+            continue
+        column = row_format.needed_of(table.columns, [name for name in table.columns if table.is_null(name)])
+        if column is not None:
+            raise DataError(
+                "the column is null in every row",
+                where=str(table.path),
+                key=column,
+                way_out="Write the file again, or name another column in data.dataset_param.attr.",
+            )
 
 
 def _differing(table: ParquetReader | CsvReader, other: ParquetReader | CsvReader) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.folder_kinds import is_output
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.data.data_utils.rows.dataset_lists import listed_sets
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
 from mindspeed_mm.fsdp.params.data_args import DataEntry
-from mindspeed_mm.fsdp.params.value_types import Section
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
 INFO_FILE = "dataset_info.json"
@@ -22,126 +24,6 @@ _GLOB = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
 """How shards of a Hugging Face data set are called: `train-00000-of-00002.parquet`."""
 _HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-
-
-class FlatColumns(NamedTuple):
-    """The columns of a format whose rows hold no list of turns: key of `attr` → the usual name."""
-
-    question: Mapping[str, str]
-    """What is asked, in the order in which it is joined; the first is needed."""
-    answer: Mapping[str, str]
-    """The one column of what is answered."""
-
-
-FORMATS: dict[str, FlatColumns | None] = {
-    "sharegpt": None,
-    "alpaca": FlatColumns({"prompt": "instruction", "query": "input"}, {"response": "output"}),
-    "openai": None,
-    "multimodal_tool": None,
-}
-"""`attr.formatting` → the columns of a row; None: a list of turns, in `messages`."""
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """Where a row keeps what. A column: `None`: its usual names are tried; empty: the rows have none."""
-
-    formatting: str = "sharegpt"
-    ranking: bool = False
-    messages: str | None = None
-    system: str | None = None
-    tools: str | None = None
-    images: str | None = None
-    videos: str | None = None
-    audios: str | None = None
-    prompt: str | None = None
-    query: str | None = None
-    response: str | None = None
-    history: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    role_tag: str = "from"
-    content_tag: str = "value"
-    user_tag: str = "human"
-    assistant_tag: str = "gpt"
-    observation_tag: str = "observation"
-    function_tag: str = "function_call"
-    system_tag: str = "system"
-
-    @classmethod
-    def from_attr(cls, attr: Section) -> RowFormat:
-        """From the `attr` section of the configuration."""
-        names = {field.name for field in fields(cls)}
-        return cls(**_given(attr, names))
-
-    @classmethod
-    def from_dataset_info(cls, name: str, entry: Mapping[str, Any]) -> RowFormat:
-        """From an entry of a LLaMA-Factory `dataset_info.json`.
-
-        As there, an entry that lists its columns has only those.
-
-        Raises:
-            ConfigError: A format, column or tag is unknown.
-        """
-        where = f"{INFO_FILE}: {name}"
-        formatting = entry.get("formatting", "alpaca")
-        _check_known([formatting], list(FORMATS), where, "formatting")
-        columns, tags = entry.get("columns"), entry.get("tags") or {}
-        found: dict[str, Any] = {}
-        if columns is not None:
-            _check_known(columns, _COLUMNS, where, "columns")
-            found = dict.fromkeys(_OPTIONAL_COLUMNS, "") | _given(columns, _COLUMNS)
-        _check_known(tags, _TAGS, where, "tags")
-        found |= _given(tags, _TAGS)
-        return cls(**found, formatting=formatting, ranking=bool(entry.get("ranking", False)))
-
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        """Columns without which no row converts, as far as they are named."""
-        keys = ["messages"]
-        if self.ranking:
-            keys = ["chosen", "rejected"]
-        elif flat := FORMATS[self.formatting]:
-            keys = [*list(flat.question)[:1], *flat.answer]
-        named = [vars(self)[key] for key in keys]
-        return tuple(filter(None, named))
-
-    @property
-    def question_columns(self) -> tuple[str, ...]:
-        """Where a row has what is asked; empty: in its list of turns."""
-        flat = FORMATS[self.formatting]
-        return () if flat is None else self._names_of(flat.question)
-
-    @property
-    def answer_column(self) -> str:
-        """Where a row has what is answered; empty: at the end of its list of turns."""
-        flat = FORMATS[self.formatting]
-        return "" if flat is None else self._names_of(flat.answer)[0]
-
-    def _names_of(self, usual: Mapping[str, str]) -> tuple[str, ...]:
-        names = []
-        for key, name in usual.items():
-            given = vars(self)[key]
-            names.append(name if given is None else given)
-        return tuple(names)
-
-
-_TAGS = tuple(f.name for f in fields(RowFormat) if f.name.endswith("_tag"))
-_COLUMNS = tuple(f.name for f in fields(RowFormat) if f.name not in ("formatting", "ranking", *_TAGS))
-_OPTIONAL_COLUMNS = ("system", "tools", "images", "videos", "audios", "query", "history")
-
-
-def _given(section: Mapping[str, Any] | Section, names: Collection[str]) -> dict[str, Any]:
-    """Those of these entries that are there and not null."""
-    return {name: value for name, value in section.items() if name in names and value is not None}
-
-
-def _check_known(names: Iterable[str], known: Sequence[str], where: str, key: str) -> None:
-    for name in names:
-        if name not in known:
-            near = nearest(str(name), known)
-            way_out = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(known)}."
-            raise ConfigError(f"'{name}' is not known here", where=where, key=key, way_out=way_out)
 
 
 @dataclass(frozen=True)
@@ -154,6 +36,8 @@ class RowSource:
     row_format: RowFormat
     most: int | None = None
     """Rows beyond are left out."""
+    media_root: Path | None = None
+    """Where its media are, if what names it says so."""
     entry: DataEntry | None = None
     """The section that describes it, where one does."""
 
@@ -163,16 +47,19 @@ Named = str | Sequence[str | DataEntry] | None
 
 
 def find_sources(
-    dataset: Named, dataset_dir: str | Path, row_format: RowFormat, is_whole: Callable[[Path], bool] | None = None
+    dataset: Named,
+    dataset_dir: str | Path | None,
+    row_format: RowFormat,
+    is_whole: Callable[[Path], bool] | None = None,
 ) -> list[RowSource]:
     """The sources that `dataset` names: one entry, or several (list or commas).
 
-    An entry is a file, a folder, a pattern (`part-*.parquet`), a name of `dataset_info.json`, or a section with `path`
-    and what is special about it: `name`, `attr`, `max_samples`.
+    An entry is a file, a folder, a pattern (`part-*.parquet`), a name of `dataset_info.json`, a file that lists data
+    sets, or a section with `path` and what is special about it: `name`, `attr`, `max_samples`.
 
     Args:
         dataset: As configured.
-        dataset_dir: Relative entries are tried against the working directory, then against this folder.
+        dataset_dir: Relative entries are tried against the working directory, then against this folder; None: `data`.
         row_format: Of entries that neither bring their own nor stand in `dataset_info.json`.
         is_whole: Tells folders of media, which are read by themselves (data of generators); None: there are none.
 
@@ -183,15 +70,20 @@ def find_sources(
     entries = _entries(dataset)
     if not entries:
         raise ConfigError("no data set is named", key=_KEY, way_out="Give a file, a folder or a list of them.")
-    info = _read_info(Path(dataset_dir) / INFO_FILE)
-    search = _Search(Path(dataset_dir), info, row_format, is_whole)
-    sources = [_find(entry, search) for entry in entries]
+    folder = rows_folder(dataset_dir)
+    search = _Search(folder, _read_info(folder / INFO_FILE), row_format, is_whole)
+    sources = list(chain.from_iterable(_find(entry, search) for entry in entries))
     seen: set[str] = set()
     for source in sources:
         if source.name in seen:
             raise ConfigError(f"'{source.name}' is named twice", key=_KEY, way_out="Give entries a `name` each.")
         seen.add(source.name)
     return sources
+
+
+def rows_folder(dataset_dir: str | Path | None) -> Path:
+    """Where files of rows are looked for besides the working directory."""
+    return Path("data" if dataset_dir is None else dataset_dir)
 
 
 def _entries(dataset: Named) -> list[str | DataEntry]:
@@ -217,26 +109,49 @@ class _Search:
     is_whole: Callable[[Path], bool] | None
 
 
-def _find(entry: str | DataEntry, search: _Search) -> RowSource:
+def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
+    """The source that an entry names; of a list of data sets all that it lists."""
     if not isinstance(entry, str):
-        found = _find(entry.path, search)
         if search.is_whole is None:
             _check_no_media_keys(entry)
-        own = found.row_format if entry.attr is None else RowFormat.from_attr(entry.attr)
-        return RowSource(entry.name or found.name, found.files, own, entry.max_samples or found.most, entry)
+        found = _find(entry.path, search)
+        attr = None if entry.attr is None else RowFormat.from_attr(entry.attr)
+        return [_as_asked(each, entry, attr, is_alone=len(found) == 1) for each in found]
     dataset_dir, info = search.dataset_dir, search.info
     if entry in info:
-        return _described(entry, info[entry], dataset_dir)
+        return [_described(entry, info[entry], dataset_dir)]
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
-            is_whole = path.is_dir() and search.is_whole is not None and search.is_whole(path)
-            return RowSource(entry, (path,) if is_whole else _files(path), search.row_format)
+            return _of_path(entry, path, search)
     if _GLOB.search(entry):
         for folder, pattern in _glob_starts(entry, dataset_dir):
             files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
             if files:
-                return RowSource(entry, files, search.row_format)
+                return [RowSource(entry, files, search.row_format)]
     raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=_nearest_source(entry, search))
+
+
+def _of_path(entry: str, path: Path, search: _Search) -> list[RowSource]:
+    if path.is_dir() and search.is_whole is not None and search.is_whole(path):
+        return [RowSource(entry, (path,), search.row_format)]
+    listed = listed_sets(path) if path.is_file() and search.is_whole is None else None
+    if listed is None:
+        return [RowSource(entry, _files(path), search.row_format)]
+    return [RowSource(one.name, _files(one.path), search.row_format, one.most, one.media_root) for one in listed]
+
+
+def _as_asked(source: RowSource, entry: DataEntry, attr: RowFormat | None, *, is_alone: bool) -> RowSource:
+    """A source with what a section of `dataset` says of it."""
+    name = source.name
+    if entry.name:
+        name = entry.name if is_alone else f"{entry.name}/{source.name}"
+    return replace(
+        source,
+        name=name,
+        row_format=source.row_format if attr is None else attr,
+        most=entry.max_samples or source.most,
+        entry=entry,
+    )
 
 
 def _nearest_source(entry: str, search: _Search) -> str:
@@ -288,7 +203,7 @@ def _described(name: str, entry: object, dataset_dir: Path) -> RowSource:
     most = entry.get("num_samples")
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ConfigError(f"{most!r} is not a number of samples", where=where, key="num_samples")
-    return RowSource(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry), most)
+    return RowSource(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry, INFO_FILE), most)
 
 
 def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:

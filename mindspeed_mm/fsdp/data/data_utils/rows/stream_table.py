@@ -8,9 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowStream, open_stream, stream_facts
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import display_names
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowSource, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
 
@@ -20,6 +21,7 @@ class _File(NamedTuple):
     entry: int
     most: int | None
     """Rows that its entry may have in all."""
+    media_root: Path | None
 
 
 class StreamTable:
@@ -44,7 +46,9 @@ class StreamTable:
             limits = [limit for limit in (most, source.most) if limit is not None]
             for path in source.files:
                 stream = open_stream(path, cache_dir, names[path])
-                self._files.append(_File(stream, source.row_format, entry, min(limits, default=None)))
+                self._files.append(
+                    _File(stream, source.row_format, entry, min(limits, default=None), source.media_root)
+                )
         self._starts = [0]
         """First row of each file that has been reached."""
 
@@ -69,6 +73,15 @@ class StreamTable:
     def folder(self, index: int) -> Path:
         """Where the file of row `index` lies."""
         return self._locate(index)[0].stream.path.parent
+
+    def media_root(self, index: int) -> Path | None:
+        """Where media of row `index` are, if what names its data set says so."""
+        return self._locate(index)[0].media_root
+
+    @property
+    def media_roots(self) -> list[Path]:
+        """All such folders."""
+        return list(dict.fromkeys(file.media_root for file in self._files if file.media_root is not None))
 
     @property
     def folders(self) -> list[Path]:

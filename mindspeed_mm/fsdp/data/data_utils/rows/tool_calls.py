@@ -34,7 +34,7 @@ def read_tools(row: Row, column: str | None, place: RowLocation) -> list[JsonObj
     value = row[name]
     if isinstance(value, str):
         value = parsed_json(value, str(place), name) if value.strip() else None
-    if not value:
+    if value in (None, [], {}):
         return None
     items = value if isinstance(value, list) else [value]
     return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(items)]

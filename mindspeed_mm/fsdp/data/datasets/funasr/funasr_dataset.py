@@ -21,6 +21,8 @@ class FunAsrDataset(Qwen2VLDataset):
     What they say of lengths (`speech_length`, `source_len` …) is not read: lengths are measured.
     """
 
+    own_columns = frozenset({"source_len", "speech_length", "target_len", "text_len", "text_length"})
+
     def conversation(self, index: int) -> dict[str, Any]:
         """Row `index` with its sound in a column."""
         return conversation_of(super().conversation(index))

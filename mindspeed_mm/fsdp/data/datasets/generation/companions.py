@@ -74,7 +74,7 @@ class CompanionFolder:
 
 
 def open_companions(
-    named: Mapping[str, str] | None, beside: Path, dataset_dir: str, entry: str
+    named: Mapping[str, str] | None, beside: Path, dataset_dir: str | None, entry: str
 ) -> tuple[CompanionFolder, ...]:
     """The folders that an entry of `dataset` names.
 
@@ -89,7 +89,7 @@ def open_companions(
     """
     found = []
     for column, folder in (named or {}).items():
-        tried = (Path(folder), Path(dataset_dir) / folder, beside / folder, beside.parent / folder)
+        tried = (Path(folder), Path(dataset_dir or "") / folder, beside / folder, beside.parent / folder)
         path = next((each for each in tried if each.is_dir()), Path(folder))
         found.append(CompanionFolder(column, path, f"{_ENTRIES}.{entry}.companions.{column}"))
     return tuple(found)

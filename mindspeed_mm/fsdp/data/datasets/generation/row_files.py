@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, file_facts, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowSource, find_sources, rows_folder
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.tar_members import SUFFIX as TAR_SUFFIX
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder, open_companions
@@ -190,24 +191,24 @@ def _open(
 
 
 def _beside(path: Path, basic: BasicParameters) -> str:
-    """Where the media of a table lie: beside a `metadata` table always; beside any other where nobody says where media
-    are, and the folder that would be looked in is not there."""
-    is_said = "dataset_dir" in basic.model_fields_set or basic.get("data_folder") is not None
-    is_told = path.name not in METADATA and (is_said or Path(basic.dataset_dir).is_dir())
-    return "" if is_told else str(path.parent.absolute())
+    """Where the media of a table are: in its folder, unless the configuration names another; media of a `metadata`
+    table are always in its folder."""
+    is_named = basic.dataset_dir is not None or basic.get("data_folder") is not None
+    return "" if is_named and path.name not in METADATA else str(path.parent.absolute())
 
 
 def _annotation(line: str, where: str, listed_in: Path, basic: BasicParameters) -> RowFile:
     folder, separator, name = (part.strip() for part in line.rpartition(","))
     if not separator or not name:
         raise DataError(f"'{line[:60]}' is not 'folder,annotation file'", where=where)
-    for base in (Path(), Path(basic.dataset_dir), listed_in.parent):
+    for base in (Path(), rows_folder(basic.dataset_dir), listed_in.parent):
         if (base / name).is_file():
             return RowFile(open_reader(base / name, basic.cache_dir), folder)
     raise DataError(
         f"the annotation file '{name}' is missing",
         where=where,
-        way_out=f"Relative names start at the working directory, at '{basic.dataset_dir}' or beside {listed_in.name}.",
+        way_out="Relative names start at the working directory, at "
+        f"'{rows_folder(basic.dataset_dir)}' or at the folder of {listed_in.name}.",
     )
 
 

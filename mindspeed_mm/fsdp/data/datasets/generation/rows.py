@@ -319,7 +319,7 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     Raises:
         DataError: That folder is not there.
     """
-    root, key = Path(basic.dataset_dir), "dataset_dir"
+    root, key = Path(basic.dataset_dir or ""), "dataset_dir"
     folder = basic.get("data_folder")
     if folder is not None:
         root, key = Path(folder) if Path(folder).is_dir() else root / folder, "data_folder"
@@ -330,15 +330,23 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
             own.append(file.media_root)
         for companion in file.companions:
             companions.append(str(companion.path))
-    if files and len(own) == len(files) and not root.is_dir():
-        root = Path(own[0])
+    is_named = basic.dataset_dir is not None or folder is not None
+    if files and len(own) == len(files) and not (is_named and root.is_dir()):
+        root, is_named = Path(own[0]), True
+    if not is_named:
+        raise DataError(
+            "is not given, and some rows do not say where their media are",
+            key=f"{_BASIC}.{key}",
+            way_out="Name the folder that the rows' paths start at.",
+        )
     if not root.is_dir():  # said once, not for every row
         raise DataError(
             f"'{root}' is not a folder",
             key=f"{_BASIC}.{key}",
             way_out="Name the folder that the rows' paths start at.",
         )
-    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own), *dict.fromkeys(companions)))
+    named = () if basic.dataset_dir is None else (basic.dataset_dir,)
+    return MediaLoader(root, (*named, *basic.media_roots, *dict.fromkeys(own), *dict.fromkeys(companions)))
 
 
 def media_digest(media: bytes | BinaryIO) -> bytes:

@@ -17,6 +17,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import rows_folder
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationCollator
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
@@ -181,7 +182,7 @@ def _read_all(basic: BasicParameters) -> list[PromptRow]:
     for name in names:
         path = Path(name if isinstance(name, str) else name.path)
         if not path.exists():
-            path = Path(basic.dataset_dir) / path
+            path = rows_folder(basic.dataset_dir) / path
         if not path.is_file():
             raise DataError("there is no such file", where=str(path), key=_DATASET)
         prompts += _read(path, basic.get("caption_column"))

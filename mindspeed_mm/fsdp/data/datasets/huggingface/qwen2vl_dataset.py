@@ -6,7 +6,9 @@ for, in whichever worker it falls to.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
-from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, with_answer
+from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedPair,
     EncodedPrompt,
@@ -63,6 +66,8 @@ class Qwen2VLDataset(MMDataset):
     prompts_for: ModelKind | None = LANGUAGE
     train_media = False
     """Media in the model's turns are answers."""
+    own_columns: frozenset[str] = frozenset()
+    """Columns that a data set reads beside those of a conversation."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -77,12 +82,11 @@ class Qwen2VLDataset(MMDataset):
         self._param = dataset_param
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
-        self._looks_beside = "dataset_dir" not in basic_param.model_fields_set
-        """Whether media are looked for beside their rows first: the configuration does not say where they are."""
         open_table: Any = open_streamed_rows if self.streams else open_rows
         self._rows: Any = open_table(basic_param, dataset_param.attr)
         self.parts = self._rows.parts
         self._check_pairs()
+        self._formats = {each: each.of_stage(basic_param.stage) for each in self._rows.formats}
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
         self._check_first_rows()
@@ -102,21 +106,31 @@ class Qwen2VLDataset(MMDataset):
             TooLongError: It does not fit `cutoff_len`.
             DataError: The row, its media or its label mask are off.
         """
+        sample = self.sample(index)
+        encoded: Any
         if self.basic_parameters.stage == "prompt":
-            return encoded_prompt(self._encoder, self.sample(index), index, self.row(index))
-        return self._encoder.encode(self.sample(index))
+            encoded = encoded_prompt(self._encoder, sample, index, self.row(index))
+        else:
+            encoded = self._encoder.encode(sample)
+        if sample.unread:
+            encoded["unread"] = list(map(str, sample.unread))
+        return encoded  # type: ignore[no-any-return]
 
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
         row, place = self.conversation(index), self._rows.place(index)
         if self._is_text:
             return convert_text(row, place)
-        if self.basic_parameters.stage == "prompt":
-            row = with_answer(row, self._rows.row_format(index))
-        sample = convert_row(row, self._rows.row_format(index), place)
-        if not self._looks_beside:
-            return sample
-        return with_media_beside(sample, str(self._rows.folder(index).absolute()))
+        row_format, is_prompt = self._formats[self._rows.row_format(index)], self.basic_parameters.stage == "prompt"
+        if is_prompt:
+            row, row_format = with_answer(row, row_format, place)
+        sample = convert_row(row, row_format, place, columns=self.own_columns, rewarded=is_prompt)
+        folder = self._rows.media_root(index)
+        if folder is None and self.basic_parameters.dataset_dir is None:
+            folder = self._rows.folder(index)
+        if folder is not None:
+            sample = with_media_beside(sample, str(folder.absolute()))
+        return self._with_boxes(sample)
 
     def conversation(self, index: int) -> dict[str, Any]:
         """Row `index` in a layout that `attr` can tell of. A data set of rows of another layout overrides this."""
@@ -130,6 +144,8 @@ class Qwen2VLDataset(MMDataset):
             TooLongError: It does not fit `cutoff_len`.
             DataError: The row is off.
         """
+        if self.basic_parameters.stage == "prompt":
+            return self._encoder.outline_question(question_of_prompt(self.sample(index))).size
         return self._encoder.measure(self.sample(index))
 
     def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
@@ -138,7 +154,10 @@ class Qwen2VLDataset(MMDataset):
         Raises:
             DataError: As encoding.
         """
-        return self._encoder.outline(self.sample(index))
+        sample = self.sample(index)
+        if self.basic_parameters.stage == "prompt":
+            return self._encoder.outline_question(question_of_prompt(sample))
+        return self._encoder.outline(sample)
 
     def row(self, index: int) -> dict[str, Any]:
         """Row `index` as it stands in its file."""
@@ -172,6 +191,15 @@ class Qwen2VLDataset(MMDataset):
     def view_notes(self) -> list[str]:
         """What is given of how media are seen, and what the model's folder says instead, for the log."""
         return view_notes(self._param, self.processor)
+
+    def row_notes(self) -> list[str]:
+        """What some of the first rows hold and nothing reads, for the log."""
+        counts, looked_at = Counter[str](), 0
+        while looked_at < _ROWS_TRIED and self.has(looked_at):
+            with contextlib.suppress(DataError):  # whoever reads the row says what is wrong with it
+                counts.update(map(str, self.sample(looked_at).unread))
+            looked_at += 1
+        return [unread_told(counts, f"the first {looked_at} rows")] if counts else []
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
@@ -207,8 +235,10 @@ class Qwen2VLDataset(MMDataset):
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
         limits = MediaLimits.of(preprocess, self.processor, allow_remote=basic.allow_remote_media)
-        beside = self._rows.folders if self._looks_beside else ()
-        self.media = MediaLoader(basic.dataset_dir, (*basic.media_roots, *beside), limits)
+        beside, root = self._rows.media_roots, basic.dataset_dir
+        if root is None:
+            beside, root = [*self._rows.folders, *beside], str(self._rows.folders[0])
+        self.media = MediaLoader(root, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(
             tokens=Tokens(
                 tokenizer,
@@ -224,15 +254,19 @@ class Qwen2VLDataset(MMDataset):
             ),
         )
 
+    def _with_boxes(self, sample: Sample) -> Sample:
+        """The sample with the boxes of `objects` in its texts."""
+        if self.media is None:  # the first rows are looked at before the model's processor is read
+            return sample
+        return filled_boxes(sample, self.processor, self.plugin, self.media)
+
     def _check_pairs(self) -> None:
-        """Raise unless preference rows come with the stage that compares them, and that stage with such rows."""
-        compares = self.basic_parameters.stage == "rm"
-        if any(row_format.ranking != compares for row_format in self._rows.formats):
-            rows = "not preference pairs" if compares else "preference pairs"
+        """Raise where `attr.ranking` says that rows are preference pairs, and the stage does not compare them."""
+        if self.basic_parameters.stage != "rm" and any(row_format.ranking for row_format in self._rows.formats):
             raise ConfigError(
-                f"stage is {self.basic_parameters.stage}, but rows are {rows}",
+                f"stage is {self.basic_parameters.stage}, but rows are preference pairs",
                 key=f"{_BASIC}.stage",
-                way_out="stage: rm and attr.ranking: true go together.",
+                way_out="Set stage: rm, or take attr.ranking out.",
             )
 
     def _check_first_rows(self) -> None:

@@ -47,6 +47,9 @@ class PrecomputedDataset(GenerationDataset):
                 given[name] = basic_param[name]
         self._settings = given
         _check_noise(self._settings)
+        if basic_param.dataset_dir is None:
+            key = "data.dataset_param.basic_parameters.dataset_dir"
+            raise ConfigError("is not given", key=key, way_out="Name the folder of the features.")
         folder = str(with_home(Path(basic_param.dataset_dir)))
         features = basic_param.model_copy(update={"features_dir": folder, "dataset": None})
         super().__init__(features, preprocess_param, dataset_param)

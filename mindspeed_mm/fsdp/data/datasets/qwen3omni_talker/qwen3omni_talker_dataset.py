@@ -51,6 +51,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
     """
 
     prompts_for = None
+    own_columns = frozenset({"audio_codes", "speaker"})
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam

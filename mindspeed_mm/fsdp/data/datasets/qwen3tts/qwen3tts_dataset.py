@@ -14,6 +14,7 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
+from mindspeed_mm.fsdp.data.data_utils.rows.beside import located
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
 from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows
@@ -53,9 +54,12 @@ class Qwen3TTSDataset(SpokenRows):
     ) -> None:
         super().__init__(basic_param, preprocess_param, dataset_param)
         self._config = _config_of(self.folder)
-        root = Path(basic_param.dataset_dir)
+        self._is_beside = basic_param.dataset_dir is None
+        folders = self._rows.folders
+        root = Path(basic_param.dataset_dir or folders[0])
         limits = MediaLimits(audio_sampling_rate=RATE, allow_remote=basic_param.allow_remote_media)
-        self.media = MediaLoader(root.parent if root.is_file() else root, basic_param.media_roots, limits)
+        roots = (*basic_param.media_roots, *(folders if self._is_beside else ()))
+        self.media = MediaLoader(root.parent if root.is_file() else root, roots, limits)
 
     def item(self, index: int, epoch: int) -> EncodedSample:
         """Sample `index`, in every epoch the same.
@@ -67,7 +71,7 @@ class Qwen3TTSDataset(SpokenRows):
         row, place = self._rows.row(index), str(self.place(index))
         made: Any = self._encoded(row, place)
         if row.get("ref_audio"):
-            mel = self._spectrum(row, place)
+            mel = self._spectrum(row, place, str(self._rows.folder(index).absolute()))
             made |= {"speaker_features": mel, "speaker_frames": np.array([len(mel)])}
         return made  # type: ignore[no-any-return]
 
@@ -130,11 +134,12 @@ class Qwen3TTSDataset(SpokenRows):
             )
         return [int(known[name])]
 
-    def _spectrum(self, row: dict[str, Any], place: str) -> np.ndarray:
+    def _spectrum(self, row: dict[str, Any], place: str, folder: str) -> np.ndarray:
         """(frames, mels) of the voice."""
         assert self.media is not None
         given = row["ref_audio"]
-        clip = self.media.load_audio(given[0] if isinstance(given, list) else given)
+        given = given[0] if isinstance(given, list) else given
+        clip = self.media.load_audio(located(given, folder) if self._is_beside else given)
         if clip.seconds < 0.1:
             raise DataError(
                 f"{clip.name} lasts {clip.seconds:.3f} s, too short to be a voice",
