@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 
 
 class AnswerWorker(Protocol):
@@ -63,9 +64,8 @@ class AnswerEngine:
         self._hears_one_sound = is_whisper(generator.encoder.processor)
         beams = getattr(getattr(generator, "model", None), "generation_config", None)
         self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
-        self._worker: AnswerWorker = worker or JointWorker(
-            answer or generator.answer_live, self._fits, most_rows, "answers"
-        )
+        self._answer = answer or generator.answer_live
+        self._worker: AnswerWorker = worker or JointWorker(self._answer_each, self._fits, most_rows, "answers")
         # Tokenizers are not made for several threads.
         self._encoder = ThreadPoolExecutor(1, "encoder")
 
@@ -91,6 +91,13 @@ class AnswerEngine:
         """Take nothing more, and finish what is there."""
         self._encoder.shutdown()
         self._worker.close(timeout_s)
+
+    def _answer_each(self, rows: Sequence[LiveAnswer]) -> Sequence[Answer | Exception]:
+        """The answer of each row, or why it has none."""
+        try:
+            return self._answer(rows)
+        except NotFiniteError as error:
+            return [row.answer or row.failure or error for row in rows]
 
     def _fits(self, batch: Sequence[LiveAnswer], row: LiveAnswer) -> bool:
         rows = [*batch, row]

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.answers.spoken import SpokenPieces, take_apart
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.serve.chat_request import ChatCall, read_chat
+from mindspeed_mm.tasks.serve.failing import failure_of
 from mindspeed_mm.tasks.serve.form import read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
@@ -178,7 +179,7 @@ class _Turn:
         except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:  # noqa: BLE001 - the head of the answer is sent: an event says what went wrong
-            yield _event(RefusedError(500, f"the model failed: {type(error).__name__}.", code="internal_error").body())
+            yield _event(failure_of(error).body())
         finally:
             heart.cancel()
             row.give_up()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import sys
 import time
-import traceback
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -15,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mindspeed_mm.tasks.serve.failing import failure_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.metrics import Metrics
 
@@ -65,9 +64,7 @@ class Guard:
         except ClientDisconnect:
             status[0] = status[0] or 499
         except Exception as error:  # noqa: BLE001 - the border of a request: the server goes on
-            traceback.print_exception(error, file=sys.stderr)
-            what = RefusedError(500, f"the server failed: {type(error).__name__}.", code="internal_error")
-            await _refuse(what, status[0], scope, receive, counted)
+            await _refuse(failure_of(error), status[0], scope, receive, counted)
         route = getattr(scope.get("route"), "name", "none")
         self._metrics.count("requests", "Requests by route and answer.", route=route, code=str(status[0]))
         self._metrics.observe("request_seconds", "Time of whole requests.", time.monotonic() - begun_s, route=route)

@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.sampling.finite import rows_are_finite
 
 LEAST_TEMPERATURE = 0.001
 """Of sampling. Far below it, logits that are divided by it overflow, and another token than the likeliest is taken."""
@@ -65,6 +66,11 @@ class TokenChoice:
     min_p: float
     repetition_penalty: float
     seed: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is taken by the scores as they are."""
+        return not self.temperature and self.repetition_penalty == 1
 
     @classmethod
     def of(cls, sampling: Sampling, configured: Any) -> TokenChoice:
@@ -129,15 +135,31 @@ class RowChoices:
 
 class RequestChoices:
     """Stands for the logits processors of transformers' continuous batching, which share one setting or are dropped:
-    here each request has its own."""
+    here each request has its own.
+
+    Args:
+        end: A token that ends every request. A request whose scores are not finite takes it, so that it ends at once
+            without a read by the host; `was_finite` tells it from others that end. None: there is none.
+    """
 
     tensors_required, do_processing = 0, True
 
-    def __init__(self) -> None:
+    def __init__(self, end: int | None = None) -> None:
         self.of: dict[str, Chooser] = {}
         """By the name of a request; a request without takes the likeliest token."""
         self.passes = 0
+        self._end = end
         self._states: list[Any] = []
+        self._finite: dict[str, list[torch.Tensor]] = {}
+
+    def was_finite(self, name: str, token: int) -> bool:
+        """Whether a token of a request, counted from 0, was chosen by finite scores. Waits for the device."""
+        return bool(self._finite[name][token])
+
+    def forget(self, name: str) -> None:
+        """Keep nothing of a request that is over."""
+        self.of.pop(name, None)
+        self._finite.pop(name, None)
 
     def fill_defaults(self, _storage: torch.Tensor) -> None:
         """There are none."""
@@ -153,11 +175,17 @@ class RequestChoices:
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
         """Scores (rows, V) → the same, the largest of each row being its next token."""
+        good = rows_are_finite(scores)
         for row, state in enumerate(self._states):
+            self._finite.setdefault(state.request_id, []).append(good[row])
             choose = self.of.get(state.request_id)
             if choose is not None:
                 ids_1L = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
                 scores[row : row + 1] = choose(ids_1L, scores[row : row + 1])
+        if self._end is not None:
+            bad = ~good[: len(self._states)]
+            scores[: len(bad)].masked_fill_(bad[:, None], -torch.inf)
+            scores[: len(bad), self._end].masked_fill_(bad, 0)
         return scores
 
 

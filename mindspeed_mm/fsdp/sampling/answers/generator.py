@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
 from mindspeed_mm.fsdp.sampling.answers.transcription import transcripts
+from mindspeed_mm.fsdp.sampling.finite import FiniteScores, NotFiniteError, not_finite, placed
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 if TYPE_CHECKING:
@@ -117,18 +118,31 @@ class Generator:
 
         Raises:
             DataError: A medium cannot be read, or the model takes none of its kind.
+            NotFiniteError: The scores for a question are not finite. The other answers of its batch come first.
         """
         for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
             for batch in _batches(encoded, batch_size):
                 rows = []
                 for question, each in batch:
                     rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
-                answered = []
-                for (question, each), answer in zip(batch, self.answer_live(rows), strict=True):
+                failure: NotFiniteError | None = None
+                try:
+                    answers: Sequence[Answer | None] = self.answer_live(rows)
+                except NotFiniteError as error:
+                    failure, answers = error, [row.answer for row in rows]
+                answered, failed = [], []
+                for (question, each), answer in zip(batch, answers, strict=True):
+                    if answer is None:
+                        failed.append(str(question.sample.place))
+                        continue
                     if hides_thoughts:
                         answer = self.without_thoughts(each, answer)
                     answered.append((question, answer))
-                yield answered
+                if answered:
+                    yield answered
+                if failure is not None:
+                    with placed(failed[0]):
+                        raise failure
 
     def _encoded_ahead(self, questions: Sequence[Question], media: MediaLoader, window: int) -> Iterator[list[Asked]]:
         """Questions as the model takes them, window by window; a thread prepares the next one meanwhile. One thread:
@@ -154,10 +168,27 @@ class Generator:
 
         Transcripts are greedy, told when they are whole, and all of one longest length. Rows of one call choose the
         same adapters: those of a vision tower could not tell rows apart.
+
+        Raises:
+            NotFiniteError: The scores for some rows are not finite. These rows have a `failure`; the others are
+                finished and have their `answer`.
         """
         (adapter,) = {row.adapter for row in rows}
         with self._using(adapter):
-            return self._answer_alike(rows)
+            answers = self._answer_alike(rows)
+            if len(answers) < len(rows):
+                raise self.fail([row for row in rows if row.ending == "failed"])
+        return answers
+
+    def fail(self, rows: Sequence[LiveAnswer]) -> NotFiniteError:
+        """Give rows whose scores are not finite their `failure`; that of the first one."""
+        found: dict[int, NotFiniteError] = {}
+        for row in rows:
+            token = len(row.token_ids) + 1
+            if token not in found:
+                found[token] = not_finite(f"the scores of token {token} of the answer", {"": self.model})
+            row.failure = found[token]
+        return found[len(rows[0].token_ids) + 1]
 
     def _using(self, adapter: str | None) -> AbstractContextManager[object]:
         """The model with these adapters alone."""
@@ -189,7 +220,7 @@ class Generator:
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
-        return [self.end(row) for row in rows]
+        return [self.end(row) for row in rows if row.ending != "failed"]
 
     def begin(self, row: LiveAnswer) -> None:
         """Forget what is there of an answer; `RuntimeError` where somebody has read a part of it."""
@@ -218,8 +249,8 @@ class Generator:
     def _transcribe(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         (most,) = {row.sampling.max_new_tokens for row in rows}
         found = transcripts(self.model, inputs, max_new_tokens=most)
-        for row, (token_ids, finished) in zip(rows, found, strict=True):
-            row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
+        for row, transcript in zip(rows, found, strict=True):
+            row.token_ids, row.ending = list(transcript.token_ids), transcript.ending
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
         if self.is_spread:  # without its own way to towers, transformers takes pictures of other rows to beams
@@ -227,12 +258,18 @@ class Generator:
             raise UsageError(what, key="--beams", way_out="Add --beams 1.")
         (most,) = {row.most_tokens for row in rows}
         ends = {"eos_token_id": self.end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+        finite = FiniteScores(len(rows))
         with self._without_gradients():
-            found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
-        for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            for token in tokens:
+            found_BL = self.model.generate(
+                **inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most, logits_processor=[finite]
+            )
+        answers_BL = found_BL[:, inputs["input_ids"].shape[1] :]
+        for row, (*tokens, good) in zip(rows, finite.beside(answers_BL).tolist(), strict=True):
+            for token in tokens[:good]:
                 if row.take(token, self.end_ids):
                     break
+            if good < len(finite.seen):  # some beam at least: which one wins is chance
+                row.ending = "failed"
 
     def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         device, config = self.model.device, self.model.generation_config
@@ -240,13 +277,17 @@ class Generator:
         for row in rows:
             choices.append(TokenChoice.of(row.sampling, config))
             padding.append(inputs["input_ids"].shape[1] - len(row.question.input_ids))
-        processors: list[RowChoices | FirstRankDecides] = [RowChoices(choices, padding, device)]
+        finite = FiniteScores(len(rows))
+        processors: list[FiniteScores | RowChoices | FirstRankDecides] = [finite, RowChoices(choices, padding, device)]
         if self._group is not None:
             processors.append(FirstRankDecides(self._group))
 
         def is_over(input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-            tokens = input_ids[:, -1].tolist()
-            over = [row.take(token, self.end_ids) for row, token in zip(rows, tokens, strict=True)]
+            good = self._as_first_rank(finite.seen[-1].to(torch.uint8))
+            tokens = torch.stack((input_ids[:, -1], good), dim=1).tolist()
+            over = []
+            for row, (token, is_finite) in zip(rows, tokens, strict=True):
+                over.append(row.take(token, self.end_ids) if is_finite else row.fail())
             return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
 
         with self._without_gradients():

@@ -10,8 +10,9 @@ from typing import Literal
 
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 
-Ending = Literal["stop", "length", "given up"]
+Ending = Literal["stop", "length", "given up", "failed"]
 Decode = Callable[[Sequence[int]], str]
 """Token ids → text."""
 
@@ -48,6 +49,10 @@ class LiveAnswer:
     token_ids: list[int] = field(default_factory=list)
     ending: Ending | None = None
     text: TextPieces | None = None
+    answer: Answer | None = None
+    """Once it is over, unless it failed."""
+    failure: NotFiniteError | None = None
+    """Once it is over: why there is no answer."""
     most_tokens: int = field(init=False)
     """How many it may have: those that are asked for, from its beginning no more than the model has room for."""
     _told_s: float = 0.0
@@ -67,7 +72,7 @@ class LiveAnswer:
             RuntimeError: Somebody has.
         """
         self.check_untold()
-        self.token_ids, self.ending = [], None
+        self.token_ids, self.ending, self.answer, self.failure = [], None, None, None
         if longest is not None:
             self.most_tokens = min(self.sampling.max_new_tokens, longest - len(self.question.input_ids))
         self.text = TextPieces(decode, self.tell, self.stop) if self.tell is not None or self.stop else None
@@ -96,6 +101,12 @@ class LiveAnswer:
             self.ending = "length"
         return self.ending is not None
 
+    def fail(self) -> bool:
+        """End it, unless it is over: its next token cannot be chosen. It is over now."""
+        if self.ending is None:
+            self.ending = "failed"
+        return True
+
     def _is_due(self) -> bool:
         """Whether the text is to be read now: a text that may end it is looked for with every token."""
         if not self.tell_every_s or self.stop:
@@ -110,7 +121,8 @@ class LiveAnswer:
         """The answer; what of its text was held back is told."""
         whole = decode(self.token_ids).strip()
         text = self.text.close(self.token_ids, whole) if self.text is not None else whole
-        return Answer(tuple(self.token_ids), text, finished=self.ending == "stop")
+        self.answer = Answer(tuple(self.token_ids), text, finished=self.ending == "stop")
+        return self.answer
 
 
 class TextPieces:
