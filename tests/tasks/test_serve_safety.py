@@ -35,6 +35,7 @@ from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 WAIT_S = 30
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 TIGHT = Limits(
     max_body_mib=3, max_body_seconds=1, max_media=3, max_media_mib=1, max_pixels=10_000, max_media_seconds=2,
     max_characters=2000, max_prompt_tokens=400, max_new_tokens=64, max_seconds=60,
@@ -331,11 +332,7 @@ def connected(address: str, body: bytes) -> socket.socket:
     """A connection that has asked and does not listen."""
     parts = urlsplit(address)
     connection = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S)
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        + f"Content-Length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
+    connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
@@ -395,7 +392,7 @@ def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatc
 def test_a_request_that_does_not_arrive_is_refused(address: str) -> None:
     parts = urlsplit(address)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         answer = received(connection)
         assert b" 408 " in answer and b"--max-body-seconds" in answer
 
@@ -403,7 +400,7 @@ def test_a_request_that_does_not_arrive_is_refused(address: str) -> None:
 def test_a_body_without_a_length_is_counted(address: str) -> None:
     parts = urlsplit(address)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         block = b"100000\r\n" + b" " * 2**20 + b"\r\n"
         for _ in range(5):
             connection.sendall(block)
@@ -480,11 +477,7 @@ def soak(address: str, requests: int, clients: int) -> list[int]:
             body = chat(
                 stream=number % 2 == 0, max_tokens=1 + number % 4, messages=[{"role": "user", "content": str(number)}]
             )
-            writer.write(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-                + f"Content-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+            writer.write(HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             if number % 5:
                 seen.append(int((await reader.read(-1)).split(b" ", 2)[1]))
             writer.close()

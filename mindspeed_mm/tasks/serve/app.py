@@ -66,7 +66,7 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
 
     handlers = {HTTPException: _no_route}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Guard(_without_error_pages(app), limits, access.key, access.hosts, metrics)
+    return Guard(_without_error_pages(app), limits, access, metrics)
 
 
 def _without_error_pages(app: Starlette) -> ASGIApp:
