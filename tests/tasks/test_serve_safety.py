@@ -126,23 +126,29 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [0, -1, "7", 1.5, True],
     "max_completion_tokens": [0, -5, "many", []],
     "temperature": [1e-40, -1, "warm", [], 101, {}],
-    "top_p": [0, -0.1, 1.1, "x", []],
-    "top_k": [-1, 1.5, "x"],
+    "top_p": [-0.1, 1.1, "x", []],
+    "top_k": [-2, 1.5, "x"],
     "min_p": [-1, 2, "x"],
     "repetition_penalty": [0, -1, "x"],
-    "seed": [-1, 1.5, 2**63, "x"],
+    "seed": [-2, 1.5, 2**63, "x"],
     "stream": ["yes", 7, []],
-    "stream_options": [7, "x", []],
+    "stream_options": [7, "x", [], {"include": True}],
     "stop": [7, [7], [""], ["x" * 300], {}],
     "tools": [7, "x", [7], [{}], [{"type": "function"}], [{"type": "function", "function": {}}], [None]],
     "tool_choice": ["required", {"type": "function"}, 7],
-    "n": [0, 2, -1, "x"],
-    "logprobs": [True, 7, "x"],
-    "top_logprobs": [5, "x"],
-    "response_format": [{"type": "json_object"}, "json"],
-    "frequency_penalty": [1.0, "x"],
-    "presence_penalty": [0.5, "x"],
-    "logit_bias": [{"5": 3}, 7],
+    "parallel_tool_calls": [False, "no"],
+    "store": [True],
+    "service_tier": ["flex"],
+    "n": [0, -1, "x"],
+    "logprobs": [7, "x"],
+    "top_logprobs": [5, 21, "x"],
+    "response_format": [{"type": "json_schema"}, {"type": "xml"}, {"kind": "text"}, "json"],
+    "frequency_penalty": [2.1, "x"],
+    "presence_penalty": [-2.1, "x"],
+    "logit_bias": [{"5": 101}, {"a": 1}, {"-1": 1}, {"99999": 1}, 7],
+    "chat_template_kwargs": [7, {"messages": []}, {"no_such_variable": 1}],
+    "reasoning_effort": ["low", 7],
+    "ignore_eos": [7],
     "model": [7, [], {}],
 }  # fmt: skip
 """Field → values that are refused."""
@@ -375,7 +381,7 @@ def test_what_takes_too_long_is_refused(generator: Generator) -> None:
 
 
 def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.tasks.serve.chat._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("mindspeed_mm.tasks.serve.turn._HEARTBEAT_S", 0.02)
     slow = Slow(generator)
     engine = AnswerEngine(slow)  # type: ignore[arg-type]
     asked = chat(stream=True, max_tokens=4000)

@@ -108,9 +108,11 @@ class ContinuousWorker:
         choice = TokenChoice.of(row.sampling, self._generator.model.generation_config)
         if choice.is_plain:
             return self._added(row, lambda: None)
+        start = self._generator.start(row, len(row.question.input_ids))
         if choice.seed is None:  # asked again, it draws the same
             choice = replace(choice, seed=secrets.randbits(63))
-        return self._added(row, lambda: RowChoices([choice], [0], self._generator.model.device))
+        device, grammars = self._generator.model.device, self._generator.grammars
+        return self._added(row, lambda: RowChoices([choice], [start], device, grammars))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Take nothing more, finish what is there, and end the threads; what is not done in time fails."""
@@ -184,7 +186,11 @@ class ContinuousWorker:
         if choose is not None:
             self._chooser.of[name] = choose
         self._manager.add_request(
-            row.question.input_ids.tolist(), name, row.most_tokens, True, eos_token_id=self._generator.end_ids or -1
+            row.question.input_ids.tolist(),
+            name,
+            row.most_tokens,
+            True,
+            eos_token_id=row.ends(self._generator.end_ids) or -1,
         )
 
     def _listen(self) -> None:
@@ -239,12 +245,15 @@ class ContinuousWorker:
 
     def _taken(self, name: str, row: LiveAnswer, tokens: list[int]) -> Answer | None:
         """The answer, once its tokens end it; a token that was chosen by scores that are not finite fails the row."""
-        ends = self._generator.end_ids
+        ends = row.ends(self._generator.end_ids)
         for token in tokens[len(row.token_ids) :]:
             if (token in ends or not ends) and not self._chooser.was_finite(name, len(row.token_ids)):
                 row.fail()
                 return None
             if row.take(token, ends):
+                chooser = self._chooser.of.get(name)
+                if isinstance(chooser, RowChoices):
+                    row.log_probs = chooser.log_probs(0, len(row.token_ids))
                 return self._generator.end(row)
         return None
 

@@ -18,7 +18,7 @@ def failure_of(error: Exception) -> RefusedError:
     if isinstance(error, RefusedError):
         return error
     if isinstance(error, NotFiniteError):
-        print(error, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{error}\n")
         what = error.problems[0].what.rstrip(".")
         return RefusedError(500, f"the model failed: {what}.", code="not_finite")
     traceback.print_exception(error, file=sys.stderr)

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -81,6 +82,10 @@ class Guard:
         self._check_origin(headers.get(b"origin"), headers.get(b"host", b""))
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get(b"authorization", b""))
+        if asked := parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+            name = asked[0][0][:100]
+            message = f"'{name}' is not a field of this request: no route takes query parameters."
+            raise RefusedError(400, message, param=name, code="unknown_parameter")
         if scope["method"] != "POST":
             await self._app(scope, body.receive, send)
             return

@@ -81,7 +81,7 @@ class Limits:
     max_characters: int = _limit(500_000, "Maximum number of characters of text in a request")
     max_prompt_tokens: int = _limit(32768, "Maximum number of tokens in a prompt, media included")
     max_new_tokens: int = _limit(4096, "Maximum number of tokens in an answer, also where a request does not say")
-    max_samples: int = _limit(4, "Maximum number of pictures or clips in one request")
+    max_samples: int = _limit(4, "Maximum number of answers, pictures or clips in one request")
     max_steps: int = _limit(100, "Maximum number of denoising steps of a picture or clip")
     max_frames: int = _limit(256, "Maximum number of frames of a clip")
 
