@@ -109,7 +109,7 @@ def test_equal_requests_are_made_together(client: OpenAI, engine: DrawEngine, mo
         ({"size": "huge"}, openai.BadRequestError, "'size'"),
         ({"response_format": "url"}, openai.BadRequestError, "'response_format'"),
         ({"quality": "hd"}, openai.BadRequestError, "'quality': 'hd' is not supported here"),
-        ({"stile": "vivid"}, openai.BadRequestError, "'stile' is not a field"),
+        ({"extra_body": {"stile": "vivid"}}, openai.BadRequestError, "'stile' is not a field"),
         ({"output_format": "mp4"}, openai.BadRequestError, "'output_format'"),
         ({"model": "other"}, openai.NotFoundError, "only 'tiny'"),
         ({"prompt": 7}, openai.BadRequestError, "'prompt'"),
@@ -119,6 +119,19 @@ def test_bad_requests(client: OpenAI, changes: dict[str, Any], error: type[Excep
     asked: dict[str, Any] = {"model": NAME, "prompt": "a cat", "size": SIZE, **changes}
     with pytest.raises(error, match=said):
         client.images.generate(**asked)
+
+
+@pytest.mark.edge("BR17")
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_pictures_come_in_the_format_that_is_asked_for(client: OpenAI, kind: Any) -> None:
+    made = client.images.generate(
+        model=NAME, prompt="a cat", size=SIZE, output_format=kind, extra_body={**SETTINGS, "seed": 7}
+    )
+    assert made.data and made.data[0].b64_json
+    picture = Image.open(io.BytesIO(base64.b64decode(made.data[0].b64_json)))
+    assert picture.format == kind.upper()
+    gap = np.abs(np.asarray(picture).astype(int) - drawn(client, "a cat")[0])
+    assert gap.max() == 0 if kind == "png" else gap.mean() < 40
 
 
 def test_a_generator_neither_talks_nor_films(client: OpenAI) -> None:

@@ -68,7 +68,7 @@ class ChatShape:
         if spoken.calls:
             message |= {"tool_calls": _calls(spoken.calls), "content": spoken.words or None}
         reason = "tool_calls" if spoken.calls else _reason(row)
-        return {"index": index, "message": message, "finish_reason": reason, "logprobs": self._log_probs(answer)}
+        return {"index": index, "message": message, "finish_reason": reason, "logprobs": self._log_probs(row.log_probs)}
 
     def begin(self, index: int) -> list[Choice]:
         """See `Shape`."""
@@ -89,11 +89,11 @@ class ChatShape:
         reason = "tool_calls" if parts.calls else _reason(row)
         return [*last, _delta(index) | {"finish_reason": reason}]
 
-    def _log_probs(self, answer: Answer) -> dict[str, Any] | None:
-        if not answer.log_probs:
+    def _log_probs(self, said: Sequence[TokenLogProb]) -> dict[str, Any] | None:
+        if not said:
             return None
         content = []
-        for each in answer.log_probs:
+        for each in said:
             if each.token not in self._tokens.end_ids:
                 others = [self._token(token, log_prob) for token, log_prob in each.likeliest]
                 content.append({**self._token(each.token, each.log_prob), "top_logprobs": others})
@@ -123,8 +123,8 @@ class TextShape:
     def whole(self, index: int, row: LiveAnswer, answer: Answer) -> Choice:
         """See `Shape`."""
         choice = _text(index, answer.text) | {"finish_reason": _reason(row)}
-        said = [each for each in answer.log_probs if each.token not in self._tokens.end_ids]
-        return choice | {"logprobs": self._log_probs(said) if answer.log_probs else None}
+        said = [each for each in row.log_probs if each.token not in self._tokens.end_ids]
+        return choice | {"logprobs": self._log_probs(said) if row.log_probs else None}
 
     def begin(self, index: int) -> list[Choice]:
         """See `Shape`."""

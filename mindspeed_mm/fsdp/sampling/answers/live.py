@@ -38,8 +38,6 @@ class Answer:
     text: str
     finished: bool
     """False when `max_new_tokens` cut it off."""
-    log_probs: tuple[TokenLogProb, ...] = ()
-    """Of each token, where they were asked for."""
 
 
 @dataclass(eq=False)
@@ -152,7 +150,7 @@ class LiveAnswer:
         whole = decode(self.token_ids)
         whole = whole if self.keeps_blanks else whole.strip()
         text = self.text.close(self.token_ids, whole) if self.text is not None else whole
-        self.answer = Answer(tuple(self.token_ids), text, self.ending == "stop", tuple(self.log_probs))
+        self.answer = Answer(tuple(self.token_ids), text, finished=self.ending == "stop")
         return self.answer
 
 
