@@ -58,6 +58,14 @@ def limit_options(command: Callable[..., int]) -> Callable[..., int]:
     help="Host from which requests may fetch media; may be repeated.",
 )
 @click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Address of web pages that may use the server, besides its own page, such as https://models.example.org if a "
+    "proxy stands before it; may be repeated.",
+)
+@click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=32,
@@ -110,6 +118,7 @@ def command(
     key_file: Path | None,
     media_folder: Path | None,
     hosts: tuple[str, ...],
+    origins: tuple[str, ...],
     batch_size: int,
     lora: Path | None,
     config: Path | None,
@@ -141,6 +150,7 @@ def command(
         key,
         media_folder,
         remote_hosts,
+        frozenset(origin.lower().rstrip("/") for origin in origins),
         Limits(**limits),
         batch_size,
         lora,

@@ -47,7 +47,8 @@ class JointWorker(Generic[Job, Result]):
     job after a single job begins at once.
 
     Args:
-        work: Does a batch; the results in its order. Only this thread calls it.
+        work: Does a batch; the results in its order, an exception for a job that failed alone. Only this thread calls
+            it.
         fits: Whether a job may join those of a batch.
         most: Jobs of a batch.
         name: Of the thread.
@@ -55,7 +56,7 @@ class JointWorker(Generic[Job, Result]):
 
     def __init__(
         self,
-        work: Callable[[Sequence[Job]], Sequence[Result]],
+        work: Callable[[Sequence[Job]], Sequence[Result | Exception]],
         fits: Callable[[Sequence[Job], Job], bool],
         most: int,
         name: str = "work",
@@ -150,4 +151,7 @@ class JointWorker(Generic[Job, Result]):
                 self._answer([place])
             return
         for place, result in zip(batch, results, strict=True):
-            place.future.set_result(result)
+            if isinstance(result, Exception):
+                place.future.set_exception(result)
+            else:
+                place.future.set_result(result)

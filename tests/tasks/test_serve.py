@@ -261,7 +261,7 @@ def test_stop_ends_an_answer(client: OpenAI) -> None:
 
 def test_models_health_and_the_page(client: OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
-    assert client.models.retrieve(NAME).model_extra == {"routes": ["chat"]}  # it hears nothing
+    assert client.models.retrieve(NAME).model_extra == {"routes": ["chat", "completions"]}  # it hears nothing
     with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, only 'tiny'"):
         client.models.retrieve("other")
     page = subprocess.run(["curl", "-si", f"{address}/"], capture_output=True, text=True, check=True).stdout

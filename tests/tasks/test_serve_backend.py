@@ -159,7 +159,7 @@ def test_what_does_not(client: OpenAI, log: Path) -> None:
     ):
         with pytest.raises(openai.APIStatusError, match=said):
             client.chat.completions.create(**{"model": NAME, **fields})  # type: ignore[call-overload]
-    for path in ("update_weights", "tokenize", "invocations", "completions"):
+    for path in ("update_weights", "tokenize", "invocations"):
         with pytest.raises(openai.NotFoundError):
             client.post(path, cast_to=object, body={})
     assert len(noted(log)) == before

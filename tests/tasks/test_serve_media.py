@@ -108,7 +108,9 @@ def test_equal_requests_are_made_together(client: OpenAI, engine: DrawEngine, mo
         ({"size": "15x16"}, openai.BadRequestError, "multiple"),
         ({"size": "huge"}, openai.BadRequestError, "'size'"),
         ({"response_format": "url"}, openai.BadRequestError, "'response_format'"),
-        ({"quality": "hd"}, openai.BadRequestError, "'quality' is not a field"),
+        ({"quality": "hd"}, openai.BadRequestError, "'quality': 'hd' is not supported here"),
+        ({"extra_body": {"stile": "vivid"}}, openai.BadRequestError, "'stile' is not a field"),
+        ({"output_format": "mp4"}, openai.BadRequestError, "'output_format'"),
         ({"model": "other"}, openai.NotFoundError, "only 'tiny'"),
         ({"prompt": 7}, openai.BadRequestError, "'prompt'"),
     ],
@@ -117,6 +119,20 @@ def test_bad_requests(client: OpenAI, changes: dict[str, Any], error: type[Excep
     asked: dict[str, Any] = {"model": NAME, "prompt": "a cat", "size": SIZE, **changes}
     with pytest.raises(error, match=said):
         client.images.generate(**asked)
+
+
+@pytest.mark.edge("BR17")
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_pictures_come_in_the_format_that_is_asked_for(client: OpenAI, kind: Any) -> None:
+    made = client.images.generate(
+        model=NAME, prompt="a cat", size=SIZE, output_format=kind, extra_body={**SETTINGS, "seed": 7}
+    )
+    assert made.data and made.data[0].b64_json
+    picture = Image.open(io.BytesIO(base64.b64decode(made.data[0].b64_json)))
+    assert picture.format == kind.upper()
+    expected = io.BytesIO()
+    Image.fromarray(drawn(client, "a cat")[0]).save(expected, kind, quality=95)
+    np.testing.assert_array_equal(np.asarray(picture), np.asarray(Image.open(expected)))
 
 
 def test_a_generator_neither_talks_nor_films(client: OpenAI) -> None:

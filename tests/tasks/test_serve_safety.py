@@ -35,6 +35,7 @@ from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 WAIT_S = 30
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 TIGHT = Limits(
     max_body_mib=3, max_body_seconds=1, max_media=3, max_media_mib=1, max_pixels=10_000, max_media_seconds=2,
     max_characters=2000, max_prompt_tokens=400, max_new_tokens=64, max_seconds=60,
@@ -125,23 +126,29 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [0, -1, "7", 1.5, True],
     "max_completion_tokens": [0, -5, "many", []],
     "temperature": [1e-40, -1, "warm", [], 101, {}],
-    "top_p": [0, -0.1, 1.1, "x", []],
-    "top_k": [-1, 1.5, "x"],
+    "top_p": [-0.1, 1.1, "x", []],
+    "top_k": [-2, 1.5, "x"],
     "min_p": [-1, 2, "x"],
     "repetition_penalty": [0, -1, "x"],
-    "seed": [-1, 1.5, 2**63, "x"],
+    "seed": [-2, 1.5, 2**63, "x"],
     "stream": ["yes", 7, []],
-    "stream_options": [7, "x", []],
+    "stream_options": [7, "x", [], {"include": True}],
     "stop": [7, [7], [""], ["x" * 300], {}],
     "tools": [7, "x", [7], [{}], [{"type": "function"}], [{"type": "function", "function": {}}], [None]],
     "tool_choice": ["required", {"type": "function"}, 7],
-    "n": [0, 2, -1, "x"],
-    "logprobs": [True, 7, "x"],
-    "top_logprobs": [5, "x"],
-    "response_format": [{"type": "json_object"}, "json"],
-    "frequency_penalty": [1.0, "x"],
-    "presence_penalty": [0.5, "x"],
-    "logit_bias": [{"5": 3}, 7],
+    "parallel_tool_calls": [False, "no"],
+    "store": [True],
+    "service_tier": ["flex"],
+    "n": [0, -1, "x"],
+    "logprobs": [7, "x"],
+    "top_logprobs": [5, 21, "x"],
+    "response_format": [{"type": "json_schema"}, {"type": "xml"}, {"kind": "text"}, "json"],
+    "frequency_penalty": [2.1, "x"],
+    "presence_penalty": [-2.1, "x"],
+    "logit_bias": [{"5": 101}, {"a": 1}, {"-1": 1}, {"99999": 1}, 7],
+    "chat_template_kwargs": [7, {"messages": []}, {"no_such_variable": 1}],
+    "reasoning_effort": ["low", 7],
+    "ignore_eos": [7],
     "model": [7, [], {}],
 }  # fmt: skip
 """Field → values that are refused."""
@@ -331,11 +338,7 @@ def connected(address: str, body: bytes) -> socket.socket:
     """A connection that has asked and does not listen."""
     parts = urlsplit(address)
     connection = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S)
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        + f"Content-Length: {len(body)}\r\n\r\n".encode()
-        + body
-    )
+    connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
@@ -378,7 +381,7 @@ def test_what_takes_too_long_is_refused(generator: Generator) -> None:
 
 
 def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.tasks.serve.chat._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("mindspeed_mm.tasks.serve.turn._HEARTBEAT_S", 0.02)
     slow = Slow(generator)
     engine = AnswerEngine(slow)  # type: ignore[arg-type]
     asked = chat(stream=True, max_tokens=4000)
@@ -395,7 +398,7 @@ def test_a_stream_says_something_while_it_waits(generator: Generator, monkeypatc
 def test_a_request_that_does_not_arrive_is_refused(address: str) -> None:
     parts = urlsplit(address)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         answer = received(connection)
         assert b" 408 " in answer and b"--max-body-seconds" in answer
 
@@ -403,7 +406,7 @@ def test_a_request_that_does_not_arrive_is_refused(address: str) -> None:
 def test_a_body_without_a_length_is_counted(address: str) -> None:
     parts = urlsplit(address)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=WAIT_S) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         block = b"100000\r\n" + b" " * 2**20 + b"\r\n"
         for _ in range(5):
             connection.sendall(block)
@@ -480,11 +483,7 @@ def soak(address: str, requests: int, clients: int) -> list[int]:
             body = chat(
                 stream=number % 2 == 0, max_tokens=1 + number % 4, messages=[{"role": "user", "content": str(number)}]
             )
-            writer.write(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-                + f"Content-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+            writer.write(HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             if number % 5:
                 seen.append(int((await reader.read(-1)).split(b" ", 2)[1]))
             writer.close()

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import nn
 
 from mindspeed_mm.core.counts import by_count
-from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -33,6 +33,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.finite import FiniteSteps, NotFiniteError, not_finite
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -185,15 +186,23 @@ class DiffusionSampler:
 
         Raises:
             DataError: The picture cannot be read.
-            DivergedError: What came out are not numbers.
+            NotFiniteError: A prediction, the latents or what came out are not finite.
         """
         assert sampling.height and sampling.width and sampling.num_frames
         size = MediaSize(sampling.num_frames, sampling.height, sampling.width)
         arguments = self._arguments(batch, sampling, size)
         self.adapter.prepare_pipeline(self.pipeline, sampling)
-        with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
+        steps = FiniteSteps(len(batch), sampling.num_inference_steps)
+        with (
+            evaluating(self._transformer),
+            self._computing(),
+            quiet("diffusers", "transformers"),
+            steps.watching(self._transformer, self.pipeline.vae),
+        ):
             made = self.pipeline(**{**arguments, "output_type": "np", "return_dict": False})
-        frames = _as_frames(np.asarray(made[0]), batch)
+        if (bad := steps.first_bad()) is not None:
+            raise self._not_finite(bad[1], batch[bad[0]])
+        frames = self._frames(np.asarray(made[0]), batch)
         if self.adapter.sound is None:
             return list(map(MadeSample, frames))
         return [MadeSample(*each) for each in zip(frames, self._sounds(made[1], batch), strict=True)]
@@ -245,11 +254,30 @@ class DiffusionSampler:
         return found
 
     def _sounds(self, waves: torch.Tensor, batch: Sequence[SampleOrder]) -> list[SoundTrack]:
-        """Of each sample. Raises `DivergedError` when it is not made of finite numbers."""
+        """Of each sample. Raises `NotFiniteError`."""
         waves_BCN = waves.float().cpu().numpy()
-        _check_finite(waves_BCN, batch)
+        self._check_finite(waves_BCN, batch)
         rate = int(self.pipeline.vocoder.config.output_sampling_rate)
         return [SoundTrack(wave, rate) for wave in waves_BCN]
+
+    def _frames(self, media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:
+        """(B, H, W, 3) or (B, T, H, W, 3) in 0..1 → rounded bytes of each, with a time axis."""
+        self._check_finite(media, batch)
+        if media.ndim == 4:
+            media = media[:, None]
+        return list((media * 255).round().astype(np.uint8))
+
+    def _check_finite(self, media: np.ndarray, batch: Sequence[SampleOrder]) -> None:
+        finite = np.isfinite(media.reshape(len(media), -1)).all(axis=1)
+        if not finite.all():
+            raise self._not_finite("the decoded samples", batch[int(np.argmin(finite))])
+
+    def _not_finite(self, what: str, order: SampleOrder) -> NotFiniteError:
+        models = {"transformer.": self._transformer}
+        for name, part in self.pipeline.components.items():
+            if isinstance(part, nn.Module) and part is not self._transformer:
+                models[f"{name}."] = part
+        return not_finite(what, models, where=order.prompt.place)
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype)
@@ -495,22 +523,3 @@ def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> PipelineMedi
         pixels = media_pixels(*medium, is_whole=role.is_whole, repeats_still=role.repeats_still)
     pictures = as_pil(pixels.transpose(0, 1))
     return pictures if is_video_role else pictures[0]
-
-
-def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:
-    """(B, H, W, 3) or (B, T, H, W, 3) in 0..1 → rounded bytes of each, with a time axis."""
-    _check_finite(media, batch)
-    if media.ndim == 4:
-        media = media[:, None]
-    return list((media * 255).round().astype(np.uint8))
-
-
-def _check_finite(media: np.ndarray, batch: Sequence[SampleOrder]) -> None:
-    finite = np.isfinite(media.reshape(len(media), -1)).all(axis=1)
-    if not finite.all():
-        order = batch[int(np.argmin(finite))]
-        raise DivergedError(
-            "the sample is not made of finite numbers",
-            where=order.prompt.place,
-            way_out="The weights have diverged: take an earlier checkpoint.",
-        )

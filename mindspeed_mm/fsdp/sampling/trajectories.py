@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.loss.sde_steps import SdeSteps, log_prob
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
+from mindspeed_mm.fsdp.sampling.finite import not_finite
 
 
 def noise_grid(
@@ -136,6 +137,9 @@ def roll_out(
         noise: Of each sample.
         drawn: Steps that draw noise; the others are the ODE's.
         own: What a rank computes of a batch, on its device.
+
+    Raises:
+        NotFiniteError: A state is not finite.
     """
     shape = tuple(batch["latents"].shape[1:])
     x = torch.stack([each.start(shape) for each in noise]).to(denoise.exact_dtype)
@@ -147,6 +151,7 @@ def roll_out(
         v = denoise(model, state, time, there)
         if index not in drawn:
             x = steps.ode(state, v, index).cpu()
+            _check_finite(x, model, noise, f"the latents after step {index + 1} of {len(steps)}")
             continue
         density = steps.density(state, v, index)
         z = torch.stack([each.of_step(index, shape) for each in noise]).to(density.mean)
@@ -154,5 +159,14 @@ def roll_out(
         found.states[index], found.samples[index] = x, sample.cpu()
         found.log_probs[index], found.means[index] = log_prob(sample, density).cpu(), density.mean.cpu()
         x = found.samples[index]
+        _check_finite(x, model, noise, f"the latents after step {index + 1} of {len(steps)}")
     found.latents = x
     return found
+
+
+def _check_finite(x: torch.Tensor, model: nn.Module, noise: Sequence[SampleNoise], what: str) -> None:
+    """Raise `NotFiniteError` for latents (B, …) of the host."""
+    finite = x.isfinite().flatten(1).all(dim=1).tolist()
+    if not all(finite):
+        first = noise[finite.index(False)]
+        raise not_finite(what, {"": model}, where=f"sample {first.prompt}/{first.member} of the rollout")

@@ -85,11 +85,14 @@ def write_image(path: Path, array: np.ndarray) -> None:
     atomic_write_bytes(path, image_bytes(array))
 
 
-def image_bytes(array: np.ndarray) -> bytes:
-    """A PNG. Raises `ValueError` as `write_image`."""
+LOSSY_QUALITY = 95
+
+
+def image_bytes(array: np.ndarray, kind: str = "png") -> bytes:
+    """A picture: `png`, or with losses `jpeg` or `webp`. Raises `ValueError` as `write_image`."""
     _check(array, 3)
     data = io.BytesIO()
-    Image.fromarray(array).save(data, "png")
+    Image.fromarray(array).save(data, kind, **({} if kind == "png" else {"quality": LOSSY_QUALITY}))
     return data.getvalue()
 
 

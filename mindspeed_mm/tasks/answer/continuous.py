@@ -2,16 +2,22 @@
 and whoever is done makes room at once. For models of text alone: transformers' scheduler takes nothing but token ids.
 
 Tokens are chosen as `Generator` chooses them, each row by settings of its own, so that both ways give the same answers.
+
+Rows of a pass share one attention, in which NaN of one spreads to all. So rows whose scores are not finite are answered
+again, each alone, and only those fail that are no better alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import secrets
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_mm.core.joint_work import WorkCounts
@@ -31,8 +37,12 @@ class _AnswerInWork:
     """A row that is answered, and who waits for it."""
 
     row: LiveAnswer
+    chooser: Callable[[], Chooser | None]
+    """Makes what chooses its tokens, the same each time."""
     future: Future[Answer] = field(default_factory=Future)
     has_begun: bool = False
+    is_alone: bool = False
+    """Nothing else is answered meanwhile."""
 
 
 class ContinuousWorker:
@@ -54,8 +64,14 @@ class ContinuousWorker:
         longest = generator.longest or most_tokens
         # A row fills its last page only in part.
         self._pages = math.ceil(min(most_tokens, most_rows * longest) / _PAGE_TOKENS) + most_rows
-        self._chooser, self._counts, self._busy_since_s = RequestChoices(), WorkCounts(), 0.0
+        ends = generator.end_ids
+        self._chooser, self._counts, self._busy_since_s = RequestChoices(ends[0] if ends else None), WorkCounts(), 0.0
         self._places: dict[str, _AnswerInWork] = {}
+        """What transformers has, by the names of its requests."""
+        self._suspects: deque[_AnswerInWork] = deque()
+        """To be answered again, alone: their scores were not finite beside others."""
+        self._held: deque[_AnswerInWork] = deque()
+        """They have come meanwhile."""
         self._numbers = itertools.count()
         self._lock, self._ended, self._closed = threading.RLock(), threading.Event(), False
         try:
@@ -81,7 +97,7 @@ class ContinuousWorker:
     @property
     def waiting(self) -> int:
         """Rows without a token."""
-        return sum(not place.has_begun for place in list(self._places.values()))
+        return sum(not place.has_begun for place in (*self._places.values(), *self._held))
 
     def submit(self, row: LiveAnswer) -> Future[Answer]:
         """Have a question answered. Until its first token, cancelling the future gives its place up.
@@ -90,13 +106,21 @@ class ContinuousWorker:
             RuntimeError: The worker is closed, or a part of the answer has been told.
         """
         choice = TokenChoice.of(row.sampling, self._generator.model.generation_config)
-        is_plain = not choice.temperature and choice.repetition_penalty == 1
-        return self._added(row, None if is_plain else RowChoices([choice], [0], self._generator.model.device))
+        if choice.is_plain:
+            return self._added(row, lambda: None)
+        start = self._generator.start(row, len(row.question.input_ids))
+        if choice.seed is None:  # asked again, it draws the same
+            choice = replace(choice, seed=secrets.randbits(63))
+        device, grammars = self._generator.model.device, self._generator.grammars
+        return self._added(row, lambda: RowChoices([choice], [start], device, grammars))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Take nothing more, finish what is there, and end the threads; what is not done in time fails."""
         with self._lock:
             self._closed = True
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (self._held or self._suspects) and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
         if self._manager.is_running() and timeout_s != 0:
             self._manager.stop(timeout=timeout_s)
         if self._manager.is_running():
@@ -126,7 +150,7 @@ class ContinuousWorker:
         manager.start()
         return manager
 
-    def _added(self, row: LiveAnswer, choose: Chooser | None) -> Future[Answer]:
+    def _added(self, row: LiveAnswer, chooser: Callable[[], Chooser | None]) -> Future[Answer]:
         with self._lock:
             if self._closed:
                 raise RuntimeError("closed")
@@ -135,17 +159,39 @@ class ContinuousWorker:
                 self._manager.stop()
                 self._manager = self._started()
             self._generator.begin(row)
-            name, place = str(next(self._numbers)), _AnswerInWork(row)
-            if not self._places:
-                self._busy_since_s = time.monotonic()
-            self._places[name] = place
-            if choose is not None:
-                self._chooser.of[name] = choose
-            place.future.add_done_callback(lambda future: self._leave(name) if future.cancelled() else None)
-            self._manager.add_request(
-                row.question.input_ids.tolist(), name, row.most_tokens, True, eos_token_id=self._generator.end_ids or -1
-            )
+            place = _AnswerInWork(row, chooser)
+            place.future.add_done_callback(lambda future: self._give_up(place) if future.cancelled() else None)
+            self._held.append(place)
+            self._send()
         return place.future
+
+    def _send(self) -> None:
+        """Hand transformers what waits: suspects one by one, and only then the others."""
+        if any(place.is_alone for place in self._places.values()):
+            return
+        if self._suspects:
+            if not self._places:
+                place = self._suspects.popleft()
+                place.is_alone = True
+                self._ask(place)
+            return
+        while self._held:
+            self._ask(self._held.popleft())
+
+    def _ask(self, place: _AnswerInWork) -> None:
+        name, row, choose = str(next(self._numbers)), place.row, place.chooser()
+        if not self._places:
+            self._busy_since_s = time.monotonic()
+        self._places[name] = place
+        if choose is not None:
+            self._chooser.of[name] = choose
+        self._manager.add_request(
+            row.question.input_ids.tolist(),
+            name,
+            row.most_tokens,
+            True,
+            eos_token_id=row.ends(self._generator.end_ids) or -1,
+        )
 
     def _listen(self) -> None:
         """Hear every token of every request. Requests of which the manager says nothing before it ends have failed."""
@@ -178,24 +224,55 @@ class ContinuousWorker:
         try:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            ends = self._generator.end_ids
-            is_over = any(row.take(token, ends) for token in output.generated_tokens[len(row.token_ids) :])
-            answer = self._generator.end(row) if is_over else None
+            answer = self._taken(output.request_id, row, output.generated_tokens)
+            if row.ending == "failed" and place.is_alone:
+                raise self._generator.fail([row])
         except Exception as error:  # noqa: BLE001 - the border of the thread: whoever waits is told
             self._leave(output.request_id)
             future.set_exception(error)
+            self._send()
             return
-        if answer is not None:
+        if row.ending == "failed":
+            self._leave(output.request_id, is_done=output.is_finished())
+            row.ending = None
+            self._suspects.append(place)
+            self._send()
+        elif answer is not None:
             self._leave(output.request_id, is_done=output.is_finished())
             self._counts.jobs += 1
             future.set_result(answer)
+            self._send()
+
+    def _taken(self, name: str, row: LiveAnswer, tokens: list[int]) -> Answer | None:
+        """The answer, once its tokens end it; a token that was chosen by scores that are not finite fails the row."""
+        ends = row.ends(self._generator.end_ids)
+        for token in tokens[len(row.token_ids) :]:
+            if (token in ends or not ends) and not self._chooser.was_finite(name, len(row.token_ids)):
+                row.fail()
+                return None
+            if row.take(token, ends):
+                chooser = self._chooser.of.get(name)
+                if isinstance(chooser, RowChoices):
+                    row.log_probs = chooser.log_probs(0, len(row.token_ids))
+                return self._generator.end(row)
+        return None
+
+    def _give_up(self, place: _AnswerInWork) -> None:
+        """Free the place of somebody who waits no longer."""
+        with self._lock:
+            for waiting in (self._held, self._suspects):
+                if place in waiting:
+                    waiting.remove(place)
+            for name in [name for name, each in self._places.items() if each is place]:
+                self._leave(name)
+            self._send()
 
     def _leave(self, name: str, *, is_done: bool = False) -> None:
         """Free a place."""
         with self._lock:
             if self._places.pop(name, None) is None:
                 return
-            self._chooser.of.pop(name, None)
+            self._chooser.forget(name)
             if not self._places:
                 self._counts.busy_s += time.monotonic() - self._busy_since_s
         if not is_done:
@@ -204,7 +281,11 @@ class ContinuousWorker:
     def _fail_all(self) -> None:
         cause = self._manager.background_thread_status.fatal_error
         error = RuntimeError("the manager has ended") if cause is None else cause
-        for name, place in list(self._places.items()):
+        failed = [*self._places.values(), *self._suspects, *self._held]
+        self._suspects.clear()
+        self._held.clear()
+        for name in list(self._places):
             self._leave(name, is_done=True)
+        for place in failed:
             if place.has_begun or place.future.set_running_or_notify_cancel():
                 place.future.set_exception(error)

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.sampling.answers.choosing import Chooser, Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 
 _NEEDS_TRANSFORMERS = "5.23"
 """Earlier ones name its settings otherwise, and their paged attention refuses the plain pass of `try_out`."""
@@ -63,15 +64,16 @@ def why_not(generator: Generator) -> str | None:
     return None
 
 
-def try_out(generator: Generator, ask: Callable[[LiveAnswer, Chooser], Future[Answer]]) -> None:
+def try_out(generator: Generator, ask: Callable[[LiveAnswer, Callable[[], Chooser | None]], Future[Answer]]) -> None:
     """Have two questions answered at a time, and compare the scores with those of a plain pass: nothing else tells
     whether all layers of a model read the paged cache, the positions and the masks that they are handed.
 
     Args:
         generator: The model, which nobody else uses.
-        ask: Has a question answered by continuous batching.
+        ask: Has a question answered by continuous batching, its tokens chosen by what the second argument makes.
 
     Raises:
+        NotFiniteError: The model's scores are not finite.
         UsageError: The model fails, or its scores are others.
     """
     vocabulary = generator.model.get_input_embeddings().num_embeddings
@@ -79,9 +81,11 @@ def try_out(generator: Generator, ask: Callable[[LiveAnswer, Chooser], Future[An
     for length, first in _PROBES:
         ids, scores = (first + 7 * np.arange(length)) % vocabulary, _Scores()
         row = LiveAnswer(EncodedQuestion(ids, []), Sampling(3, temperature=0))
-        asked.append((ids.tolist(), scores, ask(row, scores)))
+        asked.append((ids.tolist(), scores, ask(row, scores.chooser)))
     try:
         said = [future.result().token_ids for _, _, future in asked]
+    except NotFiniteError:
+        raise
     except Exception as error:  # whatever a model raises that cannot be answered so
         raise unfit(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]) from error
     # Only now: for the length of a pass, transformers 5.23 writes whether it is causal into the model's configuration,
@@ -105,6 +109,10 @@ class _Scores:
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
+
+    def chooser(self) -> Chooser:
+        """This one, also for an answer that begins again."""
+        return self
 
     def __call__(self, _ids_1L: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
         self.seen.append(scores_1V.clone())

@@ -7,9 +7,9 @@ next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
@@ -18,6 +18,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.steering import Steering
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 
 
 class AnswerWorker(Protocol):
@@ -60,12 +62,12 @@ class AnswerEngine:
     ) -> None:
         self.generator = generator
         self._most_tokens = most_tokens
-        self._hears_one_sound = is_whisper(generator.encoder.processor)
-        beams = getattr(getattr(generator, "model", None), "generation_config", None)
-        self._ends_alike = self._hears_one_sound or (getattr(beams, "num_beams", None) or 1) > 1
-        self._worker: AnswerWorker = worker or JointWorker(
-            answer or generator.answer_live, self._fits, most_rows, "answers"
-        )
+        self.transcribes = is_whisper(generator.encoder.processor)
+        configured = getattr(getattr(generator, "model", None), "generation_config", None)
+        self._beams = getattr(configured, "num_beams", None) or 1
+        self._ends_alike = self.transcribes or self._beams > 1
+        self._answer = answer or generator.answer_live
+        self._worker: AnswerWorker = worker or JointWorker(self._answer_each, self._fits, most_rows, "answers")
         # Tokenizers are not made for several threads.
         self._encoder = ThreadPoolExecutor(1, "encoder")
 
@@ -79,9 +81,32 @@ class AnswerEngine:
         """Questions whose answers have not begun."""
         return self._worker.waiting
 
-    def encode(self, sample: Sample, media: MediaLoader) -> Future[EncodedQuestion]:
-        """A question as the model takes it, on a thread of its own. The future raises `DataError`."""
-        return self._encoder.submit(self.generator.encode, sample, media)
+    @property
+    def takes_the_likeliest_because(self) -> str | None:
+        """Why the tokens of answers are not chosen as a request says; None: they are."""
+        if self.transcribes:
+            return "writes the likeliest transcript (/v1/audio/transcriptions takes a temperature)"
+        return f"searches {self._beams} beams, as its generation configuration says" if self._beams > 1 else None
+
+    def encode(
+        self, sample: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+    ) -> Future[EncodedQuestion]:
+        """A question as the model takes it, on a thread of its own. The future raises `DataError`.
+
+        Args:
+            sample: The conversation.
+            media: Opens what it shows.
+            variables: Of the chat template, beside those of training.
+        """
+        return self._encoder.submit(self.generator.encode, sample, media, variables)
+
+    def encode_text(self, prompt: str | Sequence[int]) -> Future[EncodedQuestion]:
+        """A text, or its tokens, that the model goes on with. The future raises `DataError`."""
+        return self._encoder.submit(self.generator.encode_text, prompt)
+
+    def check(self, steering: Steering) -> Future[None]:
+        """Whether the model can be steered so. The future raises `UsageError`."""
+        return self._encoder.submit(self.generator.check_steering, steering)
 
     def submit(self, row: LiveAnswer) -> Future[Answer]:
         """Have a question answered. Cancelling the future takes it out of the queue; `give_up` of the row ends it."""
@@ -92,6 +117,13 @@ class AnswerEngine:
         self._encoder.shutdown()
         self._worker.close(timeout_s)
 
+    def _answer_each(self, rows: Sequence[LiveAnswer]) -> Sequence[Answer | Exception]:
+        """The answer of each row, or why it has none."""
+        try:
+            return self._answer(rows)
+        except NotFiniteError as error:
+            return [row.answer or row.failure or error for row in rows]
+
     def _fits(self, batch: Sequence[LiveAnswer], row: LiveAnswer) -> bool:
         rows = [*batch, row]
         lengths = [len(each.question.input_ids) for each in rows]
@@ -99,6 +131,6 @@ class AnswerEngine:
         return (
             len({each.adapter for each in rows}) == 1
             and len(rows) * (max(lengths) + max(new)) <= self._most_tokens
-            and (not self._hears_one_sound or len(set(lengths)) == 1)
+            and (not self.transcribes or len({(len(each.question.input_ids), each.speech) for each in rows}) == 1)
             and (not self._ends_alike or len(set(new)) == 1)
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes
@@ -23,6 +24,7 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator, in_dtype_of, move_to
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
+from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack, wave_bytes
 from mindspeed_mm.fsdp.utils.quiet import quiet
@@ -105,6 +107,7 @@ class Speaker:
             voice: One of `voices`.
 
         Raises:
+            NotFiniteError: The scores or the sound are not finite.
             MMError: A medium cannot be read, or the model takes none of its kind.
         """
         loader = self._encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
@@ -128,6 +131,8 @@ class Speaker:
                 thinker_prefix_allowed_tokens_fn=only_its_words,
             )
         samples = waves.reshape(1, -1).float().cpu().numpy()
+        if not np.isfinite(samples).all():
+            raise not_finite("the samples of the voice", {"": self.model})
         return answer, SoundTrack(samples, SAMPLES_PER_S)
 
 

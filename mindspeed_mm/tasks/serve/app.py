@@ -50,13 +50,15 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         access: Who may ask.
     """
     adapters = engine.generator.adapters if isinstance(engine, AnswerEngine) else ()
-    answered: tuple[str, ...] = ("chat", "transcriptions")
+    answered: tuple[str, ...] = ("chat", "completions", "transcriptions")
     if isinstance(engine, DrawEngine):
         answered = ("images", "videos")
     elif isinstance(engine, AnswerEngine) and not engine.generator.encoder.hears:
-        answered = ("chat",)
+        answered = ("chat", "completions")
+    elif isinstance(engine, AnswerEngine) and engine.transcribes:
+        answered = ("chat", "transcriptions")
     metrics, names = Metrics(), Names(name, adapters, answered)
-    routes = [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
+    routes = routes_of(engine, names, limits, access, metrics)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -66,7 +68,12 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
 
     handlers = {HTTPException: _no_route}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Guard(_without_error_pages(app), limits, access.key, access.hosts, metrics)
+    return Guard(_without_error_pages(app), limits, access, metrics)
+
+
+def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
+    """All that is answered."""
+    return [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 
 
 def _without_error_pages(app: Starlette) -> ASGIApp:
@@ -117,6 +124,7 @@ def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseR
         Route("/metrics", counts, name="metrics"),
         Route("/v1/models", models, name="models"),
         Route("/v1/models/{name:path}", model, name="models"),
+        *(Route(path, _unsupported, methods=["POST"], name="unsupported") for path in _UNSUPPORTED),
     ]
 
 
@@ -137,8 +145,26 @@ def _model_routes(engine: Engine, names: Names, limits: Limits, access: Access, 
         chat = ChatRoutes(engine, gate, limits, names, metrics)
     return [
         Route("/v1/chat/completions", chat.complete, methods=post, name="chat"),
+        Route("/v1/completions", chat.complete_text, methods=post, name="completions"),
         Route("/v1/audio/transcriptions", chat.transcribe, methods=post, name="transcriptions"),
     ]
+
+
+_UNSUPPORTED = {
+    "/v1/responses": "ask /v1/chat/completions",
+    "/v1/embeddings": "models that embed are served by vLLM or text-embeddings-inference",
+    "/v1/images/edits": "mm infer edits pictures",
+    "/v1/images/variations": "mm infer edits pictures",
+    "/v1/audio/speech": "mm infer --speak speaks answers",
+    "/v1/audio/translations": "ask /v1/audio/transcriptions, in the language of the sound",
+    "/v1/moderations": "no model is served for it",
+}
+"""Routes of OpenAI's interface that are not built, and what to do instead."""
+
+
+async def _unsupported(request: Request) -> Response:
+    path = request.url.path
+    raise RefusedError(400, f"'{path}' is not supported: {_UNSUPPORTED[path]}.", param=path, code="unsupported_route")
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

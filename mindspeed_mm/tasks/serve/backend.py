@@ -194,4 +194,4 @@ def end_process(process: subprocess.Popen[Any]) -> None:
 
 def as_fields(value: Any) -> dict[str, Any]:
     """The fields of a request that were given."""
-    return {name: part for name, part in value.model_dump().items() if part is not None}
+    return {name: part for name, part in value.model_dump(by_alias=True).items() if part is not None}

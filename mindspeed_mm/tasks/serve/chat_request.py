@@ -2,100 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from mindspeed_mm.core.errors import DataError, UsageError
-from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.core.whole_text import HALF_CHARACTER, has_lone_surrogate
+from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, RowLocation, Sample
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of
+from mindspeed_mm.fsdp.sampling.answers.steering import json_grammar
+from mindspeed_mm.tasks.serve.answer_fields import (
+    MOST_LOG_PROBS,
+    AnswerCall,
+    AnswerFields,
+    ResponseFormat,
+    count_of,
+    sampling_of,
+    steering_fields,
+    stops_of,
+)
+from mindspeed_mm.tasks.serve.fields import read_fields, refuse_unsupported
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 
-Request = TypeVar("Request", bound="RequestFields")
 _PLACE = RowLocation("request", 1)
-_MOST_STOPS = 4
-_LONGEST_STOP = 200
 
 
-class RequestFields(BaseModel):
-    """A request as JSON has it; a field that is not known is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    model: str = ""
-    user: Any = None
-    metadata: Any = None
-
-
-class StreamOptions(BaseModel):
-    """How an answer comes in pieces."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    include_usage: bool = False
-
-
-class ChatFields(RequestFields):
-    """OpenAI's request for a chat completion, with `top_k`, `min_p` and `repetition_penalty` beside."""
+class ChatFields(AnswerFields):
+    """OpenAI's request for a chat completion, with vLLM's fields beside."""
 
     messages: Annotated[list[Any], Field(min_length=1)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, strict=False)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | list[str] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    n: int | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: Any = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Any = None
-    store: Any = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    store: bool | None = None
     service_tier: Any = None
 
 
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tool_choice": (None, "auto", "none"),
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tool_choice": ((None, "auto", "none"), "Leave it out, and tell the model in a message to call the tool."),
+    "parallel_tool_calls": ((None, True), "Leave it out, and use the first call alone."),
+    "store": ((None, False), "Leave it out: nothing is stored here."),
+    "service_tier": ((None, "auto", "default"), "Leave it out."),
 }
-"""Fields that this server has nothing for, with the values that ask for nothing. Any other is refused: an answer that
-pays no regard to what was asked would look like one that does."""
+"""Fields that this server has nothing for, with the values that ask for nothing, and what to do instead. Any other is
+refused: an answer that pays no regard to what was asked would look like one that does."""
 
 
 @dataclass(frozen=True)
-class ChatCall:
+class ChatCall(AnswerCall):
     """What is asked."""
 
-    model: str
-    sample: Sample
+    sample: Sample = field(kw_only=True)
     """The conversation; its media are as the client named them."""
-    sampling: Sampling
-    stop: tuple[str, ...]
-    is_streamed: bool
-    tells_usage: bool
-    """Whether a stream ends with the counts of tokens."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
 
 def read_chat(body: bytes, limits: Limits) -> ChatCall:
@@ -105,48 +72,54 @@ def read_chat(body: bytes, limits: Limits) -> ChatCall:
         RefusedError: Naming the field.
     """
     fields = read_fields(body, ChatFields)
-    for name, harmless in _WITHOUT_EFFECT.items():
-        if getattr(fields, name) not in harmless:
-            message = f"'{name}': {getattr(fields, name)!r:.60} is not supported here; leave the field out."
-            raise RefusedError(400, message, param=name, code="unsupported_value")
+    refuse_unsupported(fields, _WITHOUT_EFFECT)
     characters = len_of_text([fields.messages, fields.tools])
     limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
-    asked = fields.max_completion_tokens or fields.max_tokens or limits.max_new_tokens
-    limits.check("max_new_tokens", asked, f"an answer of {asked:,} tokens is asked for")
-    try:
-        sampling = Sampling(
-            asked, fields.temperature, fields.top_p, fields.seed, fields.top_k, fields.min_p, fields.repetition_penalty
-        )
-    except UsageError as error:
-        raise RefusedError.of(error, param="temperature") from error
+    if fields.top_logprobs and not fields.logprobs:
+        message = "'top_logprobs' adds to 'logprobs': set that to true."
+        raise RefusedError(400, message, param="top_logprobs", code="invalid_value")
+    template = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        template["reasoning_effort"] = fields.reasoning_effort
     return ChatCall(
         model=fields.model,
         sample=_conversation(fields),
-        sampling=sampling,
-        stop=_stops(fields.stop),
+        sampling=sampling_of(
+            fields,
+            limits,
+            asked=fields.max_completion_tokens or fields.max_tokens,
+            log_probs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            grammar=_grammar(fields.response_format),
+        ),
+        stop=stops_of(fields),
         is_streamed=bool(fields.stream),
         tells_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        count=count_of(fields, limits),
+        template=template,
+        steered_by=steering_fields(fields),
     )
 
 
-def read_fields(body: bytes, kind: type[Request]) -> Request:
-    """The fields of a request.
+def _grammar(asked: ResponseFormat | None) -> str | None:
+    """What an answer follows.
 
     Raises:
-        RefusedError: It is not JSON, or a field is off.
+        RefusedError: It cannot.
     """
+    if asked is None or asked.type == "text":
+        return None
+    schema = None
+    if asked.type == "json_schema":
+        if asked.json_schema is None:
+            message = "'response_format.json_schema' is missing."
+            raise RefusedError(400, message, param="response_format", code="invalid_value")
+        schema = asked.json_schema.schema_
     try:
-        value = parse_json(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"the request is not JSON: {error}"[:200], code="invalid_json") from error
-    if has_lone_surrogate(value):
-        raise RefusedError(400, f"the request holds {HALF_CHARACTER}.", code="invalid_json")
-    if not isinstance(value, dict):
-        raise RefusedError(400, "the request is JSON, and no object.", code="invalid_json")
-    try:
-        return kind.model_validate(value)
-    except (ValidationError, RecursionError) as error:
-        raise _refused_field(error, kind) from error
+        return json_grammar(schema)
+    except MMError as error:
+        problem = error.problems[0]
+        message = f"'response_format': {problem.what.rstrip('.')}. {problem.way_out}"
+        raise RefusedError(400, message, param="response_format", code="unsupported_value") from error
 
 
 def len_of_text(value: Any) -> int:
@@ -162,25 +135,6 @@ def len_of_text(value: Any) -> int:
         elif isinstance(part, list):
             waiting += part
     return total
-
-
-def _refused_field(error: ValidationError | RecursionError, kind: type[BaseModel]) -> RefusedError:
-    if isinstance(error, RecursionError):
-        return RefusedError(400, "the request is nested too deeply.", code="invalid_json")
-    first = error.errors(include_url=False, include_input=False)[0]
-    name = ".".join(str(part) for part in first["loc"])[:100]
-    if first["type"] == "extra_forbidden":
-        message = f"'{name}' is not a field of this request. {did_you_mean(name, kind.model_fields)}"
-        return RefusedError(400, message, param=name, code="unknown_parameter")
-    return RefusedError(400, f"'{name}': {first['msg']}.", param=name, code="invalid_value")
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(texts) > _MOST_STOPS or any(not 0 < len(text) <= _LONGEST_STOP for text in texts):
-        message = f"'stop' takes up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters."
-        raise RefusedError(400, message, param="stop", code="invalid_value")
-    return texts
 
 
 def _conversation(fields: ChatFields) -> Sample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from anyio import to_thread
@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.sampling.sampler import MadeSample
 from mindspeed_mm.fsdp.utils.media_files import image_bytes, video_bytes
 from mindspeed_mm.tasks.draw.engine import DrawEngine, DrawJob
-from mindspeed_mm.tasks.serve.chat_request import RequestFields, read_fields
+from mindspeed_mm.tasks.serve.fields import RequestFields, read_fields, refuse_unsupported
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.metrics import Metrics
 from mindspeed_mm.tasks.serve.names import Names
@@ -31,16 +31,33 @@ class DrawFields(RequestFields):
     prompt: str
     n: Annotated[int, Field(ge=1)] | None = None
     size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] | None = None
-    response_format: Literal["b64_json"] | None = None
-    output_format: Literal["png", "mp4"] | None = None
+    response_format: str | None = None
+    output_format: Literal["png", "jpeg", "webp", "mp4"] | None = None
+    quality: str | None = None
+    style: str | None = None
+    background: str | None = None
+    moderation: str | None = None
+    output_compression: int | None = None
+    stream: bool | None = None
+    partial_images: int | None = None
     negative_prompt: str | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     num_inference_steps: Annotated[int, Field(ge=1)] | None = None
     guidance_scale: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
     fps: Annotated[float, Field(gt=0, le=240, strict=False)] | None = None
 
 
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": ((None, "b64_json"), "Leave it out: samples come as 'b64_json', as nothing is stored here."),
+    "quality": ((None, "auto"), "Leave it out, and set 'num_inference_steps' and 'size'."),
+    "style": ((None,), "Leave it out, and describe the style in the prompt."),
+    "background": ((None, "auto", "opaque"), "Leave it out: pictures are opaque."),
+    "moderation": ((None, "auto"), "Leave it out: nothing is moderated here."),
+    "output_compression": ((None,), "Leave it out, or choose another 'output_format'."),
+    "stream": ((None, False), "Leave it out: samples come whole."),
+    "partial_images": ((None, 0), "Leave it out: samples come whole."),
+}
 _SETTINGS = {"num_inference_steps", "guidance_scale", "num_frames", "fps"}
 """Fields that samplers call the same."""
 
@@ -65,6 +82,7 @@ class DrawRoutes:
     async def _draw(self, request: Request, *, is_clip: bool) -> Response:
         async with within_limit(self.limits):
             fields = read_fields(await request.body(), DrawFields)
+            refuse_unsupported(fields, _WITHOUT_EFFECT)
             self.names.check(fields.model)
             jobs = await to_thread.run_sync(self._jobs, fields, is_clip)
             try:
@@ -76,7 +94,7 @@ class DrawRoutes:
             finally:
                 for future in futures:
                     future.cancel()
-            data = await to_thread.run_sync(self._encoded, samples, jobs)
+            data = await to_thread.run_sync(self._encoded, samples, jobs, fields.output_format or "png")
         self.metrics.count("samples", "Pictures and clips made.", len(samples))
         return JSONResponse({"created": int(time.time()), "data": data})
 
@@ -86,7 +104,7 @@ class DrawRoutes:
         if fields.size not in (None, "auto"):
             asked["width"], asked["height"] = map(int, str(fields.size).split("x"))
         sampling = self.engine.defaults.model_copy(update={"num_samples": fields.n or 1, **asked})
-        seed = fields.seed if fields.seed is not None else int.from_bytes(np.random.bytes(7), "little")
+        seed = fields.seed if fields.seed not in (None, -1) else int.from_bytes(np.random.bytes(7), "little")
         prompt = Prompt(0, fields.prompt, "request", negative_prompt=fields.negative_prompt, seed=seed)
         try:
             jobs = self.engine.jobs(prompt, sampling)
@@ -100,6 +118,10 @@ class DrawRoutes:
         if (frames > 1) != is_clip:
             right = "videos" if frames > 1 else "images"
             raise RefusedError(404, f"this model answers /v1/{right}/generations.", code="wrong_route")
+        if fields.output_format is not None and (fields.output_format == "mp4") != is_clip:
+            right = "mp4" if is_clip else "png, jpeg or webp"
+            message = f"'output_format': '{fields.output_format}' does not fit: {right}."
+            raise RefusedError(400, message, param="output_format", code="invalid_value")
         return jobs
 
     def _check_amounts(self, fields: DrawFields) -> None:
@@ -109,11 +131,11 @@ class DrawRoutes:
         self.limits.check("max_steps", steps, f"{steps} denoising steps are asked for")
         self.limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
 
-    def _encoded(self, samples: list[MadeSample], jobs: list[DrawJob]) -> list[dict[str, str]]:
+    def _encoded(self, samples: list[MadeSample], jobs: list[DrawJob], kind: str) -> list[dict[str, str]]:
         found = []
         for each, job in zip(samples, jobs, strict=True):
             if len(each.frames) == 1:
-                file = image_bytes(each.frames[0])
+                file = image_bytes(each.frames[0], kind)
             else:
                 file = video_bytes(each.frames, job.sampling.fps, sound=each.sound)
             found.append({"b64_json": base64.b64encode(file).decode()})

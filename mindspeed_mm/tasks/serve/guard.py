@@ -1,22 +1,28 @@
-"""What every request passes before anything looks at it: host, key, number at a time, size and time of arrival."""
+"""What every request passes before anything looks at it: host, origin, key, content type, size and time of arrival,
+number at a time.
+
+Any web page may send requests to this machine. A browser names the page's origin in all that could make the server
+compute, and asks first before it sends JSON: a foreign origin is refused, and so is every other content type.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import sys
 import time
-import traceback
-from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mindspeed_mm.tasks.serve.failing import failure_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.metrics import Metrics
+from mindspeed_mm.tasks.serve.request import Access
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Anybody may ask these: they tell nothing about the model or its users."""
@@ -29,19 +35,17 @@ class Guard:
     Args:
         app: The other.
         limits: How many, how large and how slow.
-        key: Asked for as `Authorization: Bearer KEY`; None: nobody is asked.
-        hosts: Names that a request may call this server by, against pages whose own name leads here; None: any.
+        access: Who may ask. The key comes as `Authorization: Bearer KEY`. Host names are checked because a foreign page
+            may resolve its own name to this server.
         metrics: Where requests are counted.
     """
 
-    def __init__(
-        self, app: ASGIApp, limits: Limits, key: str | None, hosts: Collection[str] | None, metrics: Metrics
-    ) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
-        self._key = None if key is None else f"Bearer {key}".encode()
-        self._hosts = None if hosts is None else frozenset(hosts)
+    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics) -> None:
+        self._app, self._limits, self._metrics, self._access = app, limits, metrics, access
+        self._key = None if access.key is None else f"Bearer {access.key}".encode()
+        self._arriving = _Memory(int(limits.max_requests * limits.max_body_mib * _MIB))
         self.running = 0
-        """Requests at the moment."""
+        """Requests whose bodies have arrived and whose answers have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -50,7 +54,7 @@ class Guard:
                 await self._app(scope, receive, send)
             return
         begun_s, status = time.monotonic(), [0]
-        body = _Body(receive, self._limits)
+        body = _Body(receive, self._limits, self._arriving)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -65,9 +69,9 @@ class Guard:
         except ClientDisconnect:
             status[0] = status[0] or 499
         except Exception as error:  # noqa: BLE001 - the border of a request: the server goes on
-            traceback.print_exception(error, file=sys.stderr)
-            what = RefusedError(500, f"the server failed: {type(error).__name__}.", code="internal_error")
-            await _refuse(what, status[0], scope, receive, counted)
+            await _refuse(failure_of(error), status[0], scope, receive, counted)
+        finally:
+            body.free()
         route = getattr(scope.get("route"), "name", "none")
         self._metrics.count("requests", "Requests by route and answer.", route=route, code=str(status[0]))
         self._metrics.observe("request_seconds", "Time of whole requests.", time.monotonic() - begun_s, route=route)
@@ -75,16 +79,23 @@ class Guard:
     async def _answer(self, scope: Scope, body: _Body, send: Send) -> None:
         headers = {name: value for name, value in scope["headers"] if name in _READ}
         self._check_host(headers.get(b"host", b""))
+        self._check_origin(headers.get(b"origin"), headers.get(b"host", b""))
         if scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get(b"authorization", b""))
+        if asked := parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+            name = asked[0][0][:100]
+            message = f"'{name}' is not a field of this request: no route takes query parameters."
+            raise RefusedError(400, message, param=name, code="unknown_parameter")
         if scope["method"] != "POST":
             await self._app(scope, body.receive, send)
             return
+        _check_type(scope["path"], headers.get(b"content-type", b""))
+        whole = await body.whole()
         if self.running >= self._limits.max_requests:
             raise self._limits.reached("max_requests", f"{self.running} requests are under way", 429)
         self.running += 1
         try:
-            await self._app(scope, _replay(await body.whole(), body.receive), send)
+            await self._app(scope, _replay(whole, body.receive), send)
         finally:
             self.running -= 1
 
@@ -92,8 +103,18 @@ class Guard:
         name = host.decode("latin-1")
         if not name.endswith("]"):  # an IPv6 address without a port
             name = name.rsplit(":", 1)[0]
-        if self._hosts is not None and name.strip("[]").lower() not in self._hosts:
+        hosts = self._access.hosts
+        if hosts is not None and name.strip("[]").lower() not in hosts:
             raise RefusedError(403, "this server is not known by that name.", param="--host", code="unknown_host")
+
+    def _check_origin(self, origin: bytes | None, host: bytes) -> None:
+        if origin is None:  # no browser, or a page of this server that only reads
+            return
+        named = origin.decode("latin-1").lower()
+        if named in self._access.origins or named.partition("://")[2] == host.decode("latin-1").lower() != "":
+            return
+        message = f"pages of '{named[:100]}' may not use this server."
+        raise RefusedError(403, message, param="--allow-origin", code="foreign_origin")
 
     def _check_key(self, given: bytes) -> None:
         if self._key is not None and not hmac.compare_digest(given, self._key):
@@ -103,15 +124,15 @@ class Guard:
 class _Body:
     """A request's body as it arrives. Its size is counted, for a client may declare none, or another."""
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
-        self.receive, self._limits = receive, limits
-        self._size, self._has_ended = 0, False
+    def __init__(self, receive: Receive, limits: Limits, memory: _Memory) -> None:
+        self.receive, self._limits, self._memory = receive, limits, memory
+        self._size, self._has_ended, self._held = 0, False, 0
 
     async def whole(self) -> bytes:
         """All of it.
 
         Raises:
-            RefusedError: It is too large, or too slow.
+            RefusedError: It is too large or too slow, or there is no memory for it.
         """
         most, blocks = int(self._limits.max_body_mib * _MIB), []
         try:
@@ -120,6 +141,7 @@ class _Body:
                     blocks.append(await self._block())
                     if self._size > most:
                         raise self._limits.reached("max_body_mib", f"the request has over {most:,} bytes", 413)
+                    self._hold(max(0, self._size - _SMALL_BYTES))
         except TimeoutError:
             self._has_ended = True  # nothing more is waited for
             raise self._limits.reached("max_body_seconds", "the request did not arrive in time", 408) from None
@@ -133,6 +155,16 @@ class _Body:
                 while not self._has_ended and self._size < most:
                     await self._block()
 
+    def _hold(self, size: int) -> None:
+        self._memory.held += size - self._held
+        self._held = size
+        if size and self._memory.held > self._memory.most:
+            raise self._limits.reached("max_requests", "the bodies of other requests fill the memory for them", 429)
+
+    def free(self) -> None:
+        """The request is over."""
+        self._hold(0)
+
     async def _block(self) -> bytes:
         message = await self.receive()
         if message["type"] == "http.disconnect":
@@ -144,9 +176,31 @@ class _Body:
         return block
 
 
+@dataclass
+class _Memory:
+    """Of all bodies that are larger than `_SMALL_BYTES`, beyond these."""
+
+    most: int
+    held: int = 0
+
+
+_SMALL_BYTES = _MIB
+"""Bodies up to this find room whatever others send: there are no more of them than connections."""
 _MOST_THROWN = 8
 """Times the largest request: so much of a refused one is read on."""
-_READ = (b"host", b"authorization")
+_READ = (b"host", b"authorization", b"origin", b"content-type")
+_FORM, _JSON = "multipart/form-data", "application/json"
+_FORM_PATHS = frozenset({"/v1/audio/transcriptions"})
+
+
+def _check_type(path: str, given: bytes) -> None:
+    """Raise `RefusedError` for a body of another type than the route reads: a page may send others unasked."""
+    needed = _FORM if path in _FORM_PATHS else _JSON
+    found = given.decode("latin-1").partition(";")[0].strip().lower()
+    if found != needed:
+        what = f"'{found[:60]}'" if found else "nothing"
+        message = f"the request is not {needed}: its Content-Type is {what}."
+        raise RefusedError(415, message, param="Content-Type", code="invalid_content_type")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

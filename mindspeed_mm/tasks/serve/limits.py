@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's errors are."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -68,8 +68,12 @@ class Limits:
     max_seconds: float = _limit(
         300.0, "Maximum duration of a request in seconds, from its first byte to the last byte of the answer"
     )
+    max_connections_per_address: int = _limit(
+        128, "Maximum number of connections per client address. The one that has waited longest for a request is closed"
+    )
+    max_head_seconds: float = _limit(10.0, "Longest time in seconds that the headers of a request may take to arrive")
     max_body_mib: float = _limit(64.0, "Maximum size of a request in MiB")
-    max_body_seconds: float = _limit(30.0, "Longest time in seconds that a request may take to arrive")
+    max_body_seconds: float = _limit(30.0, "Longest time in seconds that the body of a request may take to arrive")
     max_media: int = _limit(16, "Maximum number of pictures, videos and audio files in a request")
     max_media_mib: float = _limit(32.0, "Maximum size of a media file in MiB")
     max_pixels: int = _limit(32_000_000, "Maximum height × width of a picture or of a video frame")
@@ -77,7 +81,7 @@ class Limits:
     max_characters: int = _limit(500_000, "Maximum number of characters of text in a request")
     max_prompt_tokens: int = _limit(32768, "Maximum number of tokens in a prompt, media included")
     max_new_tokens: int = _limit(4096, "Maximum number of tokens in an answer, also where a request does not say")
-    max_samples: int = _limit(4, "Maximum number of pictures or clips in one request")
+    max_samples: int = _limit(4, "Maximum number of answers, pictures or clips in one request")
     max_steps: int = _limit(100, "Maximum number of denoising steps of a picture or clip")
     max_frames: int = _limit(256, "Maximum number of frames of a clip")
 

@@ -18,11 +18,14 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.tasks.serve.backend import Backend, as_fields
-from mindspeed_mm.tasks.serve.chat_request import ChatFields, len_of_text, read_fields
+from mindspeed_mm.tasks.serve.chat_request import ChatFields, len_of_text
+from mindspeed_mm.tasks.serve.completion_request import CompletionFields, read_completion
+from mindspeed_mm.tasks.serve.fields import read_fields
 from mindspeed_mm.tasks.serve.form import read_form
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.names import Names
+from mindspeed_mm.tasks.serve.transcription_request import check_fields
 from mindspeed_mm.tasks.serve.waiting import within_limit
 
 _BLOCK_BYTES = 2**16
@@ -44,13 +47,20 @@ class PassingRoutes:
         fields = await to_thread.run_sync(self._checked, await request.body())
         return await self._passed("/v1/chat/completions", json.dumps(fields).encode(), "application/json")
 
+    async def complete_text(self, request: Request) -> Response:
+        """A completion of text."""
+        body = await request.body()
+        call, fields = read_completion(body, self.limits), read_fields(body, CompletionFields)
+        self.names.check(call.model)
+        known = {**as_fields(fields), "model": self.backend.model, "max_tokens": call.sampling.max_new_tokens}
+        return await self._passed("/v1/completions", json.dumps(known).encode(), "application/json")
+
     async def transcribe(self, request: Request) -> Response:
         """The text of a sound."""
         body, kind = await request.body(), request.headers.get("content-type", "")
         form, files = read_form(kind, body)
+        check_fields(form, files)
         self.names.check(form.get("model", ""))
-        if set(files) != {"file"}:
-            raise RefusedError(400, "there is no 'file', or another one.", param="file", code="invalid_value")
         await to_thread.run_sync(self.gate.admit, [MediaItem("audio", files["file"])])
         return await self._passed("/v1/audio/transcriptions", body, kind)
 

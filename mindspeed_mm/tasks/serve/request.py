@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class Access:
     """Asked of everybody; None: of nobody."""
     hosts: frozenset[str] | None = None
     """Names that the server answers to; None: any."""
+    origins: frozenset[str] = frozenset()
+    """Addresses of pages that may ask, beside this server's own: `https://models.example.org`."""
     media_folder: Path | None = None
     """Requests may name files below it."""
     remote_hosts: frozenset[str] = frozenset()
@@ -42,6 +44,8 @@ class ServeRequest:
     key: str | None = None
     media_folder: Path | None = None
     remote_hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    """As `Access` has them."""
     limits: Limits = field(default_factory=Limits)
     batch_size: int = 32
     """Questions, or samples of a generator, at a time."""
@@ -86,7 +90,17 @@ def check_request(request: ServeRequest) -> Access:
         )
     own_names = frozenset({"127.0.0.1", "localhost", "::1", request.host.lower()})
     hosts = own_names if is_loopback(request.host) else None
-    return Access(request.key, hosts, request.media_folder, request.remote_hosts)
+    _check_origins(request.origins)
+    return Access(request.key, hosts, request.origins, request.media_folder, request.remote_hosts)
+
+
+def _check_origins(origins: Collection[str]) -> None:
+    """Raise `UsageError` for what no browser names as an origin."""
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if scheme not in ("http", "https") or not separator or not host or set(host) & set("/?#@ "):
+            way_out = "Give scheme, host and port as a browser shows them: https://models.example.org"
+            raise UsageError(f"'{origin}' is not the address of pages", key="--allow-origin", way_out=way_out)
 
 
 def is_loopback(host: str) -> bool:

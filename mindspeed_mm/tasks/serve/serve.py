@@ -7,8 +7,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -31,6 +32,7 @@ from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
+from mindspeed_mm.tasks.serve.connections import BoundedProtocol, Connections
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.request import CONTINUOUS, OWN, Access, ServeRequest, check_request
@@ -41,8 +43,6 @@ _CACHED_TOKENS = 2**17
 _LONGEST_HEADERS_BYTES = 2**16
 _LOOK_S = 0.2
 """How often is looked whether a server of ranks is to end."""
-_SPARE_CONNECTIONS = 256
-"""Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
 
 
 def run(request: ServeRequest, say: Callable[[str], None]) -> None:
@@ -116,9 +116,8 @@ def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=_LONGEST_HEADERS_BYTES,
-        limit_concurrency=limits.max_requests + _SPARE_CONNECTIONS,
         timeout_graceful_shutdown=max(1, round(limits.max_seconds)),
-        http="h11",
+        http=cast(Any, partial(BoundedProtocol, connections=Connections(limits))),
         loop="asyncio",
         ws="none",
     )

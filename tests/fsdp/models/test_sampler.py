@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
 from mindspeed_mm.fsdp.sampling.sampler import (
     DiffusionSampler,
@@ -238,7 +239,7 @@ def test_samples_that_are_no_numbers_are_refused(samplers: Callable[[str], Diffu
         weight = sampler.pipeline.transformer.proj_out.weight
         kept = weight.clone()
         weight.fill_(float("nan"))
-        with pytest.raises(DivergedError, match=r"p:1.*finite"):
+        with pytest.raises(NotFiniteError, match=r"p:1.*finite"):
             samples(sampler, prompts("cat"), settings())
         weight.copy_(kept)
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, plan_batches
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import GeneratorFamily
@@ -169,7 +170,7 @@ def test_a_model_that_computes_in_bf16_is_sampled_alike_in_any_order(yaml: Path,
 def test_what_cannot_be_shown_does_not_end_the_training(
     yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faults = iter([DivergedError("the sample is not made of finite numbers"), OSError(28, "No space left on device")])
+    faults = iter([NotFiniteError("the sample is not made of finite numbers"), OSError(28, "No space left on device")])
 
     def fail(*_: Any) -> Any:
         raise next(faults, OSError(28, "No space left on device"))

@@ -6,7 +6,8 @@ Names stand for the format of a model family; `register_template` adds one from 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,8 @@ from mindspeed_mm.fsdp.utils.register import Registry
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 _BASIC = "data.dataset_param.basic_parameters"
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"})
+"""What a conversation is rendered from."""
 _THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 Tools = list[dict[str, Any]]
@@ -143,6 +146,23 @@ class ChatTemplate:
             elif self._ends_turns and self._finder.turn_end:
                 spans[k] = (start, end + len(self._finder.mark_at(text, end) or ""))  # the next turn may be a tool's
         return ended, spans
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same, with further variables, for prompts that are to be answered.
+
+        Raises:
+            DataError: The template does not read one of them.
+        """
+        for name in variables:
+            if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.source):
+                raise DataError(
+                    f"the model's chat template reads no '{name}'",
+                    key="reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}",
+                    way_out="Leave it out.",
+                )
+        found = copy(self)
+        found._variables = self._variables | dict(variables)
+        return found
 
     def _ended(self, messages: Sequence[Message], text: str) -> str:
         is_over = bool(messages) and messages[-1]["role"] == "assistant"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,17 @@ class QuestionEncoder:
         limits = MediaLimits.of(self._preprocess, self.processor, allow_remote=self._basic.allow_remote_media)
         return MediaLoader(folder, (*roots, *self._basic.media_roots), limits)
 
-    def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
-        """One question. Raises `DataError`, naming the row."""
+    def encode(
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+    ) -> EncodedQuestion:
+        """One question; `variables` go to the chat template beside those of training. Raises `DataError`, naming the
+        row, or a variable that the template does not read."""
         check_whole_characters([question.messages, question.tools], str(question.place))
         question = filled_boxes(question, self.processor, self._plugin, media)
         options = EncodeOptions(self._basic.cutoff_len)
         end = self.tokenizer.eos_token_id
-        encoder = SampleEncoder(self._tokens, end, self._template, self._plugin, media, options)
+        template = self._template.with_variables(variables) if variables else self._template
+        encoder = SampleEncoder(self._tokens, end, template, self._plugin, media, options)
         with told_as(as_asked):
             return encoder.encode_question(question)
 

@@ -8,13 +8,24 @@ alone after `torch.manual_seed` with that seed, on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.sampling.answers.steering import (
+    NOTHING_ASKED,
+    Biases,
+    GrammarFollower,
+    Grammars,
+    LogProbs,
+    Penalties,
+    Steering,
+    TokenLogProb,
+)
+from mindspeed_mm.fsdp.sampling.finite import rows_are_finite
 
 LEAST_TEMPERATURE = 0.001
 """Of sampling. Far below it, logits that are divided by it overflow, and another token than the likeliest is taken."""
@@ -39,6 +50,8 @@ class Sampling:
     repetition_penalty: float | None = None
     beams: int | None = None
     """More than 1: beam search, which neither samples nor tells an answer while it is made."""
+    steering: Steering = field(default=NOTHING_ASKED, repr=False)
+    """Of requests alone; files of answers are told apart by the repr of the rest."""
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for a temperature that logits cannot be divided by, and for more beams than fit."""
@@ -65,6 +78,12 @@ class TokenChoice:
     min_p: float
     repetition_penalty: float
     seed: int | None
+    steering: Steering = NOTHING_ASKED
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is taken by the scores as they are."""
+        return not self.temperature and self.repetition_penalty == 1 and not self.steering.changes_scores
 
     @classmethod
     def of(cls, sampling: Sampling, configured: Any) -> TokenChoice:
@@ -94,7 +113,20 @@ class TokenChoice:
             min_p=said("min_p", 0.0),
             repetition_penalty=said("repetition_penalty", 1.0),
             seed=sampling.seed,
+            steering=sampling.steering,
         )
+
+
+@dataclass(frozen=True)
+class RowStart:
+    """Where the answer of a row begins."""
+
+    padding: int
+    """Tokens of padding that the row begins with."""
+    asked: int
+    """Tokens of its question."""
+    thinks: bool = False
+    """Whether the question ends within a thought."""
 
 
 class RowChoices:
@@ -102,23 +134,45 @@ class RowChoices:
 
     Args:
         choices: Of each row.
-        padding: How many tokens of padding each row begins with.
+        starts: Of each row.
         device: Of the scores.
+        grammars: Over the tokens of the model; needed where a row has one.
     """
 
-    def __init__(self, choices: Sequence[TokenChoice], padding: Sequence[int], device: torch.device) -> None:
-        self._choices, self._padding = choices, padding
-        self._filters = [_filters(choice) for choice in choices]
+    def __init__(
+        self,
+        choices: Sequence[TokenChoice],
+        starts: Sequence[RowStart],
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._choices, self._starts = choices, starts
+        self._filters: list[list[Any]] = []
+        self._log_probs: list[LogProbs | None] = []
+        for choice, start in zip(choices, starts, strict=True):
+            self._filters.append(_filters(choice, start, _follower(choice, start, grammars)))
+            noted = choice.steering.log_probs
+            self._log_probs.append(None if noted is None else LogProbs(noted))
         self._generators = [_generator(choice, device) for choice in choices]
+
+    def log_probs(self, row: int, count: int) -> list[TokenLogProb]:
+        """Of the first tokens of a row; none where they were not asked for. Waits for the device."""
+        noted = self._log_probs[row]
+        return [] if noted is None else noted.read(count)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores (B, V) → the same, those of rows that sample replaced by what their largest is drawn by."""
         for row, choice in enumerate(self._choices):
-            if self._filters[row] or choice.temperature:
-                ids_1L, scores_1V = input_ids[row : row + 1, self._padding[row] :], scores[row : row + 1]
-                for change in self._filters[row]:
-                    scores_1V = change(ids_1L, scores_1V)
-                scores[row : row + 1] = self._drawn(row, scores_1V) if choice.temperature else scores_1V
+            noted = self._log_probs[row]
+            if not (self._filters[row] or choice.temperature or noted):
+                continue
+            ids_1L, scores_1V = input_ids[row : row + 1, self._starts[row].padding :], scores[row : row + 1]
+            raw_1V = scores_1V.clone() if noted else scores_1V
+            for change in self._filters[row]:
+                scores_1V = change(ids_1L, scores_1V)
+            scores[row : row + 1] = self._drawn(row, scores_1V) if choice.temperature else scores_1V
+            if noted:
+                noted.note(raw_1V, scores[row : row + 1].argmax(dim=-1))
         return scores
 
     def _drawn(self, row: int, scores_1V: torch.Tensor) -> torch.Tensor:
@@ -129,15 +183,31 @@ class RowChoices:
 
 class RequestChoices:
     """Stands for the logits processors of transformers' continuous batching, which share one setting or are dropped:
-    here each request has its own."""
+    here each request has its own.
+
+    Args:
+        end: A token that ends every request. A request whose scores are not finite takes it, so that it ends at once
+            without a read by the host; `was_finite` tells it from others that end. None: there is none.
+    """
 
     tensors_required, do_processing = 0, True
 
-    def __init__(self) -> None:
+    def __init__(self, end: int | None = None) -> None:
         self.of: dict[str, Chooser] = {}
         """By the name of a request; a request without takes the likeliest token."""
         self.passes = 0
+        self._end = end
         self._states: list[Any] = []
+        self._finite: dict[str, list[torch.Tensor]] = {}
+
+    def was_finite(self, name: str, token: int) -> bool:
+        """Whether a token of a request, counted from 0, was chosen by finite scores. Waits for the device."""
+        return bool(self._finite[name][token])
+
+    def forget(self, name: str) -> None:
+        """Keep nothing of a request that is over."""
+        self.of.pop(name, None)
+        self._finite.pop(name, None)
 
     def fill_defaults(self, _storage: torch.Tensor) -> None:
         """There are none."""
@@ -153,21 +223,41 @@ class RequestChoices:
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor, _arguments: torch.Tensor) -> torch.Tensor:
         """Scores (rows, V) → the same, the largest of each row being its next token."""
+        good = rows_are_finite(scores)
         for row, state in enumerate(self._states):
+            self._finite.setdefault(state.request_id, []).append(good[row])
             choose = self.of.get(state.request_id)
             if choose is not None:
                 ids_1L = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
                 scores[row : row + 1] = choose(ids_1L, scores[row : row + 1])
+        if self._end is not None:
+            bad = ~good[: len(self._states)]
+            scores[: len(bad)].masked_fill_(bad[:, None], -torch.inf)
+            scores[: len(bad), self._end].masked_fill_(bad, 0)
         return scores
 
 
-def _filters(choice: TokenChoice) -> list[Any]:
-    """transformers' own processors, in the order in which `generate` applies them."""
+def _follower(choice: TokenChoice, start: RowStart, grammars: Grammars | None) -> GrammarFollower | None:
+    grammar = choice.steering.grammar
+    if grammar is None or grammars is None:
+        return None
+    return grammars.follower(grammar, start.asked, thinks=start.thinks)
+
+
+def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | None) -> list[Any]:
+    """transformers' own processors, in the order in which `generate` applies them; those that requests may add stand
+    where vLLM has them."""
     from transformers import generation as made  # seconds
 
     filters: list[Any] = []
+    if choice.steering.logit_bias:
+        filters.append(Biases(choice.steering.logit_bias))
     if choice.repetition_penalty != 1:
         filters.append(made.RepetitionPenaltyLogitsProcessor(choice.repetition_penalty))
+    if choice.steering.frequency_penalty or choice.steering.presence_penalty:
+        filters.append(Penalties(choice.steering, start.asked))
+    if follower is not None:
+        filters.append(follower)
     if not choice.temperature:
         return filters
     if choice.temperature != 1:

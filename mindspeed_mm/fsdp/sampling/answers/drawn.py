@@ -7,6 +7,7 @@ matter. `generate` of transformers is used as it is: a logits processor makes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.sampling.finite import not_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +151,9 @@ def draw_answers(
         rule: How tokens are drawn.
         end_ids: Tokens that end an answer.
         pad_id: Of the tokenizer.
+
+    Raises:
+        NotFiniteError: The scores for a row are not finite.
     """
     draws = InverseDraws(rule, keys)
     with torch.no_grad():
@@ -166,4 +171,10 @@ def draw_answers(
             max_new_tokens=rule.max_new_tokens,
             logits_processor=[draws],
         )
-    return draws.answers(end_ids)
+    found = draws.answers(end_ids)
+    for key, answer in zip(keys, found, strict=True):
+        # Scores that are not finite leave no log-probability that is.
+        for number, log_prob in enumerate(answer.log_probs, start=1):
+            if not math.isfinite(log_prob):
+                raise not_finite(f"the scores of token {number}", {"": model}, where=f"answer {key} of the rollout")
+    return found

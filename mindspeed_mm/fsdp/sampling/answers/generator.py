@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,11 +22,13 @@ from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.structure.positions import longest_of, rope_border
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
-from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, Sampling, TokenChoice
-from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, RowStart, Sampling, TokenChoice
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer, Speech
 from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.fsdp.sampling.answers.spoken import BEGIN_THOUGHT, take_apart
-from mindspeed_mm.fsdp.sampling.answers.transcription import transcripts
+from mindspeed_mm.fsdp.sampling.answers.steering import Grammars, Steering
+from mindspeed_mm.fsdp.sampling.answers.transcription import check_speech, transcripts
+from mindspeed_mm.fsdp.sampling.finite import FiniteScores, NotFiniteError, not_finite, placed
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 if TYPE_CHECKING:
@@ -75,27 +78,78 @@ class Generator:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self.end_ids = _end_ids(model, encoder)
         """The tokens that end an answer."""
+        self.grammars = Grammars(self.tokenizer, self.end_ids)
+        """That answers may be told to follow."""
         self.longest = longest_of(model.config)
         """Tokens that the model takes, question and answer together; None: it does not say."""
         self.longest_alike = rope_border(model.config)
         """Tokens of a row up to which its neighbours leave its rotary frequencies alone; None: they always do."""
 
-    def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
+    def encode(
+        self, question: Sample, media: MediaLoader, variables: Mapping[str, Any] | None = None
+    ) -> EncodedQuestion:
         """A question as the model takes it.
 
+        Args:
+            question: The conversation.
+            media: Opens what it shows.
+            variables: Of the chat template, beside those of training.
+
         Raises:
-            DataError: A medium cannot be read, or the model takes none of its kind.
+            DataError: A medium cannot be read, the model takes none of its kind, or the template has no such variable.
             QuestionTooLongError: The model has no position left for an answer.
         """
-        encoded = self.encoder.encode(question, media)
+        encoded = self.encoder.encode(question, media, variables)
+        self._check_length(encoded, str(question.place))
+        return encoded
+
+    def encode_text(self, prompt: str | Sequence[int]) -> EncodedQuestion:
+        """A text that the model goes on with, with the tokens that its tokenizer begins texts with; or tokens as they
+        are.
+
+        Raises:
+            DataError: It is empty, or has tokens that the model does not have.
+            QuestionTooLongError: The model has no position left for an answer.
+        """
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise DataError("the prompt is empty", key="prompt", way_out="Give text.")
+        if max(ids) >= self.vocabulary:
+            what = f"the prompt has token {max(ids)}, and the model has {self.vocabulary:,}"
+            raise DataError(what, key="prompt", way_out="Give text.")
+        encoded = EncodedQuestion(np.array(ids, dtype=np.int64), [])
+        self._check_length(encoded, "prompt")
+        return encoded
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def check_steering(self, steering: Steering) -> None:
+        """Raise `UsageError` where answers cannot be steered so."""
+        largest = max((token for token, _ in steering.logit_bias), default=0)
+        if largest >= self.vocabulary:
+            raise UsageError(f"there is no token {largest}: the model has {self.vocabulary:,}", key="logit_bias")
+        if steering.grammar is not None:
+            self.grammars.check(steering.grammar)
+
+    def check_speech(self, speech: Speech) -> None:
+        """Raise `UsageError` where a sound cannot be heard so."""
+        check_speech(self.model, self.encoder.processor, speech)
+
+    def text_of(self, token: int) -> str:
+        """The text of one token."""
+        return str(self.tokenizer.decode([token]))
+
+    def _check_length(self, encoded: EncodedQuestion, where: str) -> None:
         tokens = len(encoded.input_ids)
         if self.longest is not None and tokens >= self.longest:
             raise QuestionTooLongError(
                 f"the question has {tokens:,} tokens, and the model takes {self.longest:,} with the answer",
-                where=str(question.place),
+                where=where,
                 way_out="Ask something shorter, or show smaller pictures.",
             )
-        return encoded
 
     def answer(
         self,
@@ -117,18 +171,31 @@ class Generator:
 
         Raises:
             DataError: A medium cannot be read, or the model takes none of its kind.
+            NotFiniteError: The scores for a question are not finite. The other answers of its batch come first.
         """
         for encoded in self._encoded_ahead(questions, media, batch_size * SORTED_BATCHES):
             for batch in _batches(encoded, batch_size):
                 rows = []
                 for question, each in batch:
                     rows.append(LiveAnswer(each, sampling.of_row(question.row), adapter=question.adapter))
-                answered = []
-                for (question, each), answer in zip(batch, self.answer_live(rows), strict=True):
+                failure: NotFiniteError | None = None
+                try:
+                    answers: Sequence[Answer | None] = self.answer_live(rows)
+                except NotFiniteError as error:
+                    failure, answers = error, [row.answer for row in rows]
+                answered, failed = [], []
+                for (question, each), answer in zip(batch, answers, strict=True):
+                    if answer is None:
+                        failed.append(str(question.sample.place))
+                        continue
                     if hides_thoughts:
                         answer = self.without_thoughts(each, answer)
                     answered.append((question, answer))
-                yield answered
+                if answered:
+                    yield answered
+                if failure is not None:
+                    with placed(failed[0]):
+                        raise failure
 
     def _encoded_ahead(self, questions: Sequence[Question], media: MediaLoader, window: int) -> Iterator[list[Asked]]:
         """Questions as the model takes them, window by window; a thread prepares the next one meanwhile. One thread:
@@ -154,10 +221,27 @@ class Generator:
 
         Transcripts are greedy, told when they are whole, and all of one longest length. Rows of one call choose the
         same adapters: those of a vision tower could not tell rows apart.
+
+        Raises:
+            NotFiniteError: The scores for some rows are not finite. These rows have a `failure`; the others are
+                finished and have their `answer`.
         """
         (adapter,) = {row.adapter for row in rows}
         with self._using(adapter):
-            return self._answer_alike(rows)
+            answers = self._answer_alike(rows)
+            if len(answers) < len(rows):
+                raise self.fail([row for row in rows if row.ending == "failed"])
+        return answers
+
+    def fail(self, rows: Sequence[LiveAnswer]) -> NotFiniteError:
+        """Give rows whose scores are not finite their `failure`; that of the first one."""
+        found: dict[int, NotFiniteError] = {}
+        for row in rows:
+            token = len(row.token_ids) + 1
+            if token not in found:
+                found[token] = not_finite(f"the scores of token {token} of the answer", {"": self.model})
+            row.failure = found[token]
+        return found[len(rows[0].token_ids) + 1]
 
     def _using(self, adapter: str | None) -> AbstractContextManager[object]:
         """The model with these adapters alone."""
@@ -189,7 +273,7 @@ class Generator:
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
-        return [self.end(row) for row in rows]
+        return [self.end(row) for row in rows if row.ending != "failed"]
 
     def begin(self, row: LiveAnswer) -> None:
         """Forget what is there of an answer; `RuntimeError` where somebody has read a part of it."""
@@ -217,9 +301,10 @@ class Generator:
 
     def _transcribe(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         (most,) = {row.sampling.max_new_tokens for row in rows}
-        found = transcripts(self.model, inputs, max_new_tokens=most)
-        for row, (token_ids, finished) in zip(rows, found, strict=True):
-            row.token_ids, row.ending = list(token_ids), "stop" if finished else "length"
+        (speech,) = {row.speech for row in rows}
+        found = transcripts(self.model, inputs, self.encoder.processor, speech, max_new_tokens=most)
+        for row, transcript in zip(rows, found, strict=True):
+            row.token_ids, row.ending = list(transcript.token_ids), transcript.ending
 
     def _search(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer], beams: int) -> None:
         if self.is_spread:  # without its own way to towers, transformers takes pictures of other rows to beams
@@ -227,38 +312,58 @@ class Generator:
             raise UsageError(what, key="--beams", way_out="Add --beams 1.")
         (most,) = {row.most_tokens for row in rows}
         ends = {"eos_token_id": self.end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+        finite = FiniteScores(len(rows))
         with self._without_gradients():
-            found_BL = self.model.generate(**inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most)
-        for row, tokens in zip(rows, found_BL[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            for token in tokens:
+            found_BL = self.model.generate(
+                **inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most, logits_processor=[finite]
+            )
+        answers_BL = found_BL[:, inputs["input_ids"].shape[1] :]
+        for row, (*tokens, good) in zip(rows, finite.beside(answers_BL).tolist(), strict=True):
+            for token in tokens[:good]:
                 if row.take(token, self.end_ids):
                     break
+            if good < len(finite.seen):  # some beam at least: which one wins is chance
+                row.ending = "failed"
 
     def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
         device, config = self.model.device, self.model.generation_config
-        choices, padding = [], []
+        choices, longest = [], inputs["input_ids"].shape[1]
         for row in rows:
             choices.append(TokenChoice.of(row.sampling, config))
-            padding.append(inputs["input_ids"].shape[1] - len(row.question.input_ids))
-        processors: list[RowChoices | FirstRankDecides] = [RowChoices(choices, padding, device)]
+        starts = [self.start(row, longest) for row in rows]
+        finite, chooser = FiniteScores(len(rows)), RowChoices(choices, starts, device, self.grammars)
+        processors: list[FiniteScores | RowChoices | FirstRankDecides] = [finite, chooser]
         if self._group is not None:
             processors.append(FirstRankDecides(self._group))
 
         def is_over(input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-            tokens = input_ids[:, -1].tolist()
-            over = [row.take(token, self.end_ids) for row, token in zip(rows, tokens, strict=True)]
+            good = self._as_first_rank(finite.seen[-1].to(torch.uint8))
+            tokens = torch.stack((input_ids[:, -1], good), dim=1).tolist()
+            over = []
+            for row, (token, is_finite) in zip(rows, tokens, strict=True):
+                over.append(row.take(token, self.end_ids) if is_finite else row.fail())
             return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
 
+        # Where the ends do not end all rows, `generate` hears of none: each row is asked anyway.
+        ends = [-1] if any(row.sampling.steering.ignores_end for row in rows) else self.end_ids
         with self._without_gradients():
             self.model.generate(
                 **inputs,
                 **ONE_BY_ONE,
-                eos_token_id=self.end_ids or None,
+                eos_token_id=ends or None,
                 pad_token_id=self.tokenizer.pad_token_id,
                 max_new_tokens=max(row.most_tokens for row in rows),
                 logits_processor=processors,
                 stopping_criteria=[is_over],
             )
+        for number, row in enumerate(rows):
+            row.log_probs = chooser.log_probs(number, len(row.token_ids))
+
+    def start(self, row: LiveAnswer, longest: int) -> RowStart:
+        """Where the answer of a row begins, in a batch whose longest question has so many tokens."""
+        asked = len(row.question.input_ids)
+        thinks = row.sampling.steering.grammar is not None and self.thinks(row.question)
+        return RowStart(longest - asked, asked, thinks)
 
     def _as_first_rank(self, numbers: torch.Tensor) -> torch.Tensor:
         """Those of the first of the ranks that answer together: it alone knows what clients want."""

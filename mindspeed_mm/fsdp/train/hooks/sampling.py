@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.artifacts import SAMPLES_MANIFEST, RunFolder, atomic_write_text
-from mindspeed_mm.core.errors import ConfigError, DivergedError
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of
 from mindspeed_mm.fsdp.sampling.sampler import (
     DiffusionSampler,
@@ -139,7 +140,7 @@ class SampleHook(Hook):
             for order, sample in zip(batch, made, strict=True):
                 path = write_media(folder / order.file_stem(), sample.frames, sampling.fps, sample.sound)
                 share.entries.append({**order.describe(sampling), "file": path.name, "step": step})
-        except (DivergedError, OSError) as error:
+        except (NotFiniteError, OSError) as error:
             if share is not None:
                 share.problems.append(str(error))
 
