@@ -1,4 +1,4 @@
-"""Pairs of samples of a subject and of its prior: as many of both in every micro-batch, each side through its own epochs."""
+"""Pairs of samples of a subject and of its prior: as many of both in a micro-batch, each side in its own epochs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pairs_have_one_size() -> None:
     is_prior = [False, False, *[True] * 8]
     for batch in micro_batches(order(sizes, is_prior), 12):
         assert len({sizes[pick.row] for pick in batch.picks}) == 1
-    with pytest.raises(ConfigError, match="32×32 for the subject and none for the prior"):
+    with pytest.raises(ConfigError, match="32×32 has samples of the subject and none of the prior"):
         order(sizes[:7], is_prior[:7])
 
 
