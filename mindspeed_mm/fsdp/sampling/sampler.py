@@ -54,10 +54,11 @@ class SampleOrder:
     """Number of the sample among those of its prompt, from 0."""
 
     def noise_seed(self, seed: int) -> int:
-        """Seed of the starting noise, under the settings' seed."""
+        """Seed of the starting noise, under the settings' seed. A row's own seed is that of the settings for the first
+        prompt, so that one number is one picture in a row, on the command line and in a request to the server."""
         own = self.prompt.seed
         if own is not None:
-            return derive_seed(own, self.number) % 2**63
+            return derive_seed(own, 0, self.number) % 2**63
         return derive_seed(seed, self.prompt.number, self.number) % 2**63
 
     def file_stem(self, digits: int = 3) -> str:
