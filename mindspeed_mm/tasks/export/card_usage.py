@@ -10,6 +10,7 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX, kind_of_folder
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.tasks.export.contents import ContentKind
 
@@ -89,6 +90,9 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         return Usage("diffusers", tag, ("# ComfyUI loads this file; diffusers does not read its names.",))
     if kind == "adapters":
         loads = [f'pipeline.load_lora_weights("{_HERE}")']
+        if not hasattr(diffusers_class(name), "load_lora_weights"):
+            given = f'"{_HERE}", weight_name="{DIFFUSERS_WEIGHTS}", prefix="transformer"'
+            loads = [f"pipeline.transformer.load_lora_adapter({given})"]
         if len(parts) > 1:
             loads = [
                 f'pipeline.load_lora_weights("{_HERE}/transformer")',
