@@ -9,6 +9,7 @@ from typing import Literal
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.healing import heal_missing
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.core.suggest import where_else
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
@@ -55,7 +56,7 @@ def recognise(path: Path) -> FolderKind:
         return "run"
     if is_model:
         return "hf"
-    if any((path / name).exists() for name in _ADAPTERS):
+    if any((path / part / name).exists() for part in ("", *EXPERT_PARTS) for name in _ADAPTERS):
         return "adapters"
     raise _unknown(path)
 

@@ -142,21 +142,30 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--speak", type=PATH, help="Qwen3-Omni: also speak the answer to --prompt, into this WAV file.")
 @click.option("--speaker", help="Qwen3-Omni: whose voice --speak uses; default: Ethan's.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: file with one prompt per line, or JSON lines.")
-@click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: number of denoising steps.")
+@click.option(
+    "--steps",
+    "num_inference_steps",
+    type=POSITIVE,
+    help="Generators: number of denoising steps. Default: the run's; otherwise what the model was released with "
+    "(FLUX.1 schnell: 4); otherwise the default of its diffusers pipeline.",
+)
 @click.option(
     "--guidance-scale",
     type=click.FloatRange(min=0),
     callback=finite,
-    help="Generators: guidance scale; 1 switches it off.",
+    help="Generators: guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps.",
 )
 @click.option("--negative-prompt", help="Generators: prompt that guidance steers away from.")
-@click.option("--size", help="Generators: height and width in pixels, such as 480x832.")
-@click.option("--frames", "num_frames", type=POSITIVE, help="Generators: number of frames of a video.")
+@click.option("--size", help="Generators: height and width in pixels, such as 480x832. Default: as of --steps.")
+@click.option(
+    "--frames", "num_frames", type=POSITIVE, help="Generators: number of frames of a video. Default: as of --steps."
+)
 @click.option(
     "--fps",
     type=click.FloatRange(min=0, min_open=True),
     callback=finite,
-    help="Generators: frames per second of video files.",
+    help="Generators: frames per second of video files. Default: the run's; otherwise the rate of the clips that the "
+    "model makes (CogVideoX: 8).",
 )
 @click.option(
     "--seed",

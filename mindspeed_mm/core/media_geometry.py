@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from mindspeed_mm.core.errors import ConfigError
 
+SideRange = tuple[int, int | None]
+"""Smallest and largest side in pixels; None: no limit."""
+
 
 @dataclass(frozen=True)
 class MediaSize:
@@ -50,6 +53,13 @@ class MediaGeometry:
     """Height and width are multiples of it; 0: `spatial_ratio × patch`. Some pipelines ask for more."""
     leading_frames: int = 0
     """Latent frames that are put before those of a video, to fill a patch (CogVideoX 1.5)."""
+    frame_multiple: int = 1
+    """Frames of a video are a multiple of it, plus one: some VAEs decode other numbers to more frames (CogVideoX)."""
+    heights: SideRange = (0, None)
+    """Smallest and largest height that VAE and transformer take; None: no limit."""
+    widths: SideRange = (0, None)
+    most_frames: int | None = None
+    """Most frames that the transformer has positions for."""
 
     @property
     def side_step(self) -> int:
@@ -59,31 +69,57 @@ class MediaGeometry:
     @property
     def frame_step(self) -> int:
         """Frames are a multiple of it, plus one."""
-        return self.temporal_ratio * self.patch[0]
+        return math.lcm(self.temporal_ratio * self.patch[0], self.frame_multiple)
 
     def check(self, size: MediaSize, where: str = "", key: str = "") -> None:
         """Raise `ConfigError` that names the nearest sizes when this one, which was asked for, cannot be encoded."""
         nearest = self.nearest(size)
         if size == nearest:
             return
-        rules = []
-        if (size.height, size.width) != (nearest.height, nearest.width):
-            rules.append(f"height and width must be multiples of {self.side_step}")
-        if self.is_video and size.frames != nearest.frames:
-            rules.append(f"frames must be {self.frame_step}k+1")
-        elif size.frames != nearest.frames:
-            rules.append("images have one frame")
         raise ConfigError(
-            f"{size} cannot be encoded: {', '.join(rules)}", where=where, key=key, way_out=f"Use {nearest}."
+            f"{size} cannot be encoded: {', '.join(self._broken_rules(size))}",
+            where=where,
+            key=key,
+            way_out=f"Use {nearest}.",
         )
+
+    def _broken_rules(self, size: MediaSize) -> list[str]:
+        rules, step = [], self.side_step
+        if size.height % step or size.width % step:
+            rules.append(f"height and width must be multiples of {step}")
+        for name, side, limits in (("height", size.height, self.heights), ("width", size.width, self.widths)):
+            smallest, largest = self._side_limits(limits)
+            if smallest == largest != side:
+                rules.append(f"the {name} must be {smallest}")
+            elif side < smallest:
+                rules.append(f"the {name} must be at least {smallest}")
+            elif largest is not None and side > largest:
+                rules.append(f"the {name} must be at most {largest}")
+        if not self.is_video:
+            return rules if size.frames == 1 else [*rules, "images have one frame"]
+        if (size.frames - 1) % self.frame_step or size.frames < 1:
+            rules.append(f"frames must be {self.frame_step}k+1")
+        if self.most_frames is not None and size.frames > self.most_frames:
+            rules.append(f"frames must be at most {self.most_frames}")
+        return rules
+
+    def takes(self, size: MediaSize) -> bool:
+        """Whether a size can be encoded and gives back as many frames and pixels."""
+        return size == self.nearest(size)
 
     def nearest(self, size: MediaSize) -> MediaSize:
         """The valid size next to one; of two equally near the smaller."""
-        frames = 1
+        frames, step = 1, self.side_step
         if self.is_video:
-            frames = _nearest_multiple(size.frames - 1, self.frame_step, least=0) + 1
-        step = self.side_step
-        return MediaSize(frames, _nearest_multiple(size.height, step, step), _nearest_multiple(size.width, step, step))
+            most = None if self.most_frames is None else (self.most_frames - 1) // self.frame_step * self.frame_step
+            frames = _nearest_multiple(size.frames - 1, self.frame_step, least=0, most=most) + 1
+        height = _nearest_multiple(size.height, step, *self._side_limits(self.heights))
+        return MediaSize(frames, height, _nearest_multiple(size.width, step, *self._side_limits(self.widths)))
+
+    def _side_limits(self, limits: SideRange) -> SideRange:
+        """The smallest and largest multiple of `side_step` inside limits."""
+        step, (smallest, largest) = self.side_step, limits
+        return max(step, math.ceil(smallest / step) * step), None if largest is None else largest // step * step
 
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
         """(C, T, H, W) of a video model's latents, (C, H, W) of an image model's."""
@@ -125,6 +161,7 @@ class SoundGeometry:
         return (self.latent_channels, positions, self.latent_bins)
 
 
-def _nearest_multiple(value: int, step: int, least: int) -> int:
+def _nearest_multiple(value: int, step: int, least: int, most: int | None = None) -> int:
     below = value // step * step
-    return max(least, below if value - below <= below + step - value else below + step)
+    nearest = max(least, below if value - below <= below + step - value else below + step)
+    return nearest if most is None else min(nearest, most)

@@ -119,7 +119,7 @@ def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
         return source
     if source.lora is not None:
         raise UsageError("the run already has adapters", where=str(source.run), key=key, way_out="Leave it out.")
-    AdapterFile.find(chosen, key)
+    AdapterFile.find_all(chosen, key)
     return replace(source, lora=chosen)
 
 

@@ -433,7 +433,8 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
         beside.load_lora_weights(folder / "lora/transformer_2", load_into_transformer_2=True)
     else:
         load_lora(beside, folder / "lora")
-    sampling = SamplingArguments(guidance_scale=family.guidance, height=family.side, width=family.side)
+    side, scale = family.side, family.guidance
+    sampling = SamplingArguments(num_inference_steps=28, guidance_scale=scale, height=side, width=side)
     size = adapter.geometry.latent_shape(MediaSize(family.frames, family.side, family.side))
     latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
     files = files_to_show(adapter, family, folder)

@@ -323,7 +323,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "wan2_2_i2v": TinyFamily(make_tiny_wan2_2_i2v, frames=5),
     "wan2_2_5b": TinyFamily(make_tiny_wan2_2_5b, side=32, frames=5),
     "wan2_2_5b_ti2v": TinyFamily(make_tiny_wan2_2_5b, side=32, frames=5, task="ti2v", given_frames=1),
-    "cogvideox": TinyFamily(make_tiny_cogvideox, side=32, frames=5),
+    "cogvideox": TinyFamily(make_tiny_cogvideox, side=32, frames=9),
     "cogvideox_1_5": TinyFamily(
         lambda folder: make_tiny_cogvideox(folder, patch_size_t=2, patch_bias=False), 32, frames=9
     ),
@@ -334,10 +334,10 @@ FAMILIES: dict[str, TinyFamily] = {
             in_channels=8,
             use_learned_positional_embeddings=True,
             sample_width=4,
-            sample_frames=5,
+            sample_frames=9,
         ),
         side=32,
-        frames=5,
+        frames=9,
     ),
     "cogvideox_1_5_i2v": TinyFamily(
         lambda folder: make_tiny_cogvideox(

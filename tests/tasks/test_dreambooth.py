@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.dreambooth import run as dreambooth
@@ -54,12 +56,45 @@ def test_a_run_with_class_pictures(tmp_path: Path) -> None:
     assert len(steps) == 2 and all("prior" in json.dumps(line) for line in steps)
     config = load_config(tmp_path / "out/dreambooth.yaml").arguments
     instance, of_class = config.data.dataset_param.basic_parameters.dataset
-    assert (instance.repeats, instance.prior, of_class.prior) == (
-        2,
-        False,
-        True,
-    )  # as many of the thing as of its class
+    assert (instance.repeats, instance.prior, of_class.prior) == (1, False, True)
     assert config.training.micro_batch_size == 4
+
+
+@pytest.mark.edge("BN3")
+def test_each_step_takes_as_many_of_the_thing_as_of_its_class(tmp_path: Path) -> None:
+    """The loss is that of diffusers' script: mean over the pictures of the thing + weight · mean over those of its
+    class, of each of the steps of ⌈max(pictures of either) / batch⌉ an epoch."""
+    make_tiny_flux(tmp_path / "model")
+    pictures(tmp_path / "dog", 2), pictures(tmp_path / "class", 7)
+    prior = [*PRIOR, f"--class_data_dir={tmp_path / 'class'}", "--num_class_images=5"]
+    small = ["--resolution=16", "--num_train_epochs=2", "--train_batch_size=2", "--rank=4"]
+    errors: list[tuple[list[float], list[bool]]] = []
+    real = DenoisingObjective.errors
+
+    def spy(self: DenoisingObjective, model: Any, batch: Any) -> Any:
+        found = real(self, model, batch)
+        errors.append((found.tolist(), batch["is_prior"].tolist()))
+        return found
+
+    with mock.patch.object(DenoisingObjective, "errors", spy):
+        dreambooth.run(words(tmp_path, *prior, *small))
+    lines = [json.loads(line) for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line and "step" in line]
+    assert len(steps) == len(errors) == 2 * 3
+    for line, (of_each, is_prior) in zip(steps, errors, strict=True):
+        assert is_prior == [False] * (len(is_prior) // 2) + [True] * (len(is_prior) // 2)
+        of_thing, of_class = np.split(np.array(of_each), 2)
+        assert line["loss"] == pytest.approx(of_thing.mean() + 0.5 * of_class.mean(), rel=1e-5)
+    assert sum(len(of_each) for of_each, _ in errors) == 2 * 2 * 5
+
+
+@pytest.mark.edge("BN14")
+def test_alpha_is_that_of_diffusers_script(tmp_path: Path) -> None:
+    """`--lora_alpha` of examples/dreambooth/train_dreambooth_lora_flux.py is 4, whatever the rank is."""
+    pictures(tmp_path / "dog", 1)
+    options = read_flags(words(tmp_path, "--rank=16"))
+    options.max_train_steps = 1
+    assert load_config(configuration(options, tmp_path)).arguments.training.lora.alpha == 4
 
 
 @pytest.mark.slow

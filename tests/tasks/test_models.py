@@ -66,6 +66,24 @@ def test_what_a_card_says_is_proven_has_its_test() -> None:
             assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
+@pytest.mark.edge("BH1")
+def test_what_trains_in_a_test_has_its_tick() -> None:
+    """Of a generator whose own test trains it and its adapters: what a card says of tests that exist is true, and
+    nothing that they prove is left unsaid."""
+    text = (ROOT / "tests/families/test_generators.py").read_text(encoding="utf-8")
+    body = text[text.index("def test_a_family_equals_its_pipeline") :].partition("\n\n\n")[0]
+    assert "check_losses(" in body and "check_adapters(" in body  # that is what the ticks rest on
+    for card in families():
+        if card.model_class.startswith("diffusers."):
+            assert "train" in card.proven, card.name
+            assert ("lora" in card.proven) == (card.name != "wan_vace"), card.name
+    table = catalogue.as_markdown(families())
+    head = [cell.strip() for cell in table.splitlines()[0].split("|")]
+    for line in table.splitlines()[2:]:
+        cells = dict(zip(head, (cell.strip() for cell in line.split("|")), strict=True))
+        assert cells["train"] == "✓", line
+
+
 def test_every_task_of_a_generator_has_its_test() -> None:
     """All that `model.task` may be, and no more, stands in the card; and what it names is there."""
     pipelines: dict[str, set[str]] = {}

@@ -188,3 +188,22 @@ def test_transcripts(tmp_path: Path) -> None:
             headers={"Content-Type": "multipart/form-data; boundary=x"},
         )  # fmt: skip
         assert torn.status_code == 400 and "error" in torn.json()
+
+
+@pytest.mark.edge("BN14")
+def test_one_seed_is_one_picture_for_the_server_and_mm_infer(client: OpenAI, flux: Path, tmp_path: Path) -> None:
+    """As `--seed`, and as the seed of a row, whatever line the row stands in."""
+    served_ = drawn(client, "a red box", n=2, seed=11)
+    height, width = map(int, SIZE.split("x"))
+    settings = {**SETTINGS, "height": height, "width": width, "num_samples": 2}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "another", "seed": 3}\n{"prompt": "a red box", "seed": 11}\n')
+    asked = {
+        "seed": generate.GenerateRequest(prompts=("a red box",), settings={**settings, "seed": 11}),
+        "row": generate.GenerateRequest(prompts_file=rows, settings=settings),
+    }
+    for name, request in asked.items():
+        generate.run(flux, tmp_path / name, request)
+        for number, picture in enumerate(served_):
+            (file,) = (tmp_path / name).glob(f"*_{number:02}_a-red-box.png")
+            assert (np.asarray(Image.open(file)) == picture).all()

@@ -74,6 +74,8 @@ class MMDataset:
     """Size of each sample, for micro-batches of one size; with it go `geometry` and `describe`."""
     geometry: MediaGeometry | None = None
     """The sizes that the model takes."""
+    is_prior: Sequence[bool] | None = None
+    """Whether each sample preserves the prior (DreamBooth), for pairs of both kinds; None: none does."""
     row_numbers: Sequence[int] | None = None
     """Row of each sample, the first sample of every row before the others; None: each sample is a row."""
     is_raw: bool = False

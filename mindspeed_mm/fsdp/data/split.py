@@ -30,6 +30,8 @@ class DatasetPart(DatasetView):
         self.parts = [self._remaining(part) for part in whole.parts]
         if whole.sizes is not None:
             self.sizes = list(map(whole.sizes.__getitem__, indices.tolist()))
+        if whole.is_prior is not None:
+            self.is_prior = list(map(whole.is_prior.__getitem__, indices.tolist()))
         if whole.row_numbers is not None:
             self.row_numbers = list(map(whole.row_numbers.__getitem__, indices.tolist()))
 

@@ -116,7 +116,8 @@ class DataEntry(Section):
     `--class_prompt` of diffusers' scripts; null: such media are bad samples. For generators only."""
     prior: Flag = False
     """Use this dataset for prior preservation (DreamBooth): its samples form a separate loss term, weighted by
-    `training.diffusion.prior_loss_weight`. For generators only."""
+    `training.diffusion.prior_loss_weight`, and every micro-batch takes as many of them as of the other datasets'. For
+    generators only."""
     companions: dict[str, PathText] | None = None
     """Folders of further media of this dataset, by the column that they provide (`{source: before, mask: masks}`): each
     file has the name of the medium that it belongs to, with any extension. For generators only."""

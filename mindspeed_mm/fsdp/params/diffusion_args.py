@@ -101,23 +101,26 @@ class SamplingArguments(Section):
     """File with one prompt per line, or JSON lines with `prompt` and, for image-to-video, `image`."""
     interval: Natural = 0
     """Number of training steps between two rounds of samples; 0: none."""
-    num_inference_steps: Positive = 28
-    """Number of denoising steps per sample."""
-    guidance_scale: Annotated[Number, Field(ge=0)] = 4.0
-    """Scale of classifier-free guidance; 1 switches it off."""
+    num_inference_steps: Positive | None = None
+    """Number of denoising steps per sample; null: what the model was released with (4 for FLUX.1 schnell), otherwise
+    the default of its diffusers pipeline."""
+    guidance_scale: Annotated[Number, Field(ge=0)] | None = None
+    """Guidance scale: an input of transformers that take one (FLUX.1 dev), otherwise that of classifier-free guidance,
+    which 1 switches off (Z-Image: 0). null: what the model was released with, otherwise its pipeline's default."""
     strength: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Denoising strength for v2v: the share of the denoising steps that are run on the input video; 1 ignores the input
     video."""
     negative_prompt: str = ""
     """Prompt that guidance steers away from."""
     height: Positive | None = None
-    """Height of a sample in pixels; null: the pipeline's default."""
+    """Height of a sample in pixels; null: the release's or the pipeline's default."""
     width: Positive | None = None
-    """Width of a sample in pixels; null: the pipeline's default."""
+    """Width of a sample in pixels; null: the release's or the pipeline's default."""
     num_frames: Positive | None = None
-    """Number of frames of a video; null: the pipeline's default."""
-    fps: Above0 = 16.0
-    """Frames per second of the video files written."""
+    """Number of frames of a video; null: the release's or the pipeline's default."""
+    fps: Above0 | None = None
+    """Frames per second of the video files written, which LTX models are also told; null:
+    `preprocess_parameters.fps` of the run, otherwise the rate of the clips that the model makes."""
     seed: Natural = 42
     """Seed of the noise. The noise of a sample depends only on this seed, the prompt's number and the sample's
     number."""

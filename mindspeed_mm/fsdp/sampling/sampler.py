@@ -33,10 +33,10 @@ from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole, unfit
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.defaults import filled
 from mindspeed_mm.fsdp.sampling.finite import FiniteSteps, NotFiniteError, not_finite
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ class SampleOrder:
     """Number of the sample among those of its prompt, from 0."""
 
     def noise_seed(self, seed: int) -> int:
-        """Seed of the starting noise, under the settings' seed."""
+        """Seed of the starting noise, under the settings' seed. A row's own seed is that of the settings for the first
+        prompt, so that one number is one picture in a row, on the command line and in a request to the server."""
         own = self.prompt.seed
         if own is not None:
-            return derive_seed(own, self.number) % 2**63
+            return derive_seed(own, 0, self.number) % 2**63
         return derive_seed(seed, self.prompt.number, self.number) % 2**63
 
     def file_stem(self, digits: int = 3) -> str:
@@ -159,12 +160,12 @@ class DiffusionSampler:
             yield self.make(batch, sampling)
 
     def prepared(self, prompts: Sequence[Prompt], sampling: SamplingArguments, key: str = "") -> SamplingArguments:
-        """The settings with the size filled in, checked together with the prompts: what is off is said before
-        anything runs.
+        """The settings with what they leave out filled in, checked together with the prompts: what is off is said
+        before anything runs.
 
         Args:
             prompts: What is to be sampled.
-            sampling: Height, width and frames may be open.
+            sampling: What a request or a configuration says.
             key: Of the settings, for messages.
 
         Raises:
@@ -172,6 +173,7 @@ class DiffusionSampler:
             ConfigError: The pipeline has no default size; a setting has no effect here.
         """
         check_request(self.adapter, prompts, sampling, key)
+        sampling = filled(self.adapter, sampling, key)
         size = resolve_size(self.adapter, self.pipeline, sampling, key)
         for prompt in prompts:
             _check_lengths(prompt, self.adapter, size.frames)
@@ -243,7 +245,7 @@ class DiffusionSampler:
 
     def _further_noise(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> dict[str, torch.Tensor]:
         """Starting noise of `further_latents` by batch key, (B, …) fp32."""
-        assert sampling.num_frames
+        assert sampling.num_frames and sampling.fps
         found: dict[str, torch.Tensor] = {}
         for key, shape in self.adapter.further_shapes(sampling.num_frames, sampling.fps).items():
             noise = []
@@ -286,17 +288,14 @@ class DiffusionSampler:
 def resolve_size(
     adapter: DiffusionAdapter, pipeline: DiffusionPipeline, sampling: SamplingArguments, key: str = ""
 ) -> MediaSize:
-    """The size that is sampled: what the settings leave open is the pipeline's own.
+    """The size that is sampled: sides that the settings leave open are the release's or the pipeline's own.
 
     Raises:
         DataError: The family takes no such size; the nearest one is named.
         ConfigError: The settings leave it open, and so does the pipeline.
     """
-    size = MediaSize(
-        sampling.num_frames or _own(pipeline, "num_frames") or 1,
-        sampling.height or _own(pipeline, "height") or 0,
-        sampling.width or _own(pipeline, "width") or 0,
-    )
+    height, width = adapter.default_size(pipeline)
+    size = MediaSize(sampling.num_frames or 1, sampling.height or height or 0, sampling.width or width or 0)
     if not (size.height and size.width):
         raise ConfigError(
             f"{type(pipeline).__name__} has no default size",
@@ -305,18 +304,6 @@ def resolve_size(
         )
     adapter.geometry.check(size, key=key)
     return size
-
-
-def _own(pipeline: DiffusionPipeline, name: str) -> int | None:
-    """What the pipeline takes when it is not told: the default of its argument, or its sample size in latents."""
-    parameter = inspect.signature(pipeline.__call__).parameters.get(name)
-    if parameter is not None and isinstance(parameter.default, int):
-        return parameter.default
-    if parameter is None or name == "num_frames":
-        return None
-    latents: int | None = attribute_at(pipeline, "default_sample_size")
-    ratio: int | None = attribute_at(pipeline, "vae_scale_factor")
-    return latents * ratio if latents and ratio else None
 
 
 def check_request(
@@ -330,8 +317,10 @@ def check_request(
     """
     geometry = adapter.geometry
     diffusers_class(adapter.pipelines[adapter.task])  # said now where it is not installed
-    if sampling.height and sampling.width:
-        geometry.check(MediaSize(sampling.num_frames or 1, sampling.height, sampling.width), key=key)
+    sampling = filled(adapter, sampling, key)
+    smallest = geometry.nearest(MediaSize(1, 1, 1))
+    asked = (sampling.num_frames or 1, sampling.height or smallest.height, sampling.width or smallest.width)
+    geometry.check(MediaSize(*asked), key=key)
     for prompt in prompts:
         _check_media(prompt, adapter)
     if adapter.task in adapter.one_by_one and sampling.batch_size > 1:
@@ -340,9 +329,20 @@ def check_request(
             key=f"{key}.batch_size" if "." in key else "--batch-size",
             way_out="Set 1.",
         )
-    some_latents = torch.zeros(1, *geometry.latent_shape(geometry.nearest(MediaSize(1, 1, 1))))
+    some_latents = torch.zeros(1, *geometry.latent_shape(smallest))
     for negative in {prompt.negative_prompt for prompt in prompts}:
-        adapter.pipeline_arguments(_with_negative(sampling, negative), [""], some_latents)
+        settings = _with_negative(sampling, negative)
+        _check_guidance(adapter, settings)
+        adapter.pipeline_arguments(settings, [""], some_latents)
+
+
+def _check_guidance(adapter: DiffusionAdapter, sampling: SamplingArguments) -> None:
+    scale = sampling.guidance_scale
+    if scale is not None and scale <= adapter.guidance_off and not adapter.takes_guidance:
+        reason = f"guidance is off at a scale of {scale:g}"
+        if adapter.usage.guidance == scale:
+            reason += f", with which {adapter.usage.release} was released"
+        adapter.refuse_negative_prompt(sampling, reason)
 
 
 def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:

@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline
+from mindspeed_mm.fsdp.sampling.defaults import with_rate_of
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
@@ -307,7 +308,7 @@ class GeneratorFamily(Family):
         return build_sample_hook(
             self.adapter,
             lambda: DiffusionSampler(self.adapter, model, self.encoders, self.compute_dtype),
-            training.sampling,
+            with_rate_of(self.arguments.data, training.sampling),
             training.save,
             record,
             rank=job.state.data_rank,

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import adapter_of_section, find_adapter
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.defaults import filled, with_rate_of
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
 from mindspeed_mm.fsdp.sampling.sampler import (
     DiffusionSampler,
@@ -58,7 +59,7 @@ class GenerateRequest:
     """Where images of `prompts_file` start; by default its folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingArguments`; what is not given is the run's `inference.sampling`, else its `training.sampling`,
-    else the default."""
+    else what `sampling/defaults.py` fills in."""
     lora: Path | None = None
     """Folder of adapters for the model."""
     vae_options: tuple[str, ...] = ()
@@ -110,6 +111,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     sampling, prompts = resolve_request(request, arguments)
     adapter = _adapter_of(source, arguments, request.task)
     adapter.vae_options = tuple(dict.fromkeys((*adapter.vae_options, *request.vae_options)))
+    sampling = filled(adapter, sampling, "--size")
     check_request(adapter, prompts, sampling, "--size")
     batches = plan_batches(prompts, sampling)
     folder = SampleFolder(out, source.fingerprint(), sampling)
@@ -247,7 +249,7 @@ def _configured(arguments: Arguments) -> SamplingArguments:
     """`training.sampling`, and over it what `inference.sampling` says."""
     defaults = SamplingArguments()
     said = {name: value for name, value in arguments.inference.sampling.items() if value != defaults[name]}
-    return arguments.training.sampling.model_copy(update=said)
+    return with_rate_of(arguments.data, arguments.training.sampling.model_copy(update=said))
 
 
 def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:

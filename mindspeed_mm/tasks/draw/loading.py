@@ -92,8 +92,10 @@ def load_lora(pipeline: DiffusionPipeline, folder: Path) -> None:
         ModelFolderError: There are none, or they do not belong to this model.
     """
     if isinstance(pipeline.transformer, ExpertPair):
-        for part, transformer in pipeline.transformer.named_children():
-            _load_lora(pipeline, transformer, folder / part)
+        experts = dict(pipeline.transformer.named_children())
+        there = [part for part in experts if (folder / part / DIFFUSERS_WEIGHTS).is_file()]
+        for part in there or experts:
+            _load_lora(pipeline, experts[part], folder / part)
     else:
         _load_lora(pipeline, pipeline.transformer, folder)
 

@@ -43,7 +43,7 @@ class SampleFolder:
     Args:
         path: The folder; made when it is not there.
         model: Fingerprint of the model.
-        sampling: As asked for.
+        sampling: As asked for, with what was left out filled in.
     """
 
     def __init__(self, path: Path, model: str, sampling: SamplingArguments) -> None:
@@ -87,7 +87,8 @@ class SampleFolder:
             sample: Written with its sound, if it has one.
             rank: Of this process.
         """
-        path = write_media(self.path / order.file_stem(_DIGITS), sample.frames, self._sampling.fps, sample.sound)
+        fps = self._sampling.fps or 0.0  # which pictures do not have
+        path = write_media(self.path / order.file_stem(_DIGITS), sample.frames, fps, sample.sound)
         size = dict(zip(("frames", "height", "width"), sample.frames.shape, strict=False))
         entry = {**order.describe(self._sampling), "file": path.name, "sha256": sha256_file(path), **size}
         if sample.sound is not None:

@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--class_prompt", help="Caption of each of these, e.g. 'a photo of a dog'.")
     add("--with_prior_preservation", action="store_true", help="Train on pictures of the class, too.")
     add("--prior_loss_weight", type=float, default=1.0, help="Weight of their mean loss (%(default)s).")
-    add("--num_class_images", type=int, default=100, help="Pictures of the class (%(default)s).")
+    add("--num_class_images", type=int, default=100, help="How many of its pictures are used (%(default)s).")
     add("--sample_batch_size", type=int, default=4, help="How many are generated at a time (%(default)s).")
     add("--output_dir", type=Path, default=Path("flux-dreambooth"), help="Where the run and the result go.")
     add("--seed", type=int, default=42, help="Seed (%(default)s).")
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--logit_mean", type=float, default=0.0, help="As diffusers counts: above 0 is less noise.")
     add("--logit_std", type=float, default=1.0, help="Deviation of the logit-normal density (%(default)s).")
     add("--mode_scale", type=float, default=1.29, help="Scale of the mode density (%(default)s).")
-    add("--guidance_scale", type=float, default=3.5, help="Told to FLUX.1 dev (%(default)s).")
+    add("--guidance_scale", type=float, default=3.5, help="Input of FLUX.1 dev in training (%(default)s).")
     add("--max_sequence_length", type=int, help="Has no effect: captions are padded as the tokenizer says.")
     add("--adam_beta1", type=float, default=0.9, help="AdamW (%(default)s).")
     add("--adam_beta2", type=float, default=0.999, help="AdamW (%(default)s).")
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_grad_norm", type=float, default=1.0, help="Largest norm of gradients (%(default)s).")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="What is computed in (%(default)s).")
     add("--rank", type=int, help="Train adapters of this rank instead of all weights.")
-    add("--lora_alpha", type=float, help="Alpha of the adapters; default: the rank.")
+    add("--lora_alpha", type=float, default=4.0, help="Alpha of the adapters (%(default)g).")
     add("--lora_layers", help="Layers with adapters, separated by commas: ends of names.")
     add("--checkpointing_steps", type=int, default=500, help="Steps between two checkpoints (%(default)s).")
     add("--checkpoints_total_limit", type=int, help="Most checkpoints that are kept.")
@@ -93,7 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--validation_prompt", help="Drawn while training, into the run folder.")
     add("--num_validation_images", type=int, default=4, help="How many (%(default)s).")
     add("--validation_epochs", type=int, default=50, help="Epochs between two rounds (%(default)s).")
-    add("--num_inference_steps", type=int, default=28, help="Denoising steps of generated pictures (%(default)s).")
+    add(
+        "--num_inference_steps",
+        type=int,
+        help="Denoising steps of generated pictures; default: those that the model was released with.",
+    )
     return parser
 
 
@@ -181,8 +185,7 @@ def _training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         training["train_iters"] = options.max_train_steps
         training["lr_warmup_ratio"] = min(1.0, warmup_steps / options.max_train_steps)
     if options.rank is not None:
-        alpha = options.rank if options.lora_alpha is None else options.lora_alpha
-        training["lora"] = {"enable": True, "rank": options.rank, "alpha": alpha}
+        training["lora"] = {"enable": True, "rank": options.rank, "alpha": options.lora_alpha}
         if options.lora_layers:
             training["lora"]["target_modules"] = [f"*{end}" for end in options.lora_layers.split(",")]
     return training

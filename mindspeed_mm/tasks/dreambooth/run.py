@@ -73,7 +73,6 @@ def make_class_pictures(options: argparse.Namespace, folder: Path, is_alone: boo
         "batch_size": options.sample_batch_size,
         "height": options.resolution,
         "width": options.resolution,
-        "guidance_scale": options.guidance_scale,
         "num_inference_steps": options.num_inference_steps,
         "seed": options.seed,
     }
@@ -95,14 +94,12 @@ def write_run(options: argparse.Namespace, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     instances = write_rows(options.instance_data_dir, options.instance_prompt, folder / "instance.jsonl")
-    samples = instances * options.repeats
+    pairs = instances * options.repeats  # of a picture of the thing with one of its class, as diffusers counts them
     if options.with_prior_preservation:
-        classes = write_rows(options.class_data_dir, options.class_prompt, folder / "class.jsonl")
-        # As many of the thing as of its class, as diffusers pairs them.
-        options.repeats = max(options.repeats, round(classes / instances))
-        samples = instances * options.repeats + classes
-    pictures = options.train_batch_size * (2 if options.with_prior_preservation else 1)
-    steps_of_epoch = math.ceil(samples / (pictures * options.gradient_accumulation_steps))
+        rows = options.class_data_dir, options.class_prompt, folder / "class.jsonl"
+        pairs = max(pairs, write_rows(*rows, most=options.num_class_images))
+    micro_batches = math.ceil(pairs / options.train_batch_size)
+    steps_of_epoch = math.ceil(micro_batches / options.gradient_accumulation_steps)
     if options.max_train_steps is None:
         options.max_train_steps = options.num_train_epochs * steps_of_epoch
     content = configuration(options, folder)
@@ -113,7 +110,6 @@ def write_run(options: argparse.Namespace, folder: Path) -> Path:
             "interval": options.validation_epochs * steps_of_epoch,
             "height": options.resolution,
             "width": options.resolution,
-            "guidance_scale": options.guidance_scale,
             "num_inference_steps": options.num_inference_steps,
         }
     text = io.StringIO()
@@ -122,9 +118,9 @@ def write_run(options: argparse.Namespace, folder: Path) -> Path:
     return folder / "dreambooth.yaml"
 
 
-def write_rows(pictures: Path, caption: str, path: Path) -> int:
-    """A row for each picture of a folder, all with one caption; returns how many there are."""
-    found = pictures_in(pictures)
+def write_rows(pictures: Path, caption: str, path: Path, most: int | None = None) -> int:
+    """A row for each picture of a folder, or for the first so many, all with one caption; returns their number."""
+    found = pictures_in(pictures)[:most]
     if not found:
         known = ", ".join(sorted(IMAGE_SUFFIXES))
         raise DataError("holds no picture", where=str(pictures), way_out=f"Put pictures there: {known}.")

@@ -9,7 +9,8 @@ from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.core.model_kinds import GENERATOR_INDEX, kind_of_folder
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX, kind_of_folder
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.tasks.export.contents import ContentKind
 
@@ -74,11 +75,12 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     tag = _TAGS[made_kind]
     base = f'DiffusionPipeline.from_pretrained("path/to/{model_folder.name}"'
     first = "from diffusers import DiffusionPipeline"
+    is_pair = (index.get(EXPERT_PARTS[1]) or [None])[0] is not None
+    parts = EXPERT_PARTS if is_pair else EXPERT_PARTS[:1]
     if kind == "transformer":
-        made = f'transformer = {transformer}.from_pretrained("{_HERE}/transformer")'
-        return Usage(
-            "diffusers", tag, (f"{first}, {transformer}", "", made, f"pipeline = {base}, transformer=transformer)")
-        )
+        made = [f'{part} = {transformer}.from_pretrained("{_HERE}/{part}")' for part in parts]
+        given = ", ".join(f"{part}={part}" for part in parts)
+        return Usage("diffusers", tag, (f"{first}, {transformer}", "", *made, f"pipeline = {base}, {given})"))
     if kind == "single_file":
         arguments = f'"{_HERE}/{{}}", config="path/to/{model_folder.name}", subfolder="transformer"'
         files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -87,7 +89,16 @@ def _of_generator(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
     if kind == "adapters" and transformer in UNREAD_BY_DIFFUSERS and not _has_own_names(folder):
         return Usage("diffusers", tag, ("# ComfyUI loads this file; diffusers does not read its names.",))
     if kind == "adapters":
-        return Usage("diffusers", tag, (first, "", f"pipeline = {base})", f'pipeline.load_lora_weights("{_HERE}")'))
+        loads = [f'pipeline.load_lora_weights("{_HERE}")']
+        if not hasattr(diffusers_class(name), "load_lora_weights"):
+            given = f'"{_HERE}", weight_name="{DIFFUSERS_WEIGHTS}", prefix="transformer"'
+            loads = [f"pipeline.transformer.load_lora_adapter({given})"]
+        if len(parts) > 1:
+            loads = [
+                f'pipeline.load_lora_weights("{_HERE}/transformer")',
+                f'pipeline.load_lora_weights("{_HERE}/transformer_2", load_into_transformer_2=True)',
+            ]
+        return Usage("diffusers", tag, (first, "", f"pipeline = {base})", *loads))
     result = "frames" if is_video else "images"
     whole = f'pipeline = DiffusionPipeline.from_pretrained("{_HERE}")'
     image = "image, " if from_image else ""

@@ -40,7 +40,7 @@ from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, 
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.part import kept_beside
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
-from mindspeed_mm.fsdp.models.lora.files import AdapterFile
+from mindspeed_mm.fsdp.models.lora.files import stored_adapters
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -300,7 +300,7 @@ def _merged(
         )
     lora = facts_of(adapted).lora
     assert lora is not None
-    frozen = [AdapterFile.find(Path(folder), "training.lora.frozen_adapters").adapter() for folder in lora.frozen]
+    frozen = stored_adapters(lora.frozen)
     weights = weights_folder(outline, base)
     with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
         tensors = folder_tensors(outline, stored)

@@ -76,8 +76,9 @@ def run(
             where=str(base),
             way_out="Name the model that the adapters were trained on; for a run: mm merge RUN --out FOLDER.",
         )
-    found = [AdapterFile.find(adapter, _KEY).adapter() for adapter in adapters]
-    times = _times(found, scales)
+    files = [[file.adapter() for file in AdapterFile.find_all(adapter, _KEY)] for adapter in adapters]
+    times = _times(files, scales)
+    found = [file for of_adapter in files for file in of_adapter]
     outline = ModelHub.build(_outline_arguments(base))
     weights, torch_type = transformer_weights(base), torch_dtype(dtype)
     with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
@@ -115,7 +116,8 @@ def _merge_run(
     return Merged(out, (str(exported.checkpoint),), exported.tensors, exported.size_bytes)
 
 
-def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[float]:
+def _times(adapters: Sequence[Sequence[StoredAdapter]], scales: Sequence[float]) -> list[float]:
+    """How many times each file is added, of all adapters in turn."""
     if len(scales) not in (0, 1, len(adapters)):
         raise UsageError(
             f"{len(scales)} numbers for {len(adapters)} adapters",
@@ -125,7 +127,8 @@ def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[f
     times = list(scales) or [1.0]
     if len(times) == 1:
         times *= len(adapters)
-    for adapter, each in zip(adapters, times, strict=True):
+    of_files = [(file, each) for files, each in zip(adapters, times, strict=True) for file in files]
+    for adapter, each in of_files:
         is_dora = any(MAGNITUDE in sides for sides in adapter.layers.values())
         if is_dora and each != 1:
             raise UsageError(
@@ -139,7 +142,7 @@ def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[f
                 key="--scale",
                 way_out="Merge it once.",
             )
-    return times
+    return [each for _, each in of_files]
 
 
 def _outline_arguments(base: Path) -> ModelArguments:

@@ -25,11 +25,12 @@ class Proof:
 PROOFS = {
     "train": Proof(
         "from the released keys two steps, in fp64, equal a bare loop over the plain model; a resume equals an "
-        "unbroken run to the bit; exports bear the released keys and shapes",
+        "unbroken run to the bit; exports bear the released keys and shapes. Generators: loss and exported weights "
+        "equal those of diffusers' own pipeline",
         "tests/families/test_released_training.py::test_two_steps_equal_a_bare_loop",
     ),
     "lora": Proof(
-        "adapters train on the released keys and merge into them",
+        "adapters train on the released keys and merge into them; those of generators load into diffusers' pipeline",
         "tests/families/test_released_training.py::test_adapters_merge_into_what_is_released",
     ),
     "data": Proof(

@@ -137,6 +137,7 @@ class DrawRoutes:
             if len(each.frames) == 1:
                 file = image_bytes(each.frames[0], kind)
             else:
+                assert job.sampling.fps
                 file = video_bytes(each.frames, job.sampling.fps, sound=each.sound)
             found.append({"b64_json": base64.b64encode(file).decode()})
         return found

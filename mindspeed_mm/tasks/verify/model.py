@@ -17,7 +17,7 @@ from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub

@@ -64,7 +64,8 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(kind: str = "flux", **changes: Any) -> SamplingArguments:
     frames = 5 if kind in ("t2v", "i2v") else None
-    return SamplingArguments(**{"height": 32, "width": 32, "num_frames": frames, "num_inference_steps": 2, **changes})
+    asked = {"height": 32, "width": 32, "num_frames": frames, "num_inference_steps": 2, "guidance_scale": 4.0}
+    return SamplingArguments(**{**asked, **changes})
 
 
 def prompts(*texts: str, **fields: Any) -> list[Prompt]:

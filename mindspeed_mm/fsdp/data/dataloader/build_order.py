@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.mixed_buckets import MixedBucketOrder
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixedSampler, MixShares, weighted_parts
 from mindspeed_mm.fsdp.data.dataloader.order import Deal, GlobalOrder, Order
+from mindspeed_mm.fsdp.data.dataloader.pairing import PairedOrder
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BUCKET_SAMPLERS,
@@ -67,7 +68,7 @@ def build_order(
         raise ConfigError("'custom' is not built yet", key=_MODE_KEY)
     if dataset.sizes is not None:
         mix_plan = None if for_passes else dataset.basic_parameters.mix
-        return _by_media_size(dataset, dataloader_param, deal, seed, mix_plan)
+        return _by_media_size(dataset, dataloader_param, deal, seed, mix_plan, for_passes=for_passes)
     basic = dataset.basic_parameters
     sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
     known = dataset.known_sizes()
@@ -83,7 +84,13 @@ def build_order(
 
 
 def _by_media_size(
-    dataset: MMDataset, dataloader_param: DataloaderParam, deal: Deal, seed: int, mix: MixPlan | None
+    dataset: MMDataset,
+    dataloader_param: DataloaderParam,
+    deal: Deal,
+    seed: int,
+    mix: MixPlan | None,
+    *,
+    for_passes: bool,
 ) -> tuple[BucketOrder, MixShares | None]:
     """Micro-batches of one size each, for generators."""
     if dataloader_param.sampler_type == BUDGET_SAMPLER and dataloader_param.max_tokens_per_batch is None:
@@ -103,6 +110,8 @@ def _by_media_size(
         "max_tokens": dataloader_param.max_tokens_per_batch,
     }
     sizes, geometry = dataset.sizes, dataset.geometry
+    if mix is None and dataset.is_prior is not None and not for_passes:
+        return PairedOrder(dataset.is_prior, sizes, geometry, deal, **settings), None
     if mix is None:
         return BucketOrder(sizes, geometry, deal, **settings), None
     parts, weights = _weighted(dataset, mix)

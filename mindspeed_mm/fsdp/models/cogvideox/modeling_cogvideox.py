@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
+from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -38,6 +41,9 @@ _LOG_NOISE = (-3.0, 0.5)
 """Mean and deviation of the logarithm of how much noise the released models saw on the given picture."""
 _OFS = 2.0
 """What 1.5 takes for `ofs` in image to video; in no configuration."""
+_DECODED_TOGETHER = 8
+"""The VAE decodes latent frames in pairs, of which the first may be three, and so gives back 8k + 1 frames alone; the
+model cards ask for such numbers, too."""
 
 
 @model_register.register("cogvideox")
@@ -48,6 +54,12 @@ class CogVideoXAdapter(DiffusionAdapter):
     pipelines = {"t2v": "CogVideoXPipeline", "i2v": "CogVideoXImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     one_by_one = frozenset({"i2v"})
+    # Rates and size of the model cards (zai-org/CogVideoX-5b, zai-org/CogVideoX1.5-5B). The configuration of 1.5 has
+    # the largest sides for `sample_height` and `sample_width`.
+    uses = (
+        Usage(fps=8.0),
+        Usage("CogVideoX 1.5", {"transformer.patch_size_t": GIVEN}, fps=16.0, size=(768, 1360)),
+    )
     blocks = ("transformer_blocks.{*}",)
     sample_plan = SamplePlan(
         blocks={
@@ -86,23 +98,35 @@ class CogVideoXAdapter(DiffusionAdapter):
         """Always all of them: the transformer's positions of the video stand behind."""
         return self.most_text_tokens
 
-    @property
-    def frames_per_second(self) -> float:
-        """1.5 makes twice as many as 1.0."""
-        return 16.0 if self.transformer_config.get("patch_size_t") else 8.0
+    @cached_property
+    def usage(self) -> Usage:
+        """Frames and size are those of the transformer, as the pipelines read them, where no entry names others."""
+        found, config, ratio = super().usage, self.transformer_config, self.geometry.spatial_ratio
+        sides = config.get("sample_height", 60) * ratio, config.get("sample_width", 90) * ratio
+        return replace(found, frames=config.get("sample_frames", 49), size=found.size or sides)
 
     @cached_property
     def geometry(self) -> MediaGeometry:
-        """1.5 has patches of two latent frames, and puts one frame before the 2k + 1 of a video."""
+        """1.5 has patches of two latent frames, and puts one frame before the 2k + 1 of a video; it has positions up to
+        `sample_height` and `sample_width`. Where positions are learned (5B image to video) there is that size alone."""
         vae, transformer = self.component_config("vae"), self.transformer_config
         patch, patch_t = int(transformer.get("patch_size", 2)), transformer.get("patch_size_t")
+        ratio = 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
+        largest = transformer.get("sample_height", 60) * ratio, transformer.get("sample_width", 90) * ratio
+        limits: dict[str, Any] = {}
+        if patch_t is not None:
+            limits = {"heights": up_to(1, largest[0]), "widths": up_to(1, largest[1])}
+        elif transformer.get("use_learned_positional_embeddings"):
+            limits = {"heights": (largest[0], largest[0]), "widths": (largest[1], largest[1])}
         return MediaGeometry(
-            spatial_ratio=2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1),
+            spatial_ratio=ratio,
             temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
             patch=(int(patch_t or 1), patch, patch),
             latent_channels=int(transformer.get("in_channels", 16)) // (2 if self.task == "i2v" else 1),
             is_video=True,
             leading_frames=int(patch_t or 1) - 1,
+            frame_multiple=_DECODED_TOGETHER,
+            **limits,
         )
 
     def requirements(self) -> list[Requirement]:

@@ -7,6 +7,7 @@ package names it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -20,15 +21,17 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, Problem
-from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry, SoundGeometry
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import GeneratorFolder
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import unscaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_bytes
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage, usage_of
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin
@@ -54,7 +57,7 @@ class Requirement:
     """Where the value comes from, for messages: a component, alone or before a colon."""
 
 
-class DiffusionAdapter(ABC):
+class DiffusionAdapter(GeneratorFolder, ABC):
     """One family, seen through one model folder in diffusers' layout. Making one reads JSON files only.
 
     Args:
@@ -110,17 +113,22 @@ class DiffusionAdapter(ABC):
     """Whether the loss of `latents` and `further_latents` is one mean over all of them, not a sum of means."""
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
+    uses: ClassVar[tuple[Usage, ...]] = ()
+    """How releases are used, where that is not the pipeline's default: read through `usage`."""
+    frames_argument: ClassVar[str] = "num_frames"
+    """What the pipelines call the number of frames."""
+    true_guidance: ClassVar[str] = "guidance_scale"
+    """What the pipelines call the scale of classifier-free guidance."""
+    guidance_off: ClassVar[float] = 1.0
+    """The largest scale of classifier-free guidance that switches it off."""
 
     def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None, task: str | None = None) -> None:
-        self.folder, self._asked_task = folder, task
-        self._changes = dict(transformer or {})
-        self._configs: dict[str, dict[str, Any]] = {}
+        super().__init__(folder, transformer)
+        self._asked_task = task
         self.vae_options: tuple[str, ...] = ()
         """What the VAE does to take less memory: `tiling`, `slicing`."""
         self.quantize_encoders: str | None = None
         """How the text and picture encoders keep their linear layers: `nf4`, `int8`; None: as stored."""
-        self.noted: Mapping[str, dict[str, Any]] = {}
-        """Configurations of components that the folder lacks, see `note_components`."""
 
     @classmethod
     def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
@@ -130,47 +138,6 @@ class DiffusionAdapter(ABC):
             index: The folder's `model_index.json`.
         """
         return cls
-
-    # --- the folder -------------------------------------------------------------------------------------------------
-
-    def component_config(self, name: str) -> dict[str, Any]:
-        """The JSON configuration of a component (`vae`, `scheduler` …), read once; when the folder lacks it, what was
-        noted of it, else empty.
-
-        Raises:
-            ModelFolderError: It is not JSON.
-        """
-        if name not in self._configs:
-            self._configs[name] = self._read_config(name)
-        return self._configs[name]
-
-    def _read_config(self, name: str) -> dict[str, Any]:
-        for file in ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-            path = self.folder / name / file
-            if path.is_file():
-                return read_json(path)
-        return self.noted.get(name, {})
-
-    def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
-        """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
-        for what sizes follow from."""
-        self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
-        self._configs.clear()
-        self.__dict__.pop("geometry", None)
-
-    def lacks(self, name: str) -> bool:
-        """Whether the folder's pipeline has a component whose own folder is not there."""
-        return self.has_component(name) and not (self.folder / name).is_dir()
-
-    def require(self, name: str) -> None:
-        """Raise `ModelFolderError` when the folder lacks a component."""
-        if self.lacks(name):
-            raise absent_component(self.folder / name)
-
-    @cached_property
-    def index(self) -> dict[str, Any]:
-        """`model_index.json`: component → [library, class]."""
-        return read_json(self.folder / "model_index.json")
 
     @cached_property
     def task(self) -> str:
@@ -225,25 +192,26 @@ class DiffusionAdapter(ABC):
         return self.transformer_folder if len(self.transformers) == 1 else self.folder
 
     @cached_property
-    def transformer_config(self) -> dict[str, Any]:
-        """The transformer's configuration with the YAML's changes."""
-        return self.config_of("transformer")
+    def usage(self) -> Usage:
+        """How the folder's release is used, see `diffusion/usage.py`."""
+        return usage_of(self.uses, self.setting)
 
-    def config_of(self, name: str) -> dict[str, Any]:
-        """The configuration of one of `transformers`, with the YAML's changes."""
-        return {**self.component_config(name), **self._changes}
+    @property
+    def takes_guidance(self) -> bool:
+        """Whether the transformer takes the guidance scale as an input; else guidance is classifier-free."""
+        return bool(self.transformer_config.get("guidance_embeds"))
+
+    @property
+    def guidance_argument(self) -> str:
+        """The argument of the pipeline that the guidance scale is passed as."""
+        return "guidance_scale" if self.takes_guidance else self.true_guidance
 
     @property
     def text_tokens(self) -> int:
-        """Length that captions are padded to, in training and in sampling: `most_text_tokens`, or what the tokenizer
-        says when that is less."""
-        longest = self.component_config(self.tokenizer).get("model_max_length") or self.most_text_tokens
-        return min(self.most_text_tokens, int(longest))
-
-    def has_component(self, name: str) -> bool:
-        """Whether the folder's pipeline has a component; optional ones may be null in `model_index.json`."""
-        entry = self.index.get(name)
-        return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+        """Length that captions are padded to, in training and in sampling: the release's or `most_text_tokens`, or what
+        the tokenizer says when that is less."""
+        most = self.usage.text_tokens or self.most_text_tokens
+        return min(most, int(self.component_config(self.tokenizer).get("model_max_length") or most))
 
     def caption_limits(self) -> dict[str, int]:
         """Tokenizer → how many tokens of a caption are read: `tokenizer`; where the folder has none under that name,
@@ -260,7 +228,7 @@ class DiffusionAdapter(ABC):
     @property
     def frames_per_second(self) -> float | None:
         """Of the clips that the released weights make; None: of pictures, and where the model is told."""
-        return None
+        return None if self.reads_fps else self.usage.fps
 
     @property
     @abstractmethod
@@ -501,24 +469,58 @@ class DiffusionAdapter(ABC):
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def guided(self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor) -> dict[str, Any]:
-        """The arguments that most pipelines take: size, steps, noise, and classifier-free guidance away from the
-        negative prompt. Arguments as of `pipeline_arguments`."""
+        """The arguments that most pipelines take: size, steps, noise and guidance, which is classifier-free and away
+        from the negative prompt unless the transformer takes it as an input. Arguments as of `pipeline_arguments`.
+
+        Raises:
+            ConfigError: There is a negative prompt, which would have no effect.
+        """
         geometry = self.geometry
         size = {
             "height": latents.shape[-2] * geometry.spatial_ratio,
             "width": latents.shape[-1] * geometry.spatial_ratio,
         }
         if geometry.is_video:
-            size["num_frames"] = geometry.frames(tuple(latents.shape[1:]))
+            size[self.frames_argument] = geometry.frames(tuple(latents.shape[1:]))
+        if self.takes_guidance:
+            self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
+            negative = {}
+        else:
+            negative = {"negative_prompt": [sampling.negative_prompt] * len(prompts)}
         return {
             **size,
+            **self.usage.call,
+            **self._guidance(sampling),
+            **negative,
             "num_inference_steps": sampling.num_inference_steps,
-            "guidance_scale": sampling.guidance_scale,
-            "negative_prompt": [sampling.negative_prompt] * len(prompts),
             "latents": latents,
             "max_sequence_length": self.text_tokens,
             "output_type": "np",
         }
+
+    def _guidance(self, sampling: SamplingArguments) -> Mapping[str, float]:
+        """The request's scale, or the several numbers of the release (`Usage.guidance`)."""
+        if sampling.guidance_scale is not None:
+            return {self.guidance_argument: sampling.guidance_scale}
+        return self.usage.guidance if isinstance(self.usage.guidance, Mapping) else {}
+
+    def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
+        """Height and width of a sample when a request names none: the release's, the default of the pipeline's
+        argument, or its sample size in latents.
+
+        Args:
+            pipeline: The family's.
+        """
+        if self.usage.size is not None:
+            return self.usage.size
+        parameters = inspect.signature(pipeline.__call__).parameters
+        latents: int | None = attribute_at(pipeline, "default_sample_size")
+        ratio: int | None = attribute_at(pipeline, "vae_scale_factor")
+        square = latents * ratio if latents and ratio else None
+        height, width = (
+            parameters[name].default or square if name in parameters else None for name in ("height", "width")
+        )
+        return height, width
 
     def refuse_negative_prompt(self, sampling: SamplingArguments, reason: str) -> None:
         """Raise `ConfigError` when there is a negative prompt, which would have no effect."""
@@ -575,19 +577,3 @@ class DiffusionAdapter(ABC):
             elif role.name in media:
                 given[role.argument] = media[role.name]
         return given
-
-
-def absent_component(folder: Path) -> ModelFolderError:
-    """The error about a component that `model_index.json` lists and that has no folder."""
-    return ModelFolderError(
-        f"'{folder.name}' is listed in model_index.json, but its folder does not exist",
-        where=str(folder),
-        way_out="Copy the model folder again.",
-    )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
-    if not path.exists():
-        raise ModelFolderError("does not exist", where=str(path), way_out="Copy the model folder again.")
-    return read_json_object(path, ModelFolderError)

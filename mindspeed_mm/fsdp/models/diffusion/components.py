@@ -20,7 +20,8 @@ from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_file
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import pack_linears
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import absent_component
 from mindspeed_mm.fsdp.models.loading.folder import read_config
 from mindspeed_mm.fsdp.utils.processor import check_words
 from mindspeed_mm.fsdp.utils.quiet import quiet

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, read_json
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.generator_folder import read_json
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import model_register
 

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -72,6 +73,22 @@ class FluxAdapter(DiffusionAdapter):
     }
     memory_streams = ("samples",)
     tokenizer = "tokenizer_2"
+    true_guidance = "true_cfg_scale"
+    # The calls of their model cards; also docs/source/en/api/pipelines/flux.md of diffusers.
+    uses = (
+        Usage(
+            "FLUX.1 schnell",
+            {
+                "transformer.guidance_embeds": False,
+                "transformer.num_layers": 19,
+                "scheduler.shift": 1.0,
+                "scheduler.use_dynamic_shifting": False,
+            },
+            steps=4,
+            text_tokens=256,
+        ),
+        Usage("FLUX.1 Kontext dev", {"index._class_name": "FluxKontextPipeline"}, guidance=2.5),
+    )
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     @cached_property
@@ -190,6 +207,11 @@ class FluxAdapter(DiffusionAdapter):
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
+    @property
+    def takes_guidance(self) -> bool:
+        """Fill's pipeline has no other guidance."""
+        return self.task == "fill" or super().takes_guidance
+
     def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
         """Kontext's pipeline would choose sizes of its own."""
         given = super().pipeline_media(media, sampling)
@@ -201,17 +223,8 @@ class FluxAdapter(DiffusionAdapter):
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """A transformer that takes guidance as an input gets it; any other is guided away from the negative prompt.
-
-        Raises:
-            ConfigError: There is a negative prompt, which would have no effect.
-        """
-        arguments = self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
-        if self.transformer_config.get("guidance_embeds") or self.task == "fill":
-            self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
-            del arguments["negative_prompt"]
-            return arguments
-        return arguments | {"true_cfg_scale": arguments.pop("guidance_scale")}
+        """Packed latents."""
+        return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
 
 
 def _latents(vae: ModelMixin, images: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -74,6 +76,8 @@ class Flux2Adapter(DiffusionAdapter):
     memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
+    # The call of their model cards.
+    uses: ClassVar[tuple[Usage, ...]] = (Usage("FLUX.2 klein", {"index.is_distilled": True}, steps=4, guidance=1.0),)
 
     @classmethod
     def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
@@ -145,8 +149,14 @@ class Flux2Adapter(DiffusionAdapter):
     ) -> dict[str, Any]:
         """dev takes guidance as an input; klein is guided away from the empty prompt, unless it is distilled."""
         self.refuse_negative_prompt(sampling, "these pipelines take no negative prompt")
+        if self.index.get("is_distilled") and (sampling.guidance_scale or 0) > self.guidance_off:
+            raise ConfigError(
+                f"{sampling.guidance_scale:g} has no effect: this release is distilled and draws without guidance",
+                key="sampling.guidance_scale",
+                way_out="Leave it out.",
+            )
         arguments = self.guided(sampling, prompts, latents)
-        del arguments["negative_prompt"]
+        arguments.pop("negative_prompt", None)
         return arguments
 
 

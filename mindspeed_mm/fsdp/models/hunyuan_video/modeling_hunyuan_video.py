@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -47,7 +48,12 @@ class HunyuanVideoAdapter(DiffusionAdapter):
     (`latent_concat`), later ones in place of the first latent frame (`token_replace`)."""
 
     transformer_class = "HunyuanVideoTransformer3DModel"
-    frames_per_second = 24.0
+    true_guidance = "true_cfg_scale"
+    # 24 frames a second: arXiv 2412.03603; guidance: the example of `HunyuanVideoImageToVideoPipeline`.
+    uses = (
+        Usage(fps=24.0),
+        Usage("HunyuanVideo-I2V", {"transformer.image_condition_type": "token_replace"}, guidance=6.0),
+    )
     pipelines = {"t2v": "HunyuanVideoPipeline", "i2v": "HunyuanVideoImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     text_reads_media = one_by_one = frozenset({"i2v"})
@@ -108,6 +114,11 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             is_video=True,
             spatial_step=_PIPELINE_STEP,
         )
+
+    @property
+    def takes_guidance(self) -> bool:
+        """Unless the configuration denies it."""
+        return bool(self.transformer_config.get("guidance_embeds", True))
 
     @property
     def _condition(self) -> str | None:
@@ -222,7 +233,7 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             "encoder_attention_mask": batch["prompt_mask"],
             "pooled_projections": batch["pooled_prompt_embeds"],
         }
-        if self.transformer_config.get("guidance_embeds", True):
+        if self.takes_guidance:
             inputs["guidance"] = torch.full_like(sigma, 1000 * guidance)
         return inputs
 
@@ -233,10 +244,5 @@ class HunyuanVideoAdapter(DiffusionAdapter):
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """A transformer that takes guidance as an input gets it; any other is guided away from the negative prompt."""
-        arguments = self.guided(sampling, prompts, latents)
-        if self.transformer_config.get("guidance_embeds", True):
-            self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
-            del arguments["negative_prompt"]
-            return arguments
-        return arguments | {"true_cfg_scale": arguments.pop("guidance_scale")}
+        """Those of most pipelines."""
+        return self.guided(sampling, prompts, latents)

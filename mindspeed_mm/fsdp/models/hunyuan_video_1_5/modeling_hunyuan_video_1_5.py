@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -41,7 +42,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     """HunyuanVideo-1.5."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
-    frames_per_second = 24.0
+    uses = (Usage(fps=24.0, guidance={}),)  # guidance is that of the folder's guider
     pipelines = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")
@@ -170,14 +171,23 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         if self.task == "i2v":
             size = (sampling.height, sampling.width)
             pipeline.video_processor.calculate_default_height_width = lambda *_, **__: size
-        pipeline.guider = pipeline.guider.new(guidance_scale=sampling.guidance_scale)
+        stored = vars(pipeline).setdefault("stored_guider", pipeline.guider)
+        scale = sampling.guidance_scale
+        pipeline.guider = stored if scale is None else stored.new(guidance_scale=scale)
+
+    def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
+        """16:9 in the area that the transformer was trained on, as the pipeline chooses it for text alone."""
+        processor = pipeline.video_processor  # whose own method `prepare_pipeline` replaces
+        height, width = type(processor).calculate_default_height_width(processor, 9, 16, pipeline.target_size)
+        return int(height), int(width)
 
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
         """Lengths of text are the pipeline's own."""
         arguments = self.guided(sampling, prompts, latents)
-        del arguments["guidance_scale"], arguments["max_sequence_length"]
+        arguments.pop("guidance_scale", None)
+        del arguments["max_sequence_length"]
         if self.task == "i2v":
             del arguments["height"], arguments["width"]
         return arguments

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora.names import (
@@ -42,6 +44,7 @@ PEFT_PREFIX = "base_model.model."
 DIFFUSERS_PREFIX = "transformer."
 METADATA = "lora_adapter_metadata"
 _KEY = "training.lora.pretrained_lora_path"
+FROZEN_KEY = "training.lora.frozen_adapters"
 _MOST = 5
 _UNKNOWN = (
     "lora_bias",
@@ -73,6 +76,21 @@ class AdapterFile:
     """PEFT's settings; empty when the file has none."""
     key: str = _KEY
     """What named it, for messages."""
+    part: str = ""
+    """Of a generator with two transformers, the one that the adapters are of; layers are named below it."""
+
+    @classmethod
+    def find_all(cls, path: Path, key: str = _KEY) -> list[AdapterFile]:
+        """The adapters in a folder: one file or, of a generator with two transformers, one in a folder of each one's
+        name; or a safetensors file of them.
+
+        Raises:
+            ModelFolderError: As `find`.
+        """
+        parts = [part for part in EXPERT_PARTS if _holds_adapters(path / part)]
+        if not parts or _holds_adapters(path):
+            return [cls.find(path, key)]
+        return [replace(cls.find(path / part, key), part=part) for part in parts]
 
     @classmethod
     def find(cls, path: Path, key: str = _KEY) -> AdapterFile:
@@ -88,12 +106,11 @@ class AdapterFile:
         return cls(weights, settings, key)
 
     def plain_keys(self) -> dict[str, str]:
-        """Key without the prefix that all keys have → key in the file."""
+        """Key without the prefix that all keys have, below `part` → key in the file."""
         keys = list(read_header(self.weights))
-        for prefix in (PEFT_PREFIX, DIFFUSERS_PREFIX):
-            if all(key.startswith(prefix) for key in keys):
-                return {key.removeprefix(prefix): key for key in keys}
-        return {key: key for key in keys}
+        shared = (prefix for prefix in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(prefix) for key in keys))
+        prefix, start = next(shared, ""), f"{self.part}." if self.part else ""
+        return {start + key.removeprefix(prefix): key for key in keys}
 
     def names(self) -> dict[str, str]:
         """Name of the parameter in a model with adapters → key in the file."""
@@ -232,24 +249,34 @@ def _by_pattern(patterns: Mapping[str, Number], name: str, default: Number) -> N
     return default
 
 
+def stored_adapters(folders: Sequence[str]) -> list[StoredAdapter]:
+    """What the folders of frozen adapters hold, file by file. Raises `ModelFolderError` as `AdapterFile.adapter`."""
+    return [file.adapter() for folder in folders for file in AdapterFile.find_all(Path(folder), FROZEN_KEY)]
+
+
 def load_adapters(model: nn.Module, path: str | Path) -> None:
     """Fill a model's adapters, and what is trained whole beside them, from files. Each rank reads its part.
 
     Raises:
         ModelFolderError: There are no such files, or they are of other adapters.
     """
-    file, trained, names = _fitting(model, path)
-    entries = read_header(file.weights)
+    files, trained = _fitting(model, path)
     copies = first_names(model)
-    with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
-        for own_name, target in _tensors(model).items():
-            name = copies.get(own_name, own_name)
-            if name not in trained:
-                continue
-            entry = entries[names[name]]
-            stored = Stored(names[name], entry.shape, entry.dtype, lambda: reader)
-            for piece, region in local_pieces(target):
-                stored.copy_to(piece, region)
+    for file, names in files:
+        entries = read_header(file.weights)
+        with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
+            for own_name, target in _tensors(model).items():
+                name = copies.get(own_name, own_name)
+                if name not in trained or name not in names:
+                    continue
+                entry = entries[names[name]]
+                stored = Stored(names[name], entry.shape, entry.dtype, partial(_same, reader))
+                for piece, region in local_pieces(target):
+                    stored.copy_to(piece, region)
+
+
+def _same(reader: TensorReader) -> TensorReader:
+    return reader
 
 
 def check_adapters(model: nn.Module, path: str | Path) -> None:
@@ -257,25 +284,30 @@ def check_adapters(model: nn.Module, path: str | Path) -> None:
     _fitting(model, path)
 
 
-def _fitting(model: nn.Module, path: str | Path) -> tuple[AdapterFile, dict[str, torch.Tensor], dict[str, str]]:
-    """The file; what is trained; name of the parameter → key in the file. Raises `ModelFolderError`."""
+def _fitting(
+    model: nn.Module, path: str | Path
+) -> tuple[list[tuple[AdapterFile, dict[str, str]]], dict[str, torch.Tensor]]:
+    """The files, each with name of the parameter → key in it; what is trained. Raises `ModelFolderError`."""
     lora = facts_of(model).lora
     assert lora is not None, "the model has no adapters"
-    file = AdapterFile.find(Path(path))
-    file.check_fits(lora)
+    files = [(file, file.names()) for file in AdapterFile.find_all(Path(path))]
+    for file, _ in files:
+        file.check_fits(lora)
     whole = whole_of(model)  # of a pipeline's rank: a file holds the adapters of all stages
     trained = {}
     for name, tensor in _tensors(whole).items():
         if name in lora.trained and not name.endswith(INITIAL):  # a file's adapters are of an untouched base
             trained[name] = tensor
-    names = file.names()
-    for first, *others in shared_parameters(whole):
-        if first in trained:  # PEFT's files hold a shared parameter under each of its names
-            for other in others:
-                names.pop(other, None)
-    entries = read_header(file.weights)
-    _check_same(trained, {name: entries[key].shape for name, key in names.items()}, file.weights)
-    return file, trained, names
+    held: dict[str, tuple[int, ...]] = {}
+    for file, names in files:
+        for first, *others in shared_parameters(whole):
+            if first in trained:  # PEFT's files hold a shared parameter under each of its names
+                for other in others:
+                    names.pop(other, None)
+        entries = read_header(file.weights)
+        held |= {name: entries[key].shape for name, key in names.items()}
+    _check_same(trained, held, Path(path))
+    return files, trained
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -304,6 +336,10 @@ def _parameter_name(key: str) -> str:
     if match is None:
         return key
     return adapter_weight(match["layer"], match["side"] or match["length"])
+
+
+def _holds_adapters(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS))
 
 
 def _weights_file(path: Path, key: str) -> Path:

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -22,12 +21,10 @@ from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
-from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
+from mindspeed_mm.fsdp.models.lora.files import FROZEN_KEY, StoredAdapter, stored_adapters
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER, INITIAL, MAGNITUDE, AdaptedLinear, adapter_weight, moves_base
 from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, takes_adapter
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
-
-FROZEN_KEY = "training.lora.frozen_adapters"
 
 
 def inject(model: nn.Module, lora: LoraArguments, targets: LoraTargets) -> None:
@@ -147,9 +144,8 @@ def inject_frozen(model: nn.Module, folders: Sequence[str]) -> tuple[str, ...]:
         ConfigError: They are of layers that the model does not have.
     """
     layers = {name: module for name, module in model.named_modules() if takes_adapter(module)}
-    for index, folder in enumerate(folders):
-        adapter = AdapterFile.find(Path(folder), FROZEN_KEY).adapter()
-        _check_frozen(adapter, layers, folder)
+    for index, adapter in enumerate(stored_adapters(folders)):
+        _check_frozen(adapter, layers)
         inject_adapter(
             model,
             f"frozen_{index}",
@@ -175,38 +171,37 @@ def load_frozen(model: nn.Module) -> None:
     if lora is None:
         return
     own = dict(model.named_parameters())
-    for index, folder in enumerate(lora.frozen):
-        adapter = AdapterFile.find(Path(folder), FROZEN_KEY).adapter()
+    for index, adapter in enumerate(stored_adapters(lora.frozen)):
         with safe_open(adapter.weights, framework="pt") as reader:
             for layer, sides in adapter.layers.items():
                 for side, key in sides.items():
                     target = own.get(adapter_weight(layer, side, f"frozen_{index}"))
                     if target is not None:  # of a pipeline, another rank may have the layer
-                        _fill_frozen(target, adapter.stored(key, reader), folder, key)
+                        _fill_frozen(target, adapter.stored(key, reader), str(adapter.weights), key)
 
 
-def _fill_frozen(target: torch.Tensor, stored: Stored, folder: str, key: str) -> None:
+def _fill_frozen(target: torch.Tensor, stored: Stored, file: str, key: str) -> None:
     if stored.shape != tuple(target.shape):
         raise ModelFolderError(
-            f"{list(stored.shape)} in the file, {list(target.shape)} by its settings", where=folder, key=key
+            f"{list(stored.shape)} in the file, {list(target.shape)} by its settings", where=file, key=key
         )
     for piece, region in local_pieces(target):
         stored.copy_to(piece, region)
 
 
-def _check_frozen(adapter: StoredAdapter, layers: dict[str, nn.Module], folder: str) -> None:
+def _check_frozen(adapter: StoredAdapter, layers: dict[str, nn.Module]) -> None:
     if adapter.fused or adapter.whole:
         what = "adapters on fused experts" if adapter.fused else f"'{adapter.whole[0]}', which was trained whole"
         raise ModelFolderError(
             f"holds {what}, which cannot lie under other adapters",
-            where=folder,
+            where=str(adapter.weights),
             key=FROZEN_KEY,
             way_out="Merge it into the base first: mm merge BASE ADAPTER --out FOLDER.",
         )
     for name in adapter.layers:
         if name not in layers:
             raise ConfigError(
-                f"'{folder}' is of other layers than this model has ({name} …)",
+                f"'{adapter.weights}' is of other layers than this model has ({name} …)",
                 key=FROZEN_KEY,
                 way_out="Name adapters that were trained on this model.",
             )

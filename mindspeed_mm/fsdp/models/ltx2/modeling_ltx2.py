@@ -27,7 +27,9 @@ from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
+from mindspeed_mm.fsdp.models.diffusion.position_limits import ltx2_sides
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 
 _PIPELINE_STEP = 32
 """The pipeline refuses other heights and widths than its multiples."""
-_FRAMES_PER_SECOND = 24.0
-"""Of clips that say nothing of it: the pipeline's default."""
 _SOUND_RATIO = 4
 """Frames of a spectrum, and bands of it, in a position of its latents: fixed in the VAE's class."""
 _FROM_A_FRAME = ("i2av", "i2v")
@@ -105,6 +105,9 @@ class LTX2Adapter(DiffusionAdapter):
     encoders = ("vae", "audio_vae", "text_encoder", "tokenizer", "connectors")
     most_text_tokens = 1024
     reads_fps = True
+    # The rate is the pipelines' default, also for clips that say nothing of theirs; they guide by seven numbers, and
+    # make 121 frames where no part of the folder predicts how many.
+    uses = (Usage(fps=24.0, guidance={}, frames=121),)
 
     # --- the folder -------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,8 @@ class LTX2Adapter(DiffusionAdapter):
             latent_channels=int(vae.get("latent_channels", 128)),
             is_video=True,
             spatial_step=math.lcm(_PIPELINE_STEP, int(spatial) * patch),
+            heights=ltx2_sides(vae, int(spatial)),
+            widths=ltx2_sides(vae, int(spatial)),
         )
 
     @cached_property
@@ -257,7 +262,7 @@ class LTX2Adapter(DiffusionAdapter):
         positions are in seconds, by the clip's own rate."""
         frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
         heard = self._heard(noisy, batch)
-        rates = [rate or _FRAMES_PER_SECOND for rate in batch.get("fps", [0.0] * len(noisy))]
+        rates = [rate or self.usage.fps for rate in batch.get("fps", [0.0] * len(noisy))]
         mask = batch["prompt_mask"]
         return {
             "hidden_states": self._pack(noisy),
@@ -327,10 +332,12 @@ class LTX2Adapter(DiffusionAdapter):
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance of both, and none of the pipeline's others; the length of the sound follows from
-        `fps`."""
-        return self.guided(sampling, prompts, latents) | {
-            "frame_rate": sampling.fps,
+        """The length of the sound follows from `fps`. A scale that is asked for is that of classifier-free guidance of
+        both, and there is none of the pipeline's others."""
+        arguments = self.guided(sampling, prompts, latents) | {"frame_rate": sampling.fps}
+        if sampling.guidance_scale is None:
+            return arguments
+        return arguments | {
             "audio_guidance_scale": sampling.guidance_scale,
             "stg_scale": 0.0,
             "audio_stg_scale": 0.0,

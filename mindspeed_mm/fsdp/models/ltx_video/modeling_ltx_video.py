@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_tabl
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 _PIPELINE_STEP = 32
 """The pipeline refuses other heights and widths than its multiples."""
-_FRAMES_PER_SECOND = 25.0
-"""Of clips that say nothing of it: the pipeline's default."""
 
 
 @model_register.register("ltx_video")
@@ -70,6 +69,23 @@ class LTXVideoAdapter(DiffusionAdapter):
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 128
     reads_fps = True
+    # The rate is the pipelines' default, also for clips that say nothing of theirs; the calls are those of
+    # docs/source/en/api/pipelines/ltx_video.md of diffusers.
+    uses = (
+        Usage(fps=25.0),
+        Usage(
+            "LTX-Video 0.9.1 and later",
+            {"vae.timestep_conditioning": True},
+            call={"decode_timestep": 0.05, "decode_noise_scale": 0.025},
+        ),
+        Usage(
+            "LTX-Video 0.9.7 13B",
+            {"vae.timestep_conditioning": True, "transformer.num_layers": 48},
+            steps=30,
+            guidance=5.0,
+            call={"decode_timestep": 0.05, "decode_noise_scale": 0.025, "guidance_rescale": 0.7},
+        ),
+    )
 
     @cached_property
     def geometry(self) -> MediaGeometry:
@@ -141,7 +157,7 @@ class LTXVideoAdapter(DiffusionAdapter):
             time = time.view(-1, 1, 1).repeat(1, frames, height * width)
             time[:, 0] = 0
             time = time.flatten(1)
-        rates = [rate or _FRAMES_PER_SECOND for rate in batch.get("fps", [0.0] * len(noisy))]
+        rates = [rate or self.usage.fps for rate in batch.get("fps", [0.0] * len(noisy))]
         seconds = geometry.temporal_ratio / torch.tensor(rates, device=noisy.device).view(-1, 1, 1, 1, 1)
         return {
             "hidden_states": self._pack(noisy),

@@ -14,6 +14,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
@@ -65,8 +66,16 @@ class Lumina2Adapter(DiffusionAdapter):
         ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
         patch = int(self.transformer_config.get("patch_size", 2))
         channels = int(self.transformer_config.get("in_channels", 16))
+        _, rows, columns = self.transformer_config.get("axes_lens", (300, 512, 512))
         return MediaGeometry(
-            ratio, 1, (1, patch, patch), channels, is_video=False, spatial_step=math.lcm(_PIPELINE_STEP, ratio * patch)
+            ratio,
+            1,
+            (1, patch, patch),
+            channels,
+            is_video=False,
+            spatial_step=math.lcm(_PIPELINE_STEP, ratio * patch),
+            heights=up_to(rows, patch * ratio),
+            widths=up_to(columns, patch * ratio),
         )
 
     def requirements(self) -> list[Requirement]:

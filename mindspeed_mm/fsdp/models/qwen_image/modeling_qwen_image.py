@@ -48,6 +48,7 @@ class QwenImageAdapter(DiffusionAdapter):
 
     transformer_class = "QwenImageTransformer2DModel"
     pipelines: ClassVar[Mapping[str, str]] = {"t2i": "QwenImagePipeline"}
+    true_guidance = "true_cfg_scale"
     blocks = ("transformer_blocks.{*}",)
     sample_plan = SamplePlan(
         blocks={
@@ -143,14 +144,8 @@ class QwenImageAdapter(DiffusionAdapter):
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance, which the pipeline calls true_cfg_scale."""
-        arguments = self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
-        scale = arguments.pop("guidance_scale")
-        if self.transformer_config.get("guidance_embeds"):
-            self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
-            del arguments["negative_prompt"]
-            return arguments | {"guidance_scale": scale}
-        return arguments | {"true_cfg_scale": scale}
+        """Packed latents."""
+        return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
 
 
 class QwenImageEditAdapter(QwenImageAdapter):

@@ -112,6 +112,11 @@ class SanaAdapter(DiffusionAdapter):
         """Modulation tables."""
         init_scale_shift_table(module)
 
+    def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
+        """The one that the release was trained on, of which the pipeline knows 1024 pixels alone."""
+        side = int(self.transformer_config.get("sample_size", 32)) * self.geometry.spatial_ratio
+        return side, side
+
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:

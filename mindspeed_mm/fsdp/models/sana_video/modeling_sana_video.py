@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
+from mindspeed_mm.fsdp.models.diffusion.position_limits import ltx2_sides
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.sana.modeling_sana import PIPELINE_STEP, SanaAdapter
-from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class SanaVideoAdapter(SanaAdapter):
     """SANA-Video 2B."""
 
     transformer_class = "SanaVideoTransformer3DModel"
-    frames_per_second = 16.0
+    uses = (Usage(fps=16.0),)  # the example of the pipeline
+    frames_argument = "frames"
     pipelines = {"t2v": "SanaVideoPipeline"}
     never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 
@@ -35,13 +36,19 @@ class SanaVideoAdapter(SanaAdapter):
         """The VAE's ratios and the transformer's patches. Wan's VAE names them otherwise than LTX-2's."""
         vae, (t, h, w) = self.component_config("vae"), self.transformer_config.get("patch_size", (1, 2, 2))
         ratio = int(vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio") or 8)
+        in_time = int(vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 4)
+        least, _ = ltx2_sides(vae, ratio) if vae.get("_class_name") == "AutoencoderKLLTX2Video" else (0, None)
+        positions = int(self.transformer_config.get("rope_max_seq_len", 1024))
         return MediaGeometry(
             spatial_ratio=ratio,
-            temporal_ratio=int(vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 4),
+            temporal_ratio=in_time,
             patch=(t, h, w),
             latent_channels=int(self.transformer_config.get("in_channels", 16)),
             is_video=True,
             spatial_step=math.lcm(PIPELINE_STEP, ratio * h, ratio * w),
+            heights=(least, positions * ratio * h),
+            widths=(least, positions * ratio * w),
+            most_frames=(positions * t - 1) * in_time + 1,
         )
 
     def requirements(self) -> list[Requirement]:
@@ -66,12 +73,9 @@ class SanaVideoAdapter(SanaAdapter):
         """Time is 1000 σ."""
         return super().inputs(noisy, sigma, batch, guidance) | {"timestep": 1000 * sigma}
 
-    def pipeline_arguments(
-        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
-    ) -> dict[str, Any]:
-        """The pipeline calls the number of frames `frames`."""
-        arguments = super().pipeline_arguments(sampling, prompts, latents)
-        return arguments | {"frames": arguments.pop("num_frames")}
+    def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
+        """The pipeline's."""
+        return DiffusionAdapter.default_size(self, pipeline)
 
 
 def _scales(vae: ModelMixin) -> tuple[Any, Any]:

@@ -13,6 +13,8 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -56,14 +58,30 @@ class StableDiffusion3Adapter(DiffusionAdapter):
     tokenizer = "tokenizer_3"
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     most_text_tokens = 256
+    # The calls of their model cards; the pipeline's default is that of Stable Diffusion 3.
+    uses = (
+        Usage(
+            "Stable Diffusion 3.5 medium",
+            {"transformer.qk_norm": "rms_norm", "transformer.num_layers": 24},
+            steps=40,
+            guidance=4.5,
+        ),
+        Usage(
+            "Stable Diffusion 3.5 large",
+            {"transformer.qk_norm": "rms_norm", "transformer.num_layers": 38},
+            steps=28,
+            guidance=3.5,
+        ),
+    )
 
     @cached_property
     def geometry(self) -> MediaGeometry:
-        """As the pipeline reads it off the VAE's blocks."""
+        """As the pipeline reads it off the VAE's blocks; the transformer has a table of positions."""
         ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
         patch = int(self.transformer_config.get("patch_size", 2))
         channels = int(self.transformer_config.get("in_channels", 16))
-        return MediaGeometry(ratio, 1, (1, patch, patch), channels, is_video=False)
+        sides = up_to(int(self.transformer_config.get("pos_embed_max_size", 96)), patch * ratio)
+        return MediaGeometry(ratio, 1, (1, patch, patch), channels, is_video=False, heights=sides, widths=sides)
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, widths of the text encoders."""

@@ -27,6 +27,8 @@ from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
+from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
+from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -48,7 +50,24 @@ class WanAdapter(DiffusionAdapter):
     """Wan2.1 1.3B and 14B; Wan2.2 A14B, whose two transformers share the noise levels between them."""
 
     transformer_class = "WanTransformer3DModel"
-    frames_per_second = 16.0
+    # Rates, steps and scales of the authors' wan/configs (Wan-Video/Wan2.2), which model cards call with; FLF2V: the
+    # example in docs/source/en/api/pipelines/wan.md of diffusers.
+    uses: ClassVar[tuple[Usage, ...]] = (
+        Usage(fps=16.0),
+        Usage("Wan2.1 FLF2V", {"transformer.pos_embed_seq_len": GIVEN}, guidance=5.5),
+        Usage(
+            "Wan2.2 T2V A14B",
+            {"index.transformer_2": GIVEN, "index._class_name": "WanPipeline"},
+            steps=40,
+            guidance={"guidance_scale": 4.0, "guidance_scale_2": 3.0},
+        ),
+        Usage(
+            "Wan2.2 I2V A14B",
+            {"index.transformer_2": GIVEN, "index._class_name": "WanImageToVideoPipeline"},
+            steps=40,
+            guidance=3.5,
+        ),
+    )
     pipelines: ClassVar[Mapping[str, str]] = {
         "t2v": "WanPipeline",
         "i2v": "WanImageToVideoPipeline",
@@ -89,14 +108,19 @@ class WanAdapter(DiffusionAdapter):
         """The VAE's ratios, the transformer's patches, and the pipelines' own rule for sides."""
         vae = self.component_config("vae")
         ratio = int(vae.get("scale_factor_spatial", 8))
+        in_time = int(vae.get("scale_factor_temporal", 4))
         patch = tuple(self.transformer_config.get("patch_size", (1, 2, 2)))
+        positions = int(self.transformer_config.get("rope_max_seq_len", 1024))
         return MediaGeometry(
             spatial_ratio=ratio,
-            temporal_ratio=int(vae.get("scale_factor_temporal", 4)),
+            temporal_ratio=in_time,
             patch=(patch[0], patch[1], patch[2]),
             latent_channels=int(vae.get("z_dim", 16)),
             is_video=True,
             spatial_step=math.lcm(_PIPELINE_STEP, *(ratio * side for side in patch[1:])),
+            heights=up_to(positions, ratio * patch[1]),
+            widths=up_to(positions, ratio * patch[2]),
+            most_frames=(positions * patch[0] - 1) * in_time + 1,
         )
 
     @property
@@ -301,6 +325,7 @@ class WanAdapter(DiffusionAdapter):
         arguments = self.guided(sampling, prompts, latents)
         if self.task == "v2v":
             del arguments["num_frames"]  # as many as the video has
+            arguments.pop("guidance_scale_2", None)  # this pipeline has one scale
             return arguments
         return arguments | {"num_frames": self._asked_frames(latents.shape[-3])}
 
@@ -324,7 +349,8 @@ class WanTokenTimeAdapter(WanAdapter):
     alone.
     """
 
-    frames_per_second = 24.0
+    # wan/configs/wan_ti2v_5B.py of Wan-Video/Wan2.2
+    uses: ClassVar[tuple[Usage, ...]] = (Usage("Wan2.2 TI2V 5B", fps=24.0, frames=121, size=(704, 1280)),)
     pipelines: ClassVar[Mapping[str, str]] = {"t2v": "WanPipeline", "ti2v": "WanImageToVideoPipeline"}
     more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "WanPipeline": ("ti2v",),

@@ -15,7 +15,9 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
 from mindspeed_mm.fsdp.models.diffusion.text_rows import pad_rows
+from mindspeed_mm.fsdp.models.diffusion.usage import Usage
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -54,13 +56,21 @@ class ZImageAdapter(DiffusionAdapter):
     memory_streams = ("samples",)
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
+    guidance_off = 0.0
+    # README of Tongyi-MAI/Z-Image; its folders differ in the scheduler's shift, 6 of Z-Image and 3 of Turbo.
+    uses = (
+        Usage(size=(1024, 1024)),
+        Usage("Z-Image Turbo", {"scheduler.shift": 3.0, "transformer.n_layers": 30}, steps=9, guidance=0.0),
+    )
 
     @cached_property
     def geometry(self) -> MediaGeometry:
-        """The VAE's blocks, patches of 2 × 2."""
+        """The VAE's blocks, patches of 2 × 2, positions of `axes_lens`."""
         ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
         channels = int(self.transformer_config.get("in_channels", 16))
-        return MediaGeometry(ratio, 1, (1, 2, 2), channels, is_video=False)
+        _, rows, columns = self.transformer_config.get("axes_lens", (1024, 512, 512))
+        heights, widths = up_to(rows, 2 * ratio), up_to(columns, 2 * ratio)
+        return MediaGeometry(ratio, 1, (1, 2, 2), channels, is_video=False, heights=heights, widths=widths)
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, width of the text encoder."""

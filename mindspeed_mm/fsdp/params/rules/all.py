@@ -117,12 +117,27 @@ def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(f"'{entry.match}' is not a regular expression: {error}", key=key)
 
 
-def _prior_has_a_weight(arguments: Arguments) -> Iterator[Problem]:
-    """Samples of the prior are a loss term of their own, which has to be weighted."""
-    if arguments.training.diffusion.prior_loss_weight is not None:
+def _prior_is_paired_and_weighted(arguments: Arguments) -> Iterator[Problem]:
+    """Samples of the prior are a loss term of their own, which has to be weighted; each step takes as many of them as
+    of the others."""
+    basic = arguments.data.dataset_param.basic_parameters
+    entries = basic.get("dataset") or ()
+    if not any(isinstance(entry, Section) and entry.get("prior") for entry in entries):
         return
-    entries = arguments.data.dataset_param.basic_parameters.get("dataset") or ()
-    if any(isinstance(entry, Section) and entry.get("prior") for entry in entries):
+    if basic.get("mix") is not None:
+        yield Problem(
+            "sets shares, but a dataset has prior: true, of which each step takes as many samples as of the others",
+            key="data.dataset_param.basic_parameters.mix",
+            way_out="Leave it out.",
+        )
+    samples = arguments.training.micro_batch_size
+    if samples % 2 and arguments.data.dataloader_param.max_tokens_per_batch is None:
+        yield Problem(
+            f"{samples} is odd, but a micro-batch has as many samples of the subject as of its prior",
+            key="training.micro_batch_size",
+            way_out=f"Set {samples + 1}.",
+        )
+    if arguments.training.diffusion.prior_loss_weight is None:
         yield Problem(
             "null, but an entry of dataset is to preserve the prior",
             key="training.diffusion.prior_loss_weight",
@@ -219,7 +234,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _stable_part_is_left,
     _streams_are_not_counted,
     _scaling_plan_is_regex,
-    _prior_has_a_weight,
+    _prior_is_paired_and_weighted,
     _weights_have_one_source,
     _pixel_limits_are_in_order,
     _prompts_and_history_do_not_contradict,

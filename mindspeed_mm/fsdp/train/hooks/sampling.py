@@ -115,7 +115,8 @@ class SampleHook(Hook):
             sampling = sampler.prepared(self._prompts, self._asked, KEY)
         share = RankSamples([], [])
         batches = plan_batches(self._prompts, sampling)
-        limit_s = engine.training.step_timeout_s * sampling.num_inference_steps  # a denoising step is less than one
+        steps = sampling.num_inference_steps or 1
+        limit_s = engine.training.step_timeout_s * steps  # a denoising step is less than one of training
         with self._encoders_on(sampler, engine.device), engine.evaluating():
             for batch, is_kept in deal_in_step(batches, self._rank, self._world_size):
                 with engine.phase("sampling", limit_s):
@@ -131,6 +132,7 @@ class SampleHook(Hook):
         share: RankSamples | None,
     ) -> None:
         """Without a share only the calls count, which the other ranks make too."""
+        assert sampling.fps
         folder = self._folder / f"iter_{step:07}"
         try:
             made = sampler.make(batch, sampling)

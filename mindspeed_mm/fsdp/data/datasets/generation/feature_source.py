@@ -82,6 +82,11 @@ class FeatureSource:
         return [record.repeats for record in self._records]
 
     @property
+    def is_prior(self) -> list[bool] | None:
+        """Whether each row preserves the prior; None: none does."""
+        return [record.is_prior for record in self._records] if self._has_prior else None
+
+    @property
     def entries(self) -> list[str]:
         """The entry of `dataset` that each row belongs to; empty where nobody asks for shares of them.
 

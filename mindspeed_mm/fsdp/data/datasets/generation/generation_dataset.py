@@ -85,6 +85,8 @@ class GenerationDataset(MMDataset):
         self._samples = samples_of(self._source.repeats, entries)
         self.row_numbers = [row for row, _ in self._samples]
         self.sizes = [sizes[row] for row in self.row_numbers]
+        is_prior = self._source.is_prior
+        self.is_prior = None if is_prior is None else [is_prior[row] for row in self.row_numbers]
         self.parts = _parts_of(basic_param, [entries[row] for row in self.row_numbers]) if entries else []
 
     def open_store(self, folder: Path, basic: BasicParameters, adapter: DiffusionAdapter) -> FeatureStore:

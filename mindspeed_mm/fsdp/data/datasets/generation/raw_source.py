@@ -135,6 +135,12 @@ class RawSource:
         """The entry of `dataset` that each row belongs to."""
         return self.rows.entries()
 
+    @property
+    def is_prior(self) -> list[bool] | None:
+        """Whether each row preserves the prior; None: none does."""
+        files = self.rows.files
+        return [files[self.rows.file_number(row)].is_prior for row in range(len(self))] if self._has_prior else None
+
     def repeats_of(self, index: int) -> int:
         """How often an epoch reads row `index`."""
         return self.rows.files[self.rows.file_number(index)].repeats

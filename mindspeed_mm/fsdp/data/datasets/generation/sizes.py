@@ -220,7 +220,14 @@ class Buckets:
         if self._settings.enlarge or SizeChange.of(header, size).enlarged <= 1:
             return size
         step = self._geometry.side_step
-        return MediaSize(size.frames, header.height // step * step or step, header.width // step * step or step)
+        own = MediaSize(size.frames, header.height // step * step or step, header.width // step * step or step)
+        if not self._geometry.takes(own):
+            raise DataError(
+                f"a medium of {header.height}×{header.width} is not enlarged, and the model does not take {own}",
+                key=f"{_KEY}.enlarge",
+                way_out=f"Leave it out, or set enlarge: true; the nearest size is {self._geometry.nearest(own)}.",
+            )
+        return own
 
     def _candidates(self, header: MediaHeader) -> Sequence[MediaSize]:
         frames = 1
@@ -320,6 +327,8 @@ def _sizes(settings: SizeSettings, geometry: MediaGeometry) -> list[MediaSize]:
         planes = [(settings.height, settings.width)]
     elif settings.max_pixels is not None:
         planes = _planes_of_area(settings.max_pixels, geometry.side_step)
+        # Shapes that the model has no positions for are left out; where none remains, the check names the nearest.
+        planes = [plane for plane in planes if geometry.takes(MediaSize(1, *plane))] or planes
     else:
         raise ConfigError(
             "there is no size to bring the media to",

@@ -1,0 +1,105 @@
+"""A generator's folder in diffusers' layout, as far as its JSON files tell: components and their configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.diffusion.usage import INDEX
+
+
+class GeneratorFolder:
+    """The settings that a folder holds.
+
+    Args:
+        folder: With `model_index.json` and a folder for each component.
+        transformer: Settings of the transformer's configuration to change.
+    """
+
+    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self._changes = dict(transformer or {})
+        self._configs: dict[str, dict[str, Any]] = {}
+        self.noted: Mapping[str, dict[str, Any]] = {}
+        """Configurations of components that the folder lacks, see `note_components`."""
+
+    def component_config(self, name: str) -> dict[str, Any]:
+        """The JSON configuration of a component (`vae`, `scheduler` …), read once; when the folder lacks it, what was
+        noted of it, else empty.
+
+        Raises:
+            ModelFolderError: It is not JSON.
+        """
+        if name not in self._configs:
+            self._configs[name] = self._read_config(name)
+        return self._configs[name]
+
+    def _read_config(self, name: str) -> dict[str, Any]:
+        for file in ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+            path = self.folder / name / file
+            if path.is_file():
+                return read_json(path)
+        return self.noted.get(name, {})
+
+    def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
+        """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
+        for what sizes follow from."""
+        self.noted = {name: configs[name] for name in filter(self.lacks, configs)}
+        self._configs.clear()
+        for derived in ("geometry", "usage"):
+            self.__dict__.pop(derived, None)
+
+    def lacks(self, name: str) -> bool:
+        """Whether the folder's pipeline has a component whose own folder is not there."""
+        return self.has_component(name) and not (self.folder / name).is_dir()
+
+    def require(self, name: str) -> None:
+        """Raise `ModelFolderError` when the folder lacks a component."""
+        if self.lacks(name):
+            raise absent_component(self.folder / name)
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """`model_index.json`: component → [library, class]."""
+        return read_json(self.folder / "model_index.json")
+
+    @cached_property
+    def transformer_config(self) -> dict[str, Any]:
+        """The transformer's configuration with the YAML's changes."""
+        return self.config_of("transformer")
+
+    def config_of(self, name: str) -> dict[str, Any]:
+        """The configuration of one of `transformers`, with the YAML's changes."""
+        return {**self.component_config(name), **self._changes}
+
+    def setting(self, component: str, name: str) -> Any:
+        """A setting of a component, or of `model_index.json`; None where there is none."""
+        if component == INDEX:
+            value = self.index.get(name)
+            return None if value == [None, None] else value
+        return (self.transformer_config if component == "transformer" else self.component_config(component)).get(name)
+
+    def has_component(self, name: str) -> bool:
+        """Whether the folder's pipeline has a component; optional ones may be null in `model_index.json`."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+
+
+def absent_component(folder: Path) -> ModelFolderError:
+    """The error about a component that `model_index.json` lists and that has no folder."""
+    return ModelFolderError(
+        f"'{folder.name}' is listed in model_index.json, but its folder does not exist",
+        where=str(folder),
+        way_out="Copy the model folder again.",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
+    if not path.exists():
+        raise ModelFolderError("does not exist", where=str(path), way_out="Copy the model folder again.")
+    return read_json_object(path, ModelFolderError)

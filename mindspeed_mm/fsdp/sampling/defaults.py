@@ -1,0 +1,83 @@
+"""What a sample gets for whatever its settings leave out: the one place that fills it in for `mm infer`, `mm serve`,
+samples while training and DreamBooth.
+
+Steps, guidance and frames are those of the release (`models/diffusion/usage.py`), otherwise the defaults of the
+pipeline's `__call__`. The frame rate is the run's, otherwise the family's. Height and width are left to
+`sampler.resolve_size`, since some pipelines know theirs only when they are loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+from mindspeed_mm.fsdp.params.data_args import DataArguments
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+
+_RATE_ARGUMENT = "frame_rate"
+"""What pipelines call the rate that they tell their transformer."""
+_LAST_RESORT_FPS = 16.0
+"""Of clips of a family that states no rate (an outside plugin)."""
+
+
+def with_rate_of(data: DataArguments, sampling: SamplingArguments) -> SamplingArguments:
+    """Settings with the frame rate that the clips of a run were brought to, where they leave it open.
+
+    Args:
+        data: The `data` section of the run.
+        sampling: Settings.
+    """
+    fps = data.dataset_param.preprocess_parameters.get("fps")
+    return sampling if sampling.fps is not None or fps is None else sampling.model_copy(update={"fps": float(fps)})
+
+
+def filled(adapter: DiffusionAdapter, sampling: SamplingArguments, key: str = "") -> SamplingArguments:
+    """Settings with steps, guidance, frames and frame rate filled in. A guidance scale stays None where the release is
+    guided by several numbers.
+
+    Args:
+        adapter: Of the folder.
+        sampling: What a request or a configuration says.
+        key: Of the settings, for messages.
+
+    Raises:
+        ConfigError: Neither the release nor the pipeline has a number of steps.
+    """
+    usage, own = adapter.usage, _pipeline_defaults(adapter)
+    steps = usage.steps or own.get("num_inference_steps")
+    if sampling.num_inference_steps is None and not isinstance(steps, int):
+        raise ConfigError(
+            f"{adapter.pipelines[adapter.task]} has no default number of steps",
+            key=f"{key}.num_inference_steps" if "." in key else "--steps",
+            way_out="Set it.",
+        )
+    filling: dict[str, Any] = {
+        "num_inference_steps": steps,
+        "guidance_scale": _guidance(adapter, own),
+        "num_frames": _frames(adapter, own),
+        "fps": usage.fps or own.get(_RATE_ARGUMENT) or _LAST_RESORT_FPS,
+    }
+    return sampling.model_copy(update={name: value for name, value in filling.items() if sampling[name] is None})
+
+
+def _pipeline_defaults(adapter: DiffusionAdapter) -> Mapping[str, Any]:
+    """Argument of the pipeline's `__call__` → its default, of those that have one."""
+    parameters = inspect.signature(diffusers_class(adapter.pipelines[adapter.task]).__call__).parameters
+    return {name: each.default for name, each in parameters.items() if each.default not in (each.empty, None)}
+
+
+def _guidance(adapter: DiffusionAdapter, own: Mapping[str, Any]) -> float | None:
+    stated = adapter.usage.guidance
+    if stated is None:
+        stated = own.get(adapter.guidance_argument)
+    return float(stated) if isinstance(stated, int | float) else None
+
+
+def _frames(adapter: DiffusionAdapter, own: Mapping[str, Any]) -> int | None:
+    if not adapter.geometry.is_video:
+        return None
+    return int(adapter.usage.frames or own.get(adapter.frames_argument) or 1)
