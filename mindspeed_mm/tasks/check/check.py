@@ -188,7 +188,9 @@ class _Check:
         self._keep(load_config(self.given, self.overrides, ranks=self.nproc or None))
 
     def _keep(self, config: ResolvedConfig) -> None:
-        self.read = config
+        from mindspeed_mm.fsdp.train.run.began import as_run_began
+
+        self.read = config = as_run_began(config, self.options)
         self.result.warnings = list(config.warnings)
         self.result.unchecked = list(config.unchecked)
 
