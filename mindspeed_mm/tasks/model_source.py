@@ -1,4 +1,4 @@
-"""What `infer` and `evaluate` work with: a model folder, or a run, whose newest checkpoint is exported."""
+"""What `infer` and `evaluate` work with: a model folder, or a run, whose checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.choice import choose_checkpoint
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
@@ -57,8 +58,8 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     Args:
         path: A Hugging Face folder, one in diffusers' or Megatron's layout, a run folder, or one `iter_*` folder of a
             run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a
-            run it is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are
-            taken from where the run took them. Adapters of a language model are merged.
+            run it is the best that it keeps, else the newest good one. Of a generator that is the transformer alone,
+            or the adapters: encoders are taken from where the run took them. Adapters of a language model are merged.
         weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
             is one.
 
@@ -135,7 +136,7 @@ def _noted_adapter(run: Path | None) -> Path | None:
 
 def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:
     """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
-    checkpoint = open_checkpoint(source, Ranks(), "size").path
+    checkpoint = open_checkpoint(choose_checkpoint(source).path, Ranks(), "size").path
     marks = [checkpoint / layout.MANIFEST, checkpoint / layout.METADATA]
     marks = [path for path in marks if path.exists()]
     if not marks:

@@ -116,7 +116,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "training.lora.enable": False,
     "training.lora.rank": 8,
     "training.lora.alpha": 16,
-    "training.lora.target_modules": ("q_proj", "k_proj", "v_proj"),
+    "training.lora.target_modules": None,
     "training.lora.dropout": 0.0,
     "training.lora.disable_peft_moe_conversion": True,
     "tools.profile.enable": False,

@@ -28,6 +28,7 @@ class SanaVideoAdapter(SanaAdapter):
     transformer_class = "SanaVideoTransformer3DModel"
     frames_per_second = 16.0
     pipelines = {"t2v": "SanaVideoPipeline"}
+    lora_targets = SanaAdapter.older_lora_targets  # diffusers has no script for it
     never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 
     @cached_property
