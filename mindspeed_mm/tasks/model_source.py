@@ -9,7 +9,7 @@ from pathlib import Path
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.choice import choose_checkpoint
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.artifacts import RunFolder, sha256_file
+from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
@@ -23,6 +23,8 @@ from mindspeed_mm.tasks.export.source import noted_model, unnamed_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
+AS_MODEL = "model-"
+"""Before the name of an export that runs are trained on: it is not replaced by that of a newer checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,39 @@ def _with_configuration(folder: Path) -> Path:
             way_out=f"Write it as a model folder: mm convert {folder} OUT --to hf --model MODEL.",
         )
     return folder
+
+
+def model_of_run(path: Path) -> tuple[Path, str] | None:
+    """A run, or one of its checkpoints, as a model folder that can be trained: adapters are merged, and a generator
+    has all of its components. It is written once, into `exported/` inside the run, and stays there.
+
+    Returns:
+        The folder, and which checkpoint it holds; None where `path` is something else.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or absent.
+        ModelFolderError: The model that the run started from is gone.
+    """
+    is_checkpoint = (path / layout.MANIFEST).exists()
+    run = path.absolute().parent if is_checkpoint else path
+    if not is_checkpoint and not (layout.list_iterations(path) and (path / "run.json").exists()):
+        return None
+    chosen = choose_checkpoint(path)
+    checkpoint = open_checkpoint(chosen.path, Ranks(), "size")
+    with one_at_a_time(run):  # the ranks of a job come here together
+        name = f"{AS_MODEL}{checkpoint.path.name}-{sha256_file(checkpoint.path / layout.MANIFEST)[:12]}"
+        target = run / EXPORTED / name
+        if not target.is_dir():
+            from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
+
+            merge = bool(checkpoint.context.get("base_weights")) or _trained_adapters(run)
+            export.run(checkpoint.path, target, merge=merge)
+    return target, f"step {checkpoint.iteration} ({chosen.why})" if chosen.why else f"step {checkpoint.iteration}"
+
+
+def _trained_adapters(run: Path) -> bool:
+    arguments = run_arguments(run)
+    return arguments is not None and arguments.training.lora.enable
 
 
 def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
