@@ -365,12 +365,13 @@ def export(
     lora_format: Literal["diffusers", "comfyui", "kohya"] = "diffusers",
     **unknown: object,
 ) -> Exported:
-    """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
+    """Write a run's best checkpoint if it keeps one, else its newest, or a named one, as a folder that transformers,
+    PEFT or diffusers loads.
 
     Args:
         run: A run, its folder, or one checkpoint of it.
         target: The folder to write.
-        step: Which checkpoint of the run; None: the newest good one.
+        step: Which checkpoint of the run; None: the best one that it keeps, else the newest good one.
         weights: "ema": their average; "model": as they were trained; None: the average where the run kept one.
         dtype: Of the weights; None: as the model that the run started from has them.
         model_folder: Folder with all but the trained weights; None: the one that the run started from.

@@ -18,7 +18,7 @@ from mindspeed_mm.cli.main import VERBS
 from mindspeed_mm.core.errors import StoppedAfterSave
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
-from tests.helpers.tiny_run import make_tiny_run, tiny_config
+from tests.helpers.tiny_run import STEADY, make_tiny_run, tiny_config
 
 pytestmark = pytest.mark.edge("U2")
 
@@ -98,7 +98,7 @@ class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def test_a_module_and_a_torch_data_set_of_the_callers_own() -> None:
     model = Successor()
-    training = {"lr": 0.1, "train_iters": 30, "micro_batch_size": 8, "clip_grad": 0.0}
+    training = {"lr": 0.1, "train_iters": 30, "micro_batch_size": 8, "clip_grad": 0.0, **STEADY}
     run = mm.train(model=model, rows=Counting(), training=training, features={"loss_cfg": {"loss_type": "raw"}})
     assert run.model is model and model.table.argmax(1).tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     reference = Successor()

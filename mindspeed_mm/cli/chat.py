@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import click
 
-from mindspeed_mm.cli.sharing import is_address
+from mindspeed_mm.cli.sharing import is_address, of_checkpoint
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
@@ -85,6 +85,7 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 @click.option("--name", default="", help="Name of a server's model to talk to; default: the first one listed.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="File with the API key of a server.")
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, once it is complete.")
+@of_checkpoint
 def command(
     model: str,
     images: tuple[Path, ...],

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_address, is_given, share, speaks
+from mindspeed_mm.cli.sharing import (
+    Options,
+    check_inputs,
+    chosen,
+    given_of,
+    is_address,
+    is_given,
+    of_checkpoint,
+    share,
+    speaks,
+)
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.terminal import say, say_json
@@ -193,6 +203,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     "--nproc", type=click.IntRange(min=1), default=1, help="Number of processes on this host; they share the questions."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@of_checkpoint
 @click.pass_context
 def command(context: click.Context, /, model: str, **options: Any) -> int:
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
@@ -233,10 +244,10 @@ _OWN = {
 """Option → the only way that takes it, what it does there, how to get there."""
 _JUDGE = {"judge", "judge_model", "judge_key_env"}
 _COMPARED = {"metric", "ignore_case", "ignore_punctuation"} | _JUDGE
-_MODEL, _GENERATING = {"data", "lora", "config"}, {"max_new_tokens", "plan", "nproc"}
+_MODEL, _GENERATING = {"data", "lora", "config", "checkpoint"}, {"max_new_tokens", "plan", "nproc"}
 _TAKEN = {
     "generated": set(_MEASURES),
-    "harness": {"lora", "config", *_ASKING} | _GENERATING,
+    "harness": {"lora", "config", "checkpoint", *_ASKING} | _GENERATING,
     "benchmark": {"against", *_JUDGE} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
     "rows": {"media_dir", "against"} | _MODEL | _GENERATING | _COMPARED,

@@ -28,7 +28,11 @@ Examples:
 @click.argument("run", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--step", type=click.IntRange(min=0), help="Step of the checkpoint to export; default: the newest valid one."
+    "--checkpoint",
+    "--step",
+    "step",
+    metavar="best|newest|STEP",
+    help="Checkpoint of the run to export; default: the best one if the run keeps one, else the newest.",
 )
 @click.option(
     "--weights",
@@ -66,7 +70,7 @@ Examples:
 def command(
     run: Path,
     out: Path,
-    step: int | None,
+    step: str | None,
     weights: Weights | None,
     dtype: str | None,
     model_folder: Path | None,
@@ -106,5 +110,5 @@ def command(
     average = "the average of the weights " if exported.weights == "ema" else ""
     say(
         f"{exported.folder}: {exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB, "
-        f"{average}from {exported.checkpoint}"
+        f"{average}from {exported.checkpoint}{f' ({exported.why})' if exported.why else ''}"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_given, share
+from mindspeed_mm.cli.sharing import Options, check_inputs, chosen, given_of, is_given, of_checkpoint, share
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.garbage import collecting_later
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
@@ -214,6 +214,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     "which then answer each row, or make each sample, together.",
 )
 @click.option("--nproc", type=POSITIVE, default=1, help="Number of processes on this host; they share rows or prompts.")
+@of_checkpoint
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """Let MODEL answer a prompt about pictures, videos or sounds, or every row of a file; or, if it is a generator,

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from mindspeed_mm.cli.infer import read_adapters
-from mindspeed_mm.cli.sharing import check_inputs, share
+from mindspeed_mm.cli.sharing import check_inputs, of_checkpoint, share
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.serve.limits import Limits, option_of
@@ -107,6 +107,7 @@ def limit_options(command: Callable[..., int]) -> Callable[..., int]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 @limit_options
+@of_checkpoint
 @click.pass_context
 def command(
     context: click.Context,

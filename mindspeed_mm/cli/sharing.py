@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,34 @@ def given_of(options: Options, *names: str) -> Options:
 def is_given(context: click.Context, parameter: click.Parameter) -> bool:
     """Whether somebody has written the option."""
     return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+
+
+def of_checkpoint(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command that takes MODEL the option `--checkpoint`: of a run, the command gets the folder of the
+    checkpoint that is meant, and stderr says which."""
+
+    @click.option(
+        "--checkpoint",
+        metavar="best|newest|STEP",
+        help="Checkpoint of a run to use; default: the best one if the run keeps one, else the newest.",
+    )
+    @functools.wraps(command)
+    def with_checkpoint(*arguments: Any, checkpoint: str | None, **options: Any) -> Any:
+        named = options["model"]
+        if not is_address(str(named)):
+            from mindspeed_mm.checkpoint.choice import choose_checkpoint  # not for --help
+
+            meant = choose_checkpoint(Path(named), checkpoint)
+            if meant.why:
+                click.echo(f"{named}: {meant}", err=True)
+            if meant.why and checkpoint is not None:
+                options["model"] = type(named)(meant.folder)
+                click.get_current_context().params["model"] = options["model"]
+        elif checkpoint is not None:
+            raise UsageError("a server has no checkpoints", key="--checkpoint", way_out="Leave it out.")
+        return command(*arguments, **options)
+
+    return with_checkpoint
 
 
 def is_address(model: str) -> bool:

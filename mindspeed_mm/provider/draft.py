@@ -74,6 +74,10 @@ class Draft:
         value = value_at_key(self.root, key)
         return default if value is None else value
 
+    def has(self, key: str) -> bool:
+        """Whether a key is set, be it to null."""
+        return find(self.root, key) is not None
+
     def place(self, key: str) -> SourcePosition:
         """Where a key got its value."""
         entry = find(self.root, key)

@@ -68,6 +68,13 @@ _REQUIRED = {
     "training.train_iters": "--train-iters",
     "training.lr": "--lr",
 }
+_WITHOUT_FLAGS: Mapping[str, Any] = {
+    "training.lr_decay_style": "constant",  # of scripts in diffusers' manner; Megatron's default is filled before
+    "training.lr_warmup_ratio": 0.0,
+    "training.save_total_limit": None,
+    "features.enable_chunk_loss": False,
+}
+"""Keys whose defaults in a YAML are not those of launch scripts: no warm-up, every checkpoint kept."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,10 @@ def _attempt(reading: Reading, put: Callable[[Reading, Node], None], root: Node)
 
 def _fill_defaults(reading: Reading) -> None:
     """What Megatron takes where a flag is absent, if that is not what is taken here. Scripts in diffusers' manner, with
-    `--learning_rate`, are none of Megatron's."""
+    `--learning_rate`, are none of Megatron's, but share what neither has a default for."""
+    for key, value in _WITHOUT_FLAGS.items():
+        if not reading.draft.has(key):
+            reading.draft.fill(key, value, "what launch scripts do without a flag")
     if reading.has("learning_rate"):
         return
     ours = Arguments()

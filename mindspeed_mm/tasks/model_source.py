@@ -1,4 +1,4 @@
-"""What `infer` and `evaluate` work with: a model folder, or a run, whose newest checkpoint is exported."""
+"""What `infer` and `evaluate` work with: a model folder, or a run, whose checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.choice import choose_checkpoint
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.artifacts import RunFolder, sha256_file
+from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
@@ -23,6 +24,8 @@ from mindspeed_mm.tasks.export.source import noted_model, unnamed_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
+AS_MODEL = "model-"
+"""Before the name of an export that runs are trained on: it is not replaced by that of a newer checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     Args:
         path: A Hugging Face folder, one in diffusers' or Megatron's layout, a run folder, or one `iter_*` folder of a
             run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a
-            run it is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are
-            taken from where the run took them. Adapters of a language model are merged. A file in GGUF is made a
-            folder first.
+            run it is the best that it keeps, else the newest good one. Of a generator that is the transformer alone,
+            or the adapters: encoders are taken from where the run took them. Adapters of a language model are merged. A
+            file in GGUF is made a folder first.
         weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
             is one.
 
@@ -106,6 +109,39 @@ def _with_configuration(folder: Path) -> Path:
     return folder
 
 
+def model_of_run(path: Path) -> tuple[Path, str] | None:
+    """A run, or one of its checkpoints, as a model folder that can be trained: adapters are merged, and a generator
+    has all of its components. It is written once, into `exported/` inside the run, and stays there.
+
+    Returns:
+        The folder, and which checkpoint it holds; None where `path` is something else.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or absent.
+        ModelFolderError: The model that the run started from is gone.
+    """
+    is_checkpoint = (path / layout.MANIFEST).exists()
+    run = path.absolute().parent if is_checkpoint else path
+    if not is_checkpoint and not (layout.list_iterations(path) and (path / "run.json").exists()):
+        return None
+    chosen = choose_checkpoint(path)
+    checkpoint = open_checkpoint(chosen.path, Ranks(), "size")
+    with one_at_a_time(run):  # the ranks of a job come here together
+        name = f"{AS_MODEL}{checkpoint.path.name}-{sha256_file(checkpoint.path / layout.MANIFEST)[:12]}"
+        target = run / EXPORTED / name
+        if not target.is_dir():
+            from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
+
+            merge = bool(checkpoint.context.get("base_weights")) or _trained_adapters(run)
+            export.run(checkpoint.path, target, merge=merge)
+    return target, f"step {checkpoint.iteration} ({chosen.why})" if chosen.why else f"step {checkpoint.iteration}"
+
+
+def _trained_adapters(run: Path) -> bool:
+    arguments = run_arguments(run)
+    return arguments is not None and arguments.training.lora.enable
+
+
 def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
     """The source with adapters beside its weights: those that are named, else those of the run's `inference.adapter`.
 
@@ -138,7 +174,7 @@ def _noted_adapter(run: Path | None) -> Path | None:
 
 def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:
     """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
-    checkpoint = open_checkpoint(source, Ranks(), "size").path
+    checkpoint = open_checkpoint(choose_checkpoint(source).path, Ranks(), "size").path
     marks = [checkpoint / layout.MANIFEST, checkpoint / layout.METADATA]
     marks = [path for path in marks if path.exists()]
     if not marks:

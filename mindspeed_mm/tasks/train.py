@@ -14,8 +14,8 @@ from mindspeed_mm.core.run_ownership import clear_unbegun_run, folders_to_make, 
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
-from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder, ranks_of_job
+from mindspeed_mm.tasks.given.run_as_model import load_of_run
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
         MMError: Anything that a person can act on; `StoppedAfterSave` after a stop that was asked for.
     """
     with collecting_later():
-        config = load_with_plugins(config_path, overrides)
+        config = load_of_run(config_path, overrides)
         # Imported here: everything above answers a wrong YAML before torch is loaded.
         from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 
@@ -64,7 +64,7 @@ def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: 
     """
     # A wrong YAML is answered once, here, not by every rank.
     ranks = ranks_of_job(nproc, os.environ)
-    config = load_with_plugins(config_path, overrides, ranks=ranks)
+    config = load_of_run(config_path, overrides, ranks=ranks)
     with config.told_as_own():
         if ranks:
             resolve_parallel_sizes(config.arguments.parallel, ranks)

@@ -74,7 +74,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
             self._optimizer = build_optimizer(
                 self.module, training, self._arguments.features, self._assembled.plan.groups, note=self._note
             )
-            self._schedule = build_lr_schedule(self._arguments, training.train_iters)
+            self._schedule = build_lr_schedule(training, training.train_iters or 1)
             set_lr(self._optimizer, self._schedule.at(0))
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
 

@@ -57,6 +57,9 @@ class Loader:
     def __init__(self, given: dict[str, Any]) -> None:
         self._given, self.batching = given, dict[str, Any]()
 
+    def steps_for(self, epochs: float) -> int:
+        return 10
+
     def __iter__(self) -> Any:
         return iter([[give(self._given["batch"])]])
 

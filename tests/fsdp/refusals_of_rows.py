@@ -53,6 +53,12 @@ ORDERS = (
         "epochs of a stream", (STREAMED, "training.train_epochs=1"), "epochs cannot be counted", "training.train_epochs"
     ),
     Refusal(
+        "a stream without a length",
+        (STREAMED, "training.train_iters=null"),
+        "say how long the run is",
+        "training.train_iters",
+    ),
+    Refusal(
         "a stream encoded up front",
         (STREAMED, f"{BASIC}.preprocess_on_fly=false"),
         "are not known before they are read",

@@ -15,12 +15,16 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
+FEW = ("q_proj", "k_proj", "v_proj")
+"""Layers of a language model that get adapters in tests of what adapters do."""
+
 
 def adapted_model(folder: Path, *, dtype: torch.dtype | None = None, random: bool = True, **lora: Any) -> Any:
     """A model with adapters of rank 4 and alpha 12 over the folder's weights; trained at random, or fresh."""
     arguments = ModelArguments(model_name_or_path=str(folder))
     model: Any = ModelHub.build(arguments, param_dtype=dtype)
-    section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **lora})
+    few: dict[str, Any] = {} if facts_of(model).adapter else {"target_modules": FEW}
+    section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **few, **lora})
     apply_lora(model, section, param_dtype=dtype)
     loaded = ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
     initialize_lora(model, section, 7, folder=loaded.folder)

@@ -36,6 +36,7 @@ from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
+from tests.helpers.tiny_run import STEADY
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import (
     COSYVOICE_CODES,
@@ -254,7 +255,7 @@ def write_run(row: Row | WrittenRow, folder: Path, **sections: Config) -> Path:
             "dataloader_param": {"num_workers": 0, "shuffle": False},
         },
         "parallel": {},
-        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "log_interval": 1, "seed": 7},
+        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "log_interval": 1, "seed": 7, **STEADY},
     }
     path = folder / "run.yaml"
     with path.open("w", encoding="utf-8") as file:

@@ -12,6 +12,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
+from tests.helpers.tiny_run import STEADY
 
 THINGS = ("a red box", "two blue lines", "a seven moving left", "", "grain, large and round")
 
@@ -70,7 +71,7 @@ def generator_config(folder: Path, preprocess: dict[str, Any], **sections: dict[
         "parallel": {},
         "training": {
             "lr": 1e-3, "micro_batch_size": 2, "train_iters": 6, "log_interval": 1, "seed": 7,
-            "diffusion": {"caption_dropout": 0.25},
+            "diffusion": {"caption_dropout": 0.25}, **STEADY,
         },
     }  # fmt: skip
     for name, content in sections.items():

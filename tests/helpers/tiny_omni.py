@@ -21,6 +21,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers import tiny_models
+from tests.helpers.tiny_run import STEADY
 
 prepare_for_transformers()
 
@@ -127,7 +128,7 @@ def make_tiny_omni_run(folder: Path, text: dict[str, Any], **sections: dict[str,
             "dataloader_param": {"num_workers": 0, "shuffle": True},
         },
         "parallel": {},
-        "training": {"plugin": ["tests.helpers.tiny_omni"], "lr": 1e-3, "log_interval": 1, "seed": 7},
+        "training": {"plugin": ["tests.helpers.tiny_omni"], "lr": 1e-3, "log_interval": 1, "seed": 7, **STEADY},
     }
     for name, content in sections.items():
         config[name].update(content)

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.released_layouts import merged
 from tests.helpers.released_rows import ROWS, Row, write_rows
+from tests.helpers.tiny_run import STEADY
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -104,7 +105,7 @@ def write_omni_run(folder: Path, **sections: Any) -> Path:
             "dataloader_param": {"num_workers": 0, "shuffle": False},
         },
         "parallel": {},
-        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "log_interval": 1, "seed": 7},
+        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "log_interval": 1, "seed": 7, **STEADY},
     }
     path = folder / "run.yaml"
     path.write_text(json.dumps(merged(config, sections), indent=1), encoding="utf-8")  # JSON is YAML

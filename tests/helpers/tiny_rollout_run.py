@@ -8,6 +8,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
+from tests.helpers.tiny_run import STEADY
 
 PROMPTS = ("a red box", "two blue lines", "a seven moving left", "grain, large and round")
 
@@ -38,7 +39,7 @@ def make_tiny_rollout_run(folder: Path, family: str = "flux", *, method: str = "
         },
         "training": {
             "lr": 1e-3, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "train_iters": 3, "log_interval": 1,
-            "seed": 7,
+            "seed": 7, **STEADY,
         },
         "posttrain": {
             "method": method,

@@ -12,6 +12,8 @@ from ruamel.yaml import YAML
 
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
+STEADY: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_ratio": 0.0, "save_total_limit": None}
+"""One learning rate for all steps and every checkpoint kept: what a few steps are compared by."""
 WORDS = ("red", "green", "blue", "large", "small", "round", "flat", "old", "new", "far")
 
 
@@ -55,7 +57,7 @@ def tiny_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "dataloader_param": {"num_workers": 0, "shuffle": True},
         },
         "parallel": {},
-        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 6, "log_interval": 1, "seed": 7},
+        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 6, "log_interval": 1, "seed": 7, **STEADY},
     }  # fmt: skip
     for name, content in sections.items():
         config.setdefault(name, {}).update(content)

@@ -38,7 +38,7 @@ FLAGS = (
 )
 TRAINING = {
     "micro_batch_size": 1, "train_iters": STEPS, "lr": 1e-3, "lr_decay_style": "cosine", "seed": 7,
-    "weight_decay": 0.01, "log_interval": 1, "save_interval": 1,
+    "weight_decay": 0.01, "lr_warmup_ratio": 0.0, "save_total_limit": None, "log_interval": 1, "save_interval": 1,
 }  # fmt: skip
 
 

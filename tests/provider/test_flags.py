@@ -331,7 +331,7 @@ def test_the_learning_rate_is_megatron_s(
 ) -> None:
     """At every step of the run, its first included."""
     more = f"--lr 1e-3 --min-lr 1e-5 --train-iters 200 --lr-decay-style {words}".split()
-    schedule = build_lr_schedule(run(words_of(without="training.train_iters", more=more)).arguments, 200)
+    schedule = build_lr_schedule(run(words_of(without="training.train_iters", more=more)).arguments.training, 200)
     for step in range(200):
         expected = megatron_rate(step, style, warm, decay, anneal, start)
         assert schedule.at(step) == pytest.approx(expected, rel=1e-12, abs=1e-18), step

@@ -122,6 +122,8 @@ class ModelCard:
     tasks: Mapping[str, str]
     """Of a generator: what it may be trained for, values of `model.task` → what proves it, told likewise, or as
     file::function [case] of a test that has others, too."""
+    epochs: int | None = None
+    """Of a generator: the passes over the data that diffusers' own command trains for, where it counts passes."""
 
 
 @cache
@@ -141,6 +143,7 @@ def families() -> tuple[ModelCard, ...]:
                 card["released"],
                 card["proven"],
                 card.get("tasks") or {},
+                card.get("epochs"),
             )
         )
     return tuple(found)

@@ -38,7 +38,8 @@ class EvaluateArguments(Section):
     best_metric: str | None = None
     """Metric whose best checkpoint is kept beside the newest ones, never deleted and named in `best.json`: `val_loss`
     or another number of the validation, `eval_accuracy`, `eval_wer` or `eval_cer`, or one task's, e.g.
-    `eval_accuracy/reading`; null: none. Accuracies should rise, everything else should fall."""
+    `eval_accuracy/reading`. Accuracies should rise, everything else should fall. Null: of a run that is validated, the
+    saved checkpoint with the lowest `val_loss` is kept and named."""
     min_delta: Annotated[Number, Field(ge=0)] = 0.0
     """Smallest improvement over the best value that makes a checkpoint the new best one."""
     patience: Positive | None = None

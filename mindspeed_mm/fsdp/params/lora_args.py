@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Names, Number, PathText, Patterns, Positive, Section, fault, show
+from mindspeed_mm.fsdp.params.value_types import (
+    PATTERNS,
+    Flag,
+    Names,
+    Number,
+    PathText,
+    Patterns,
+    Positive,
+    Section,
+    fault,
+    names_of,
+    show,
+)
 
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "corda", "loftq", "orthogonal")
 
@@ -20,6 +32,18 @@ def _initialisation(value: Any) -> Any:
     raise fault(f"{show(value)} is not one of true, false, {', '.join(_INITIALISATIONS)}, pissa_niter_N")
 
 
+OLDER_DEFAULT = ("q_proj", "k_proj", "v_proj")
+"""What `target_modules` was in runs of older versions that did not set it."""
+
+
+def _targets(value: Any) -> Any:
+    return None if value is None else names_of(value)
+
+
+Targets = Annotated[tuple[str, ...] | None, BeforeValidator(_targets), PATTERNS]
+"""Patterns, or null."""
+
+
 class LoraArguments(Section):
     """Low-rank adapters, as PEFT reads and writes them."""
 
@@ -29,9 +53,12 @@ class LoraArguments(Section):
     """Rank of the adapter matrices."""
     alpha: Annotated[Number, Field(gt=0)] = 16
     """Numerator of the adapters' scale, which is alpha / rank."""
-    target_modules: Patterns = ("q_proj", "k_proj", "v_proj")
-    """Patterns of the modules that get adapters; the last part of a name is enough. For a generator the default means
-    the attention layers of its family."""
+    target_modules: Targets = None
+    """Patterns of the modules that get adapters; the last part of a name is enough. The word `all-linear` (or `all`)
+    means every linear layer of the language model, as in PEFT, without the output head and routers; patterns beside it
+    add to it, such as `model.visual.*` for a vision tower. Fused experts are named. Not given: the layers in
+    `pretrained_lora_path`; else `all-linear`, and for a generator the layers of diffusers' LoRA script for its
+    family."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the input of the adapters."""
     init_lora_weights: Annotated[bool | str, BeforeValidator(_initialisation)] = True

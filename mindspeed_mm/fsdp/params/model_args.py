@@ -19,7 +19,8 @@ class ModelArguments(OpenSection):
     config.json."""
     model_name_or_path: PathText | None = None
     """Local folder with config.json, and with the weights unless `training.load` or `train_from_scratch` says
-    otherwise. Nothing is downloaded."""
+    otherwise; or a run, or one of its checkpoints, whose weights and tokenizer are taken, with adapters merged. Nothing
+    is downloaded."""
     train_from_scratch: Flag = False
     """Initialise the weights from the seed instead of loading them."""
     trust_remote_code: Flag = False

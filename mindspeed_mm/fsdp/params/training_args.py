@@ -77,16 +77,16 @@ class TrainingArguments(Section):
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "wsd"],
         renamed(constant_with_warmup="constant", warmup_stable_decay="wsd"),
-    ] = "constant"
-    """Shape of the learning-rate schedule. wsd: warm up, stay constant, decay."""
+    ] = "cosine"
+    """Shape of the learning-rate schedule. wsd: warm up, stay constant, decay. Not given: cosine, down to `lr_min`."""
     lr_decay_ratio: Annotated[NotNegative, Field(gt=0)] = 1.0
     """Share of the training steps after which the decay has ended; above 1, the run ends first. For wsd: the share of
     the steps in which the rate decays."""
     lr_wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of the decay under `lr_decay_style: wsd`. exponential: 2 · 0.5^x - 1, minus_sqrt: 1 - √x, with x from 0 to
     1."""
-    lr_warmup_ratio: Ratio = 0.0
-    """Share of the steps in which the learning rate warms up."""
+    lr_warmup_ratio: Ratio = 0.03
+    """Share of the steps in which the learning rate warms up. Not given: 3 %; 0: no warm-up."""
     lr_warmup_from_start: Flag = False
     """Use `lr_start` itself in the first step of the warm-up, as Megatron-LM does; false: the first step is already one
     increment above it, and the last step of the warm-up reaches `lr`."""
@@ -140,8 +140,10 @@ class TrainingArguments(Section):
     """Number of samples in one forward pass on one data rank."""
     gradient_accumulation_steps: Annotated[Positive, null_means(1)] = 1
     """Number of forward and backward passes in one optimizer step."""
-    train_iters: Positive = 10000
-    """Number of optimizer steps to train."""
+    train_iters: Positive | None = None
+    """Number of optimizer steps to train. A run without `train_iters` and `train_epochs` takes one epoch; a generator
+    takes 500 steps (CogVideoX 30 epochs), the length of the training commands on diffusers' pages. Streamed rows
+    require `train_iters`, because their number is not known."""
     train_epochs: Positive | None = None
     """Number of passes over the data; takes precedence over `train_iters`."""
     seed: Natural = 42
@@ -183,8 +185,9 @@ class TrainingArguments(Section):
     """Leave the optimizer state out of checkpoints."""
     no_save_rng: Flag = False
     """Leave the random-number states out of checkpoints."""
-    save_total_limit: Annotated[Whole, Field(ge=2)] | None = None
-    """Number of checkpoints that are kept; null: all. At least 2, so that a damaged one is never the only one."""
+    save_total_limit: Annotated[Whole, Field(ge=2)] | None = 2
+    """Number of checkpoints that are kept, in addition to the best one (`evaluate.best_metric`). Not given: the newest
+    two; null: all. At least 2, so that a damaged one is never the only one."""
     save_on_signal: Flag = True
     """Save a checkpoint when the run is asked to stop."""
     on_save_error: Literal["stop", "continue"] = "stop"

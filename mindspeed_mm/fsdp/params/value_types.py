@@ -170,7 +170,8 @@ def _path(value: object) -> object:
     return value
 
 
-def _names(value: object) -> object:
+def names_of(value: object) -> tuple[str, ...]:
+    """A list of names, or one alone."""
     if value is None:
         return ()
     entries = (value,) if isinstance(value, str) else value
@@ -214,7 +215,7 @@ Seconds = Annotated[Number, Field(gt=0)]
 """A time in seconds, above 0."""
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path; relative ones are tried against the working directory, then against the YAML's folder."""
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Names = Annotated[tuple[str, ...], BeforeValidator(names_of)]
 """A list of names; one alone may stand without brackets."""
 PATTERNS = "patterns"
 """Marks the type of a key whose texts are patterns of module or parameter names."""

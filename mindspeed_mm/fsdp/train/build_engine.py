@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.memory.advice import memory_report
 from mindspeed_mm.fsdp.train.run.data import RunLoader
@@ -80,7 +81,7 @@ def build_engine(
         objective=objective,
         forward_backward=build_forward_backward(arguments, job, assembled, objective),
         optimizer=optimizer,
-        schedule=build_lr_schedule(arguments, total_steps),
+        schedule=build_lr_schedule(arguments.training, total_steps),
         training=arguments.training,
         device=job.device,
         loader=loader,
@@ -130,9 +131,8 @@ def _sync_always(_model: nn.Module, _enabled: bool) -> None:
     """In the place of `set_gradient_sync`: every backward pass communicates its gradients."""
 
 
-def build_lr_schedule(arguments: Arguments, total_steps: int) -> Schedule:
-    """The learning-rate schedule of the configuration."""
-    training = arguments.training
+def build_lr_schedule(training: TrainingArguments, total_steps: int) -> Schedule:
+    """The learning-rate schedule of a `training` section."""
     warmup_steps = training.lr_warmup_ratio * total_steps
     if not training.lr_warmup_from_start or math.isclose(warmup_steps, round(warmup_steps)):
         warmup_steps = round(warmup_steps)

@@ -36,6 +36,7 @@ from mindspeed_mm.fsdp.train.family import Family, family_of
 from mindspeed_mm.fsdp.train.hooks.build import build_hooks
 from mindspeed_mm.fsdp.train.hooks.callback import CallbackHook
 from mindspeed_mm.fsdp.train.hooks.summary import summary_hook
+from mindspeed_mm.fsdp.train.run.began import as_run_began
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters, run_context
 from mindspeed_mm.fsdp.train.run.data import (
     Pass,
@@ -51,9 +52,10 @@ from mindspeed_mm.fsdp.train.run.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.run.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.run.job import Job, joined
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.longer import TOTAL_STEPS, jump_of_rate
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import seed_everything
-from mindspeed_mm.fsdp.train.run.record import RunRecord, trusted_code
+from mindspeed_mm.fsdp.train.run.record import WARNING, RunRecord, trusted_code
 from mindspeed_mm.fsdp.train.run.resume import ResumePoint, find_resume_point
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.fsdp.train.run.start_checks import (
@@ -128,9 +130,9 @@ class Trainer:
             config = Path(config)
         if not isinstance(config, ResolvedConfig):
             config = load_with_plugins(config)
-        self.config = config
-        self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
+        self.config = as_run_began(config, self.options)
+        self.arguments: Arguments = self.config.arguments
         self.hooks = tuple(hook if isinstance(hook, Hook) else CallbackHook(hook) for hook in hooks)
         self.given = given or GivenObjects()
         self.trackers = tuple(trackers)
@@ -179,7 +181,7 @@ class Trainer:
             self._check_data(data, job, record)
             loader = self._build_loader(job, data)
             total_steps = total_steps_of(self.arguments, loader)
-            context = self._context(data, loader, job)
+            context = self._context(data, loader, job) | {TOTAL_STEPS: total_steps}
         with job.setup("looking for a checkpoint"):
             resume = find_resume_point(
                 self.arguments, self.options, context, note=record.note, say=record.progress.note
@@ -237,6 +239,7 @@ class Trainer:
         )
         if state is not None:
             continue_from(engine, state, self.arguments, job)
+            self._note_jump_of_rate(engine, resume, record)
         held_out = partial(self._held_out, job, data)
         return engine, RunParts(self.arguments, job, record, resume, data, loader, assembled, family, held_out)
 
@@ -307,6 +310,12 @@ class Trainer:
         note = go_on_in_data(loader, resume.checkpoint, state, accepts_change=self.options.accept_data_change)
         if note:
             record.note(note)
+
+    def _note_jump_of_rate(self, engine: TrainEngine, resume: ResumePoint, record: RunRecord) -> None:
+        assert resume.checkpoint is not None
+        line = jump_of_rate(resume.checkpoint.context, engine.iteration, engine.schedule, self.arguments.training)
+        if line:
+            record.note(f"{WARNING}{line}")
 
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         return build_hooks(parts)

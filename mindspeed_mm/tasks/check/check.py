@@ -105,7 +105,7 @@ def run(
         options: What the start of the run would say.
     """
     check = _Check(given, overrides, nproc, options or ResumeOptions())
-    check.attempt("configuration", check.configuration)
+    check.attempt("configuration", check.configuration if config_only else check.configuration_and_run)
     if check.nproc:
         check.attempt("parallel sizes", check.parallel_sizes, needs=["configuration"])
     if not config_only:
@@ -187,8 +187,21 @@ class _Check:
         """Text, keys, values and the rules between them."""
         self._keep(load_config(self.given, self.overrides, ranks=self.nproc or None))
 
+    def configuration_and_run(self) -> None:
+        """The same; where the model is a run, its checkpoint can be trained on."""
+        from mindspeed_mm.tasks.given.run_as_model import words_of_run
+
+        self.configuration()
+        words, line = words_of_run(self.config)
+        if words:
+            self.overrides = (*self.overrides, *words)
+            self.result.notes.append(line)
+            self.configuration()
+
     def _keep(self, config: ResolvedConfig) -> None:
-        self.read = config
+        from mindspeed_mm.fsdp.train.run.began import as_run_began
+
+        self.read = config = as_run_began(config, self.options)
         self.result.warnings = list(config.warnings)
         self.result.unchecked = list(config.unchecked)
 

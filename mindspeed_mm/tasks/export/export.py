@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.choice import Which
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig
 from mindspeed_mm.checkpoint.conversion.run import Writing
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
@@ -38,13 +39,15 @@ class Exported:
     weights: Weights = "model"
     """Whether they are the average (`ema`) or as they were trained."""
     kind: ContentKind = "model"
+    why: str = ""
+    """Why this checkpoint of the run was taken: `best by val_loss 3.16`, `newest`, `named`."""
 
 
 def run(
     source: Path,
     target: Path,
     *,
-    step: int | None = None,
+    step: Which = None,
     weights: Weights | None = None,
     dtype: str | None = None,
     model_folder: Path | None = None,
@@ -60,9 +63,10 @@ def run(
     A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout.
 
     Args:
-        source: A run folder (its newest good checkpoint), one checkpoint, or a folder in Megatron's layout.
+        source: A run folder, one checkpoint, or a folder in Megatron's layout.
         target: The folder to write.
-        step: Which of the run's checkpoints.
+        step: Which of the run's checkpoints: a step, `best` or `newest`; None: the best that the run keeps, else the
+            newest.
         weights: `ema` writes the average of the weights, `model` the weights as they were trained; None the average
             when the checkpoint has one.
         dtype: `bf16`, `fp16`, `fp32`, `fp64`; None writes each tensor as the model that the run started from has it,
@@ -124,6 +128,7 @@ def _write(
         checkpoint.notes + contents.notes,
         weights,
         contents.kind,
+        found.why,
     )
 
 

@@ -53,7 +53,7 @@ def run(
 
     Args:
         base: A folder of transformers', in diffusers' layout, or in Megatron's with a config.json; or, without
-            adapters, a run that trained some: its newest checkpoint is merged with what the run started from.
+            adapters, a run that trained some: its checkpoint is merged with what the run started from.
         adapters: Folders, or files, as PEFT, diffusers or this package writes them.
         out: The folder to write.
         scales: How many times each adapter is added: one number for all, or one for each; 1 without. −1 takes one out

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
@@ -129,7 +130,7 @@ def _numbers(run: RunFolder | None, step: int | None) -> str:
         return ""
     rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
     results: Values = {}
-    if _is_newest(run, step):
+    if _is_evaluated(run, step):
         results = _json(run.evaluation / "results.json")
     measure = results.get("measure", "accuracy")
     for name, score in (results.get("tasks") or {}).items():
@@ -155,8 +156,12 @@ def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
     return found
 
 
-def _is_newest(run: RunFolder, step: int | None) -> bool:
-    """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
+def _is_evaluated(run: RunFolder, step: int | None) -> bool:
+    """Whether scores in the run folder, which are those of its best checkpoint, else of its newest, are those of
+    `step`."""
+    best = best_of(run.path)
+    if best is not None:
+        return step == best[0]
     newest = 0
     for record in read_jsonl(run.metrics):
         if isinstance(record.get("step"), int):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.choice import Which, choose_checkpoint
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
@@ -30,6 +30,8 @@ class ExportSource:
     """Configuration, tokenizer, processor, components; its weights say which dtype and layout to write."""
     is_told: bool = False
     """Whether a person named the model folder, instead of the run."""
+    why: str = ""
+    """Why this checkpoint of the run was taken, as `Choice` says it."""
 
     @property
     def kind(self) -> ModelKind:
@@ -44,12 +46,13 @@ class ExportSource:
         return load_with_plugins(self.run.resolved).arguments
 
 
-def resolve_source(source: Path, step: int | None, model_folder: Path | None) -> ExportSource:
+def resolve_source(source: Path, step: Which, model_folder: Path | None) -> ExportSource:
     """Find and verify the checkpoint, and the folder that the run started from.
 
     Args:
         source: A run folder, or one checkpoint.
-        step: Which of the run's checkpoints; None takes the newest good one.
+        step: Which of the run's checkpoints: a step, `best` or `newest`; None takes the best that the run keeps, else
+            the newest good one.
         model_folder: Instead of the folder that the run names.
 
     Raises:
@@ -57,18 +60,13 @@ def resolve_source(source: Path, step: int | None, model_folder: Path | None) ->
         ModelFolderError: The model that the run started from is gone.
         UsageError: Nothing says which model the checkpoint holds.
     """
-    path = source
-    if step is not None:
-        path = layout.checkpoint_folder(source, step)
-        if not path.is_dir():
-            steps = ", ".join(map(str, layout.list_iterations(source))) or "none"
-            raise CheckpointError(f"has no step {step}", where=str(source), way_out=f"Steps here: {steps}.")
-    checkpoint = open_checkpoint(path, Ranks(), "hash")
+    chosen = choose_checkpoint(source, step)
+    checkpoint = open_checkpoint(chosen.path, Ranks(), "hash")
     run_path = next((p for p in (source, checkpoint.path.parent) if (p / "run.json").exists()), None)
     folder = RunFolder(run_path) if run_path else None
     if model_folder is not None:
-        return ExportSource(checkpoint, folder, model_folder, is_told=True)
-    return ExportSource(checkpoint, folder, _started_from(checkpoint, folder))
+        return ExportSource(checkpoint, folder, model_folder, is_told=True, why=chosen.why)
+    return ExportSource(checkpoint, folder, _started_from(checkpoint, folder), why=chosen.why)
 
 
 def noted_model(run: Path) -> Path | None:

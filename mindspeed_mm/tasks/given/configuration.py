@@ -45,9 +45,9 @@ class GivenConfig:
 
 def resolved(source: Path | Mapping[str, Any], overrides: Sequence[Any] = ()) -> ResolvedConfig:
     """The configuration, validated, with the plugins that it names."""
-    from mindspeed_mm.fsdp.train.configuration import load_with_plugins  # pydantic
+    from mindspeed_mm.tasks.given.run_as_model import load_of_run  # pydantic
 
-    return load_with_plugins(source, overrides)
+    return load_of_run(source, overrides)
 
 
 def _model(model: object) -> tuple[nn.Module | None, dict[str, Any]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import checkpoint_folder, list_iterations
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker
 from mindspeed_mm.tasks.report.data import read_run
@@ -56,8 +57,12 @@ class Run:
 
     @property
     def best(self) -> Path | None:
-        """Of the checkpoints that were validated, the one with the lowest validation loss; None when there is none.
-        Steps are validated every `training.val_interval`, and saved every `training.save_interval`."""
+        """The best checkpoint that the run keeps (`training.evaluate.best_metric`), which `infer`, `export` and
+        `evaluate` take; else, of those that were validated, the one with the lowest validation loss. None when there is
+        none."""
+        kept = best_of(self.folder) if self.folder is not None else None
+        if kept is not None:
+            return self.checkpoints[kept[0]]
         losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
         validated = [step for step in self.checkpoints if step in losses]
         return self.checkpoints[min(validated, key=lambda step: losses[step])] if validated else None

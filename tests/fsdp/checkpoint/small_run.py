@@ -69,8 +69,8 @@ def train_step(model: SmallModel, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def arguments(**changes: Any) -> TrainingArguments:
-    """The `training` section."""
-    return TrainingArguments.model_validate(changes)
+    """The `training` section, with every checkpoint kept."""
+    return TrainingArguments.model_validate({"save_total_limit": None, **changes})
 
 
 def manager(

@@ -70,7 +70,7 @@ def test_blocks_are_the_adapters(generators: dict[str, Path], kind: str, blocks:
     assert (spec.head, spec.towers, spec.tie_groups) == ("", [], [])
 
 
-@pytest.mark.parametrize(("kind", "count"), [("flux", 11), ("i2v", 16)])
+@pytest.mark.parametrize(("kind", "count"), [("flux", 15), ("i2v", 16)])
 def test_lora_targets_are_linear_layers(generators: dict[str, Path], kind: str, count: int) -> None:
     model = ModelHub.build(arguments(generators[kind]))
     modules = dict(model.named_modules())

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.models.lora.names import adapter_weight, base_name, is_ad
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
-from tests.helpers.adapters import adapted_model, logits
+from tests.helpers.adapters import FEW, adapted_model, logits
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def arguments(**changes: Any) -> LoraArguments:
-    return LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **changes})
+    return LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, "target_modules": FEW, **changes})
 
 
 def outline(folder: Path, dtype: torch.dtype | None = None, **model: Any) -> nn.Module:

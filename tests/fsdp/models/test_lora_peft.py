@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.models.lora.names import ADAPTER, base_name
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
-from tests.helpers.adapters import adapted_model, logits
+from tests.helpers.adapters import FEW, adapted_model, logits
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl_moe
@@ -207,7 +207,7 @@ def test_first_values_do_not_depend_on_the_plan(lora: dict[str, Any], folders: d
 
 
 def sharded_values(folder: str, lora: dict[str, Any]) -> dict[str, torch.Tensor]:
-    section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **lora})
+    section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, "target_modules": FEW, **lora})
     arguments = ModelArguments(model_name_or_path=folder)
     model: Any = ModelHub.build(arguments)
     apply_lora(model, section)

@@ -42,7 +42,7 @@ def test_every_key_of_the_schedule_arrives() -> None:
         "lr": 1.0, "lr_min": 0.2, "lr_start": 0.1, "lr_decay_style": "linear", "lr_warmup_ratio": 0.1,
         "lr_decay_ratio": 0.6,
     }  # fmt: skip
-    schedule = build_lr_schedule(Arguments.model_validate({"training": training}), total_steps=100)
+    schedule = build_lr_schedule(Arguments.model_validate({"training": training}).training, total_steps=100)
     assert schedule.at(0) == pytest.approx(0.1 + 0.9 / 10)
     assert schedule.at(9) == schedule.at(10) == pytest.approx(1.0)
     assert schedule.at(35) == pytest.approx(0.6)  # half of the way from step 10 to step 60

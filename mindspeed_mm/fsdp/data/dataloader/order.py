@@ -264,8 +264,8 @@ def no_epochs() -> ConfigError:
     """The error of epochs over rows whose number is not known."""
     return ConfigError(
         "the number of streamed rows is not known until all are read, so epochs cannot be counted in steps",
-        key="training.train_epochs",
-        way_out="Set training.train_iters instead.",
+        key="training.train_iters",
+        way_out="Set it to a number of steps.",
     )
 
 

@@ -94,7 +94,12 @@ class DiffusionAdapter(GeneratorFolder, ABC):
     uncut_because: ClassVar[str] = ""
     """Why it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]
-    """Module patterns that LoRA adapts when the YAML names none."""
+    """Module patterns that LoRA adapts when the YAML names none: those of diffusers' training script for the family
+    (examples/dreambooth/train_dreambooth_lora_*.py, examples/cogvideo at 58eb52c0), where it has one."""
+    more_lora_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Task → what the script for it adapts in addition."""
+    older_lora_targets: ClassVar[tuple[str, ...]] = ()
+    """What runs of older versions adapted instead, where that was something else: they are resumed with it."""
     streams: ClassVar[Mapping[str, str]] = {}
     """Module pattern → what its layers go over, for counting FLOPs: `latents` (what no pattern names), `caption`,
     `picture`, `samples` (one row each), or two of them joined by `+`. The first that fits counts. Empty: nobody knows,

@@ -61,7 +61,12 @@ class FluxAdapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_text_embed",),
     )
-    lora_targets = layers_of("*.attn", with_captions=True)
+    lora_targets = (
+        *layers_of("*.attn", with_captions=True),
+        *("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_context.net.2"),
+    )
+    more_lora_targets = {"edit": ("*.proj_mlp",)}
+    older_lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
         "time_text_embed*": "samples",
         "*.norm*linear": "samples",

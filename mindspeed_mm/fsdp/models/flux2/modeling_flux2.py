@@ -60,6 +60,11 @@ class Flux2Adapter(DiffusionAdapter):
         ),
     )
     lora_targets = (
+        *layers_of("*.attn"),
+        "*.attn.to_qkv_mlp_proj",
+        "single_transformer_blocks.{*}.attn.to_out",
+    )
+    older_lora_targets = (
         *layers_of("*.attn", with_captions=True),
         "*.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.{*}.attn.to_out",

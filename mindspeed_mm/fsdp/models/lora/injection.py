@@ -21,9 +21,10 @@ from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.lora.all_linear import takes_adapter
 from mindspeed_mm.fsdp.models.lora.files import FROZEN_KEY, StoredAdapter, stored_adapters
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER, INITIAL, MAGNITUDE, AdaptedLinear, adapter_weight, moves_base
-from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, takes_adapter
+from mindspeed_mm.fsdp.models.lora.targets import LoraTargets
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.all_linear import (
+    ALL_LINEAR,
+    all_linear,
+    asked_patterns,
+    takes_adapter,
+    told_linear_layers,
+)
 from mindspeed_mm.fsdp.models.lora.names import Strength
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.experts import fused_experts
@@ -54,12 +61,15 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
             shares its weight with another one.
     """
     whole = _modules_to_save(model, lora.modules_to_save)
-    patterns = _patterns(model, lora)
+    asked = asked_patterns(model, lora)
     layers, parameters = _Layers(model), _FusedParameters(model, single=not lora.disable_peft_moe_conversion)
-    resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
-    found = LoraTargets(whole=whole)
     problems: list[Problem] = []
-    chosen: set[str] = set()
+    chosen = _by_word(model, layers, asked, whole)
+    patterns = [pattern for pattern in asked if pattern not in ALL_LINEAR]
+    _check_match(patterns, layers, parameters)
+    if not chosen and len(patterns) < len(asked):
+        problems.append(_nothing_by_word(model, layers))
+    found = LoraTargets(whole=whole)
     for pattern in patterns:
         named = layers.named(pattern) | parameters.named(pattern)
         free = named - layers.frozen - parameters.frozen
@@ -77,6 +87,26 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
     found.strengths = parameters.strengths(lora)
     _check_ties(model, found.layers, whole)
     return found
+
+
+def _by_word(model: nn.Module, layers: _Layers, asked: Sequence[str], whole: Sequence[str]) -> set[str]:
+    """What `all-linear` stands for, where it is asked for: of the layers that are free and not trained whole."""
+    if ALL_LINEAR.isdisjoint(asked):
+        return set()
+    return {name for name in all_linear(model) if name not in layers.frozen and not is_inside(name, whole)}
+
+
+def _nothing_by_word(model: nn.Module, layers: _Layers) -> Problem:
+    if not layers.linear:
+        return Problem(f"{type(model).__name__} has no linear layer", key=TARGETS, way_out="Train it without adapters.")
+    return _frozen("all-linear", all_linear(model) or layers.linear)
+
+
+def _check_match(patterns: Sequence[str], layers: _Layers, parameters: _FusedParameters) -> None:
+    """Raise `ConfigError` for patterns that match nothing; it lists the names that linear layers have."""
+    listed = f"Linear layers: {told_linear_layers(layers.linear)}; all-linear means those of the language model."
+    with told_as(lambda problem: replace(problem, way_out=f"{problem.way_out} {listed}".strip())):
+        resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
 
 
 class _Layers:
@@ -184,16 +214,6 @@ def _matched(pattern: str, names: Collection[str] | Mapping[str, object]) -> lis
     return [name for name in names if expression.fullmatch(name)]
 
 
-def _patterns(model: nn.Module, lora: LoraArguments) -> Sequence[str]:
-    """The default of `target_modules` names layers of language models; a generator's family names its own. A resolved
-    configuration spells defaults out: that nothing was named shows in the value alone."""
-    adapter = facts_of(model).adapter
-    is_default = lora.target_modules == LoraArguments.model_fields["target_modules"].default
-    if adapter is not None and is_default:
-        return adapter.lora_targets
-    return lora.target_modules
-
-
 def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The outermost of the modules that the patterns name."""
     if not patterns:
@@ -207,12 +227,6 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             way_out="Name linear layers of it in target_modules instead.",
         )
     return whole
-
-
-def takes_adapter(module: nn.Module) -> bool:
-    """Whether PEFT can give a module the adapter of a linear layer."""
-    # torch's attention reads the weight of its output layer without calling it: an adapter there would do nothing.
-    return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def _frozen(pattern: str, frozen: Sequence[str]) -> Problem:

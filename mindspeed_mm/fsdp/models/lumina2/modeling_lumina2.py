@@ -45,7 +45,8 @@ class Lumina2Adapter(DiffusionAdapter):
         gathered=(("norm_out", (BOTH, 1)),),
     )
     cut_points = CutPoints(layers={"layers": ("hidden_states",)}, behind=("norm_out",), carried=("time_caption_embed",))
-    lora_targets = layers_of("layers.{*}.attn")
+    lora_targets = layers_of("*.attn")
+    older_lora_targets = layers_of("layers.{*}.attn")
     streams = {
         "time_caption_embed.timestep*": "samples",
         "time_caption_embed*": "caption",

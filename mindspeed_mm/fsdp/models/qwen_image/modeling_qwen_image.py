@@ -66,7 +66,8 @@ class QwenImageAdapter(DiffusionAdapter):
         behind=("norm_out", "proj_out"),
         carried=("time_text_embed",),
     )
-    lora_targets = layers_of("*.attn", with_captions=True)
+    lora_targets = layers_of("*.attn")
+    older_lora_targets = layers_of("*.attn", with_captions=True)
     streams = {
         "time_text_embed*": "samples",
         "transformer_blocks.{*}.*_mod.{*}": "samples",

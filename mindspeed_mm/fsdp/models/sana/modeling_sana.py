@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,7 +44,8 @@ class SanaAdapter(DiffusionAdapter):
         behind_parameters=("scale_shift_table",),
         carried=("time_embed", "caption_norm"),
     )
-    lora_targets = layers_of("*.attn1", "*.attn2")
+    lora_targets: ClassVar[tuple[str, ...]] = ("*.to_q", "*.to_k", "*.to_v")
+    older_lora_targets = layers_of("*.attn1", "*.attn2")
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     most_text_tokens = 300

@@ -29,6 +29,7 @@ class SanaVideoAdapter(SanaAdapter):
     uses = (Usage(fps=16.0),)  # the example of the pipeline
     frames_argument = "frames"
     pipelines = {"t2v": "SanaVideoPipeline"}
+    lora_targets = SanaAdapter.older_lora_targets  # diffusers has no script for it
     never_split = ("*.attn?.*",)  # queries and keys are normed over all heads
 
     @cached_property

@@ -44,7 +44,8 @@ class ZImageAdapter(DiffusionAdapter):
         gathered=(("all_final_layer.2-1", (BOTH, 1)),),
     )
     cut_points = CutPoints(layers={"layers": ("x",)}, behind=("all_final_layer.2-1",), carried=("t_embedder",))
-    lora_targets = layers_of("layers.{*}.attention")
+    lora_targets = layers_of("*.attention")
+    older_lora_targets = layers_of("layers.{*}.attention")
     streams = {
         "t_embedder*": "samples",
         "*adaLN_modulation*": "samples",

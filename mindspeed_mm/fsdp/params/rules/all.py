@@ -106,6 +106,12 @@ def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
             key="training.train_epochs",
             way_out="Set training.train_iters instead, or streaming: false.",
         )
+    elif is_streamed and arguments.training.train_iters is None:
+        yield Problem(
+            "is not set, and the number of streamed rows is not known: say how long the run is",
+            key="training.train_iters",
+            way_out="Set it to a number of steps, or set streaming: false, which trains for one epoch.",
+        )
 
 
 def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./{}*-]*(?: [\w./-]+)*")
+UNSET = ("default", "card", "run")
+"""Kinds of origin of values that nothing has set."""
+_LINE = re.compile(r'(?P<indent>(?:  )*)(?P<name>"(?:[^"\\]|\\.)*"|[^\s"#][^:]*):(?P<value>.*)')
 _WORDS_WITH_MEANING = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
 
 
@@ -16,9 +19,9 @@ _WORDS_WITH_MEANING = frozenset({"true", "false", "null", "yes", "no", "on", "of
 class Origin:
     """Where a value came from."""
 
-    kind: Literal["default", "card", "yaml", "command line", "python", "derived"]
+    kind: Literal["default", "card", "yaml", "command line", "python", "derived", "run"]
     """`card`: default of a model's or dataset's own key. `python`: given in a call. `derived`: worked out from other
-    values."""
+    values. `run`: default of the version that began the run which is resumed."""
     where: str = ""
     """file:line:column, or what it was derived from."""
 
@@ -40,6 +43,21 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def dump_with_origins(tree: Mapping[str, Any], origins: Mapping[str, Origin]) -> str:
     """YAML of a nested dict; each value is followed by its origin as a comment."""
     return "\n".join(_lines(tree, origins, "", 0)) + "\n"
+
+
+def read_defaults(text: str) -> set[str]:
+    """The dotted keys that nothing had set, of a configuration that `dump_with_origins` wrote."""
+    found, path = set(), [""]
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        level = len(match["indent"]) // 2
+        name = match["name"]
+        path[level:] = [json.loads(name) if name.startswith('"') else name]
+        if match["value"] and match["value"].rpartition("  # ")[2].partition(": ")[0] in UNSET:
+            found.add(".".join(path))
+    return found
 
 
 def _lines(tree: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str, level: int) -> Iterator[str]:

@@ -83,9 +83,11 @@ class BestSoFar:
 def best_hook(
     parts: RunParts, checkpoints: CheckpointHook | None, measuring: Sequence[Measuring | None]
 ) -> BestHook | None:
-    """The hook, where `training.evaluate.best_metric` asks for it."""
+    """The hook, where `training.evaluate.best_metric` asks for it, or the run is validated: then the best of those
+    checkpoints is kept that were saved anyway."""
     manager, asked = parts.resume.manager, parts.arguments.training.evaluate
-    if asked.best_metric is None or manager is None or checkpoints is None:
+    is_validated = parts.arguments.training.val_interval > 0 and parts.data.validation is not None
+    if manager is None or checkpoints is None or not (asked.best_metric or is_validated):
         return None
     return BestHook(asked, manager, checkpoints, [each for each in measuring if each is not None], parts.record)
 
@@ -117,7 +119,8 @@ class BestHook(Hook):
         self._patience = asked.patience
         self._ranks = Ranks(manager.training.save_timeout_s)
         self._path = RunFolder(manager.save_folder).best
-        self._known = BestSoFar(asked.best_metric or "", asked.min_delta, [])
+        self._known = BestSoFar(asked.best_metric or "val_loss", asked.min_delta, [])
+        self._saves = asked.best_metric is not None
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Remember what earlier starts of the run have measured; make up for what the last one did not come to."""
@@ -125,7 +128,7 @@ class BestHook(Hook):
         self._known = BestSoFar(self._known.metric, self._known.min_delta, history).until(engine.iteration)
         self._keep_best()
         step = engine.iteration
-        if step and (not self._known.history or self._known.history[-1][0] < step):
+        if self._saves and step and (not self._known.history or self._known.history[-1][0] < step):
             self._make_up(engine, step)
         self._stop_if_patience_is_over(engine)
 
@@ -157,7 +160,7 @@ class BestHook(Hook):
 
     def _take(self, engine: TrainEngine) -> None:
         step, metric = engine.iteration, self._known.metric
-        if metric not in engine.validation:
+        if metric not in engine.validation or not (self._saves or self._checkpoints.saved_step == step):
             return
         # All ranks hold the same number but for its last bits, and must decide alike.
         value = self._ranks.first("comparing with the best checkpoint", lambda: engine.validation[metric])
@@ -169,7 +172,7 @@ class BestHook(Hook):
             return
         self._keep_best()
         self._ranks.first("writing best.json", self._write)
-        if is_best:
+        if is_best and self._saves:
             line = f"step {step}: the best so far, {self._known.metric} {value:.4f}; its checkpoint is kept"
             self._record.event("best", step, line, metric=self._known.metric, value=value)
 

@@ -71,7 +71,8 @@ class CheckpointHook(Hook):
         self._record = record
         self._untold: tuple[int, float] | None = None
         """A save that was begun: its step, and the seconds that training stood still for it."""
-        self._saved_step = 0
+        self.saved_step = 0
+        """The step whose save was begun last."""
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Save when it is time."""
@@ -96,13 +97,13 @@ class CheckpointHook(Hook):
     def ensure_saved(self, engine: TrainEngine) -> bool:
         """Save unless this step is saved; whether it is afterwards, or will be when the background has done it."""
         is_resumed = engine.iteration == engine.first_iteration  # from this very checkpoint
-        if not is_resumed and self._saved_step != engine.iteration:
+        if not is_resumed and self.saved_step != engine.iteration:
             self._save(engine)
         return is_resumed or self._manager.is_saved(engine.iteration)
 
     def _save(self, engine: TrainEngine) -> None:
         started = time.perf_counter()
-        self._saved_step = engine.iteration
+        self.saved_step = engine.iteration
         state = engine.state()
         if not self._training.no_save_rng:
             state["rng"] = capture_rng()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
@@ -68,7 +69,11 @@ class SummaryHook(Hook):
         if not steps:
             self._note(f"run    {self._save}, no checkpoint")
             return
-        self._note(f"run    {self._save}, newest checkpoint {steps[-1]}")
+        best = best_of(Path(self._save))
+        told = f"newest checkpoint {steps[-1]}"
+        if best is not None and best[0] != steps[-1]:
+            told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
+        self._note(f"run    {self._save}, {told}")
         run = shlex.quote(self._save)
         trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
         self._note(f"next   {trial}mm report {run}")

@@ -96,9 +96,9 @@ class ProvidedLoader:
     def steps_for(self, epochs: float) -> int:
         """Raises `ConfigError`: how long an epoch is, is not known before the model is built."""
         raise ConfigError(
-            f"{epochs:g}, but the data are provided by a function, whose epochs are not known",
-            key="training.train_epochs",
-            way_out="Set training.train_iters (--train-iters).",
+            f"is not set, and the length of {epochs:g} epoch(s) is not known: a function provides the data",
+            key="training.train_iters",
+            way_out="Set it to a number of steps (--train-iters).",
         )
 
     def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.params.argument import Arguments, DataArguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
+from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
 
 Pass = Callable[[], Iterator[list[Batch]]]
@@ -172,10 +173,10 @@ def build_validation_loader(arguments: Arguments, share: DataShare, dataset: MMD
 
 def total_steps_of(arguments: Arguments, order: RunOrder) -> int:
     """Optimizer steps of the whole run."""
-    training = arguments.training
-    if training.train_epochs is None:
-        return training.train_iters
-    return max(1, order.steps_for(training.train_epochs))
+    length = run_length(arguments)
+    if length.steps is not None:
+        return length.steps
+    return max(1, order.steps_for(length.epochs or 1))
 
 
 def go_on_in_data(order: RunOrder, checkpoint: CommittedCheckpoint, state: LoopState, *, accepts_change: bool) -> str:

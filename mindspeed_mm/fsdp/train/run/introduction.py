@@ -16,8 +16,10 @@ from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.run_length import run_length
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.run.began import kept_defaults
 from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.progress import Progress
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
@@ -70,6 +72,32 @@ def introduce(
         f"plan   {get_device_type()} × {state.sizes.world}, {state.describe()}; "
         f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"
     )
+    if taken := _defaults_taken(config):
+        note(f"unset  {'; '.join(taken)}")
+    if kept := kept_defaults(config):
+        note(f"kept   as this run began, though the defaults are others now: {kept}")
+
+
+def _defaults_taken(config: ResolvedConfig) -> list[str]:
+    """What the run does because the configuration does not say otherwise: its length, schedule and checkpoints."""
+    training = config.arguments.training
+    unset = {name for name in type(training).model_fields if _is_default(config, f"training.{name}")}
+    taken = []
+    length = run_length(config.arguments)
+    if not length.is_given:
+        taken.append(f"{length} (neither train_iters nor train_epochs is set)")
+    if "lr_decay_style" in unset:
+        taken.append(f"{training.lr_decay_style} learning rate")
+    if "lr_warmup_ratio" in unset:
+        taken.append(f"{training.lr_warmup_ratio:.0%} warm-up")
+    if "save_total_limit" in unset and training.save:
+        taken.append(f"the newest {training.save_total_limit} checkpoints and the best are kept")
+    return taken
+
+
+def _is_default(config: ResolvedConfig, key: str) -> bool:
+    origin = config.origins.get(key)
+    return origin is not None and origin.kind == "default"
 
 
 def _run_folder(save: Path, config: ResolvedConfig, *, is_new: bool) -> str:

@@ -191,7 +191,7 @@ class RunRecord:
 
     def _tracked(self, config: ResolvedConfig, first_step: int) -> TrackedRun:
         values = dict(leaves(resolved_dict(config)))
-        settings = {key: value for key, value in values.items() if config.origins[key].kind != "default"}
+        settings = {key: value for key, value in values.items() if config.origins[key].kind not in ("default", "run")}
         if self.folder is None:
             return TrackedRun(config.path.stem, settings, None, first_step)
         return TrackedRun(self.folder.path.resolve().name, settings, self.folder.path, first_step)

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.train.provider.live import LIVE, live_args
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.fsdp.train.provider.user_run import configuration, forward_step, rows, seeded_model
+from tests.helpers.tiny_run import STEADY
 
 
 class Rows(Dataset[Any]):
@@ -52,7 +53,7 @@ def run(
     **more: Any,
 ) -> tuple[TrainEngine | None, list[Any]]:
     recorder = StepRecorder()
-    training = {"save": str(folder) if folder else None, "train_iters": 5, **more}
+    training = {"save": str(folder) if folder else None, "train_iters": 5, **STEADY, **more}
     callbacks = Callbacks(seeded_model, provider, partial(forward_step, form))
     config = configuration(training=training)
     trainer = ProviderTrainer(
