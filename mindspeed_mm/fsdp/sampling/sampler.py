@@ -190,7 +190,7 @@ class DiffusionSampler:
             DataError: The picture cannot be read.
             NotFiniteError: A prediction, the latents or what came out are not finite.
         """
-        assert sampling.height and sampling.width and sampling.num_frames
+        assert sampling.height and sampling.width and sampling.num_frames and sampling.num_inference_steps
         size = MediaSize(sampling.num_frames, sampling.height, sampling.width)
         arguments = self._arguments(batch, sampling, size)
         self.adapter.prepare_pipeline(self.pipeline, sampling)
