@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export.contents import ContentKind, ExportContents, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card
+from mindspeed_mm.tasks.export.plain import model_without_folder, write_plain
 from mindspeed_mm.tasks.export.source import NAME_MODEL, ExportSource, resolve_source
 
 
@@ -60,7 +61,8 @@ def run(
 ) -> Exported:
     """Export a checkpoint. The folder appears when it is complete; memory holds one file of it at a time.
 
-    A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout.
+    A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout; a run
+    whose model came from no folder its weights alone.
 
     Args:
         source: A run folder, one checkpoint, or a folder in Megatron's layout.
@@ -90,6 +92,21 @@ def run(
     check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
     if source.is_dir() and is_megatron_folder(source):
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
+    plain = None if model_folder is not None or merge else model_without_folder(source)
+    if plain is not None:
+        checkpoint, taken, sizes, why = write_plain(
+            source,
+            target,
+            plain,
+            step=step,
+            weights=weights,
+            dtype=torch_dtype(dtype),
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+        )
+        size_bytes = sum(sizes.values())
+        notes = (*checkpoint.notes, f"{plain} came from no folder: these are its weights alone, under its own names")
+        return Exported(target, checkpoint.path, checkpoint.iteration, len(sizes), size_bytes, notes, taken, why=why)
     found = resolve_source(source, step, model_folder)
     reader = DcpTensors(found.checkpoint, weights)
     opened = open_contents(

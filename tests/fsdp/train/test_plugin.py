@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.record import trusted_code
 from mindspeed_mm.fsdp.utils.register import Registry
-from mindspeed_mm.tasks.train import load_with_plugins
 
 YAML = """\
 model: {model_id: toy_lm, train_from_scratch: true, toy_width: 12}
@@ -29,10 +32,31 @@ def yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plugin_trains(yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}"]) == 0, capsys.readouterr().err
+    assert run(["train", str(yaml), "-v", f"training.save={tmp_path / 'save'}"]) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert "the model's own, as the mean over label tokens" in capsys.readouterr().out
+
+
+@pytest.mark.edge("BU7")
+def test_a_plain_module_is_exported_as_its_weights(
+    yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}", "training.train_iters=3"]) == 0
+    assert run(["export", str(tmp_path / "save"), str(tmp_path / "out"), "--dtype", "fp64"]) == 0
+    assert "ToyLM came from no folder" in "".join(capfd.readouterr())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")) == [
+        "README.md", "model.safetensors", "resolved.yaml"
+    ]  # fmt: skip
+    from toy_plugin import ToyLM
+
+    model = ToyLM(SimpleNamespace(toy_width=12, toy_vocabulary=16)).double()
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    losses = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
+    rows = torch.stack([(torch.arange(6) + first) % 16 for first in range(16)])
+    assert 0 < float(model(rows, rows).loss) < losses[0]["loss"]
+    (tmp_path / "save" / "run.json").unlink()
+    assert run(["export", str(tmp_path / "save"), str(tmp_path / "other")]) == 2
 
 
 @pytest.mark.edge("S14")
