@@ -35,7 +35,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),
     ("fields", r"is not a (path|resolution|part of|tool call)|cannot be read as"),
     ("out of proportion", r"it would be enlarged"),
-    ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
+    ("roles", r"^unknown role|^a result of a tool|nothing answers it|no turn of the|end with a turn of the model"),
     ("nothing is trained", r"^no trainable token"),
     ("everything is trained", r"^every token would be trained"),
     ("chat template", r"^the chat template|^the rendered conversation|chat template does not write"),
@@ -144,6 +144,8 @@ class RowFacts:
     row_id: str | None = None
     special: str = ""
     """A special token that the row's own text holds."""
+    notes: tuple[str, ...] = ()
+    """How the row was read where it leaves that open."""
     has_empty_answer: bool = False
     """A turn of the model that is trained says nothing."""
     denoised: DenoisedFacts | None = None
@@ -259,7 +261,7 @@ class RowLook:
             return None
         sample = self.dataset.sample(index)
         facts.roles = tuple(message["role"] for message in sample.messages)
-        facts.content = content_hash(sample)
+        facts.content, facts.notes = content_hash(sample), tuple(sample.notes)
         for part in both(sample):
             facts.has_empty_answer |= has_empty_answer(part)
             for text in texts_of(part):

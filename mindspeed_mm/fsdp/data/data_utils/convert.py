@@ -12,20 +12,27 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column,
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
+from mindspeed_mm.fsdp.data.data_utils.turns import check_turns
 
 
-def convert_row(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
+def convert_row(row: Row, row_format: RowFormat, place: RowLocation, *, draws: bool = False) -> Sample:
     """Convert a conversation, or a pair of them.
+
+    Args:
+        row: The raw row.
+        row_format: Where it keeps what.
+        place: Names it in messages.
+        draws: The model answers with media, too: placeholders in its turns stand for media.
 
     Raises:
         DataError: The row does not fit the format; the message names the field and the value.
     """
     convert, context = CONVERTERS[row_format.formatting]
     if not row_format.ranking:
-        return _finished(convert(row, row_format, place), row, row_format)
+        return _finished(convert(row, row_format, place), row, row_format, draws)
     chosen, rejected = convert_pair(row, row_format, place, context)
-    sample = _finished(chosen, row, row_format)
-    sample.rejected = _finished(rejected, row, row_format)
+    sample = _finished(chosen, row, row_format, draws)
+    sample.rejected = _finished(rejected, row, row_format, draws)
     return sample
 
 
@@ -41,12 +48,12 @@ def convert_text(row: Row, place: RowLocation) -> Sample:
     return Sample(place, text=text)
 
 
-def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
+def _finished(sample: Sample, row: Row, row_format: RowFormat, draws: bool) -> Sample:
     """The sample with system prompt, tools and media, its turns checked."""
     add_system(sample, row, row_format)
     sample.tools = read_tools(row, row_format.tools, sample.place)
-    place_media(sample, row, row_format)
-    _check_turns(sample)
+    place_media(sample, row, row_format, draws=draws)
+    check_turns(sample)
     return sample
 
 
@@ -105,42 +112,3 @@ CONVERTERS: dict[str, tuple[Converter, Converter]] = {
     "alpaca": (from_alpaca, _alpaca_prompt),
 }
 """`attr.formatting` → what converts a row, and what converts the part before the answers of a preference row."""
-
-
-# --- turns -----------------------------------------------------------------------------------------------------------
-
-
-def _check_turns(sample: Sample) -> None:
-    """Raise unless user (or tools) and model take turns, the user first and the model last."""
-    where = str(sample.place)
-    roles = [message["role"] for message in sample.messages]
-    start = int(roles[:1] == ["system"])
-    if "assistant" not in roles[start:]:
-        raise DataError(
-            "no trainable token: the conversation has no turn of the model", where=where, key="messages", way_out=REPAIR
-        )
-    before = "system"
-    for number, message in enumerate(sample.messages[start:], start):
-        if message["role"] not in _FOLLOWERS[before]:
-            expected = " or ".join(f"the {role}'s" for role in _FOLLOWERS[before])
-            raise DataError(
-                f"turn {number - start + 1} is the {message['role']}'s where {expected} is due",
-                where=where,
-                key=f"message {number}",
-                way_out="User and model take turns, after at most one system message; tools answer a tool call.",
-            )
-        before = "call" if message.get("tool_calls") else message["role"]
-    if roles[-1] != "assistant":
-        raise DataError(
-            f"the last turn is the {roles[-1]}'s: nothing answers it", where=where, key="messages", way_out=REPAIR
-        )
-
-
-_FOLLOWERS = {
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    "call": ("tool", "user"),
-    "tool": ("assistant", "tool"),
-}
-"""Kind of turn → the kinds that may follow it; consecutive results of tools are one turn."""

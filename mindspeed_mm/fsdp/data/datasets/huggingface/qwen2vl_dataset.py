@@ -14,12 +14,11 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
-from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, with_answer
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
@@ -27,6 +26,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedPair,
     EncodedPrompt,
     EncodedSample,
+    NotesReported,
     RowLocation,
     Sample,
     SampleSize,
@@ -85,6 +85,7 @@ class Qwen2VLDataset(MMDataset):
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
+        self._notes = NotesReported()
         self._check_first_rows()
         self._build_encoder()
 
@@ -103,8 +104,14 @@ class Qwen2VLDataset(MMDataset):
             DataError: The row, its media or its label mask are off.
         """
         if self.basic_parameters.stage == "prompt":
-            return encoded_prompt(self._encoder, self.sample(index), index, self.row(index))
-        return self._encoder.encode(self.sample(index))
+            return encoded_prompt(self._encoder, self._noted(index), index, self.row(index))
+        return self._encoder.encode(self._noted(index))
+
+    def _noted(self, index: int) -> Sample:
+        """Row `index` as a sample, with its notes reported."""
+        sample = self.sample(index)
+        self._notes.report(sample)
+        return sample
 
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
@@ -113,7 +120,7 @@ class Qwen2VLDataset(MMDataset):
             return convert_text(row, place)
         if self.basic_parameters.stage == "prompt":
             row = with_answer(row, self._rows.row_format(index))
-        sample = convert_row(row, self._rows.row_format(index), place)
+        sample = convert_row(row, self._rows.row_format(index), place, draws=self.train_media)
         if not self._looks_beside:
             return sample
         return with_media_beside(sample, str(self._rows.folder(index).absolute()))
@@ -206,14 +213,14 @@ class Qwen2VLDataset(MMDataset):
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
+        if self.template is not None:
+            self.template.check_end()
         limits = MediaLimits.of(preprocess, self.processor, allow_remote=basic.allow_remote_media)
         beside = self._rows.folders if self._looks_beside else ()
         self.media = MediaLoader(basic.dataset_dir, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(
-            tokens=Tokens(
-                tokenizer,
-                of_processor=tokenizer is not self.processor,
-                split_special=preprocess.split_special_tokens,
+            tokens=build_tokens(
+                self.processor, self.template, self.plugin, split_special=preprocess.split_special_tokens
             ),
             end_of_text=tokenizer.eos_token_id,
             template=self.template,
