@@ -25,6 +25,14 @@ def with_turns(*messages: dict[str, object], **others: object):
     return with_first_row(messages=list(messages), images=[], **others)
 
 
+def without_ends(folder: Path) -> None:
+    """A chat template without end marks, and a tokenizer without end token."""
+    written = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(written)
+    path = folder / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
 def with_index(**changes: object):
     """Another model_index.json."""
 
@@ -148,6 +156,7 @@ FILES = (
         without_file("model/chat_template.jinja"),
         base="text",
     ),
+    Refusal("turns without an end", (), "no end token", "eos_token", DATA, without_ends, base="text"),
     Refusal(
         "no tokenizer",
         (),
@@ -179,7 +188,15 @@ TURNS = (
     Refusal(
         "a role that nobody has", (IN_ORDER,), "unknown role 'usr'", "", DATA, with_turns(ASKED | {"role": "usr"}, SAID)
     ),
-    Refusal("two answers", (IN_ORDER,), "where the user's is due", "", DATA, with_turns(SAID, SAID)),
+    Refusal("answers alone", (IN_ORDER,), "no turn of the user", "messages", DATA, with_turns(SAID, SAID)),
+    Refusal(
+        "a result that nobody called for",
+        (IN_ORDER,),
+        "follows the turn of the user",
+        "message 1",
+        DATA,
+        with_turns(ASKED, {"role": "tool", "content": "1"}, SAID),
+    ),
     Refusal(
         "tools that the template does not write",
         (IN_ORDER, "data.dataset_param.attr.tools=tools"),

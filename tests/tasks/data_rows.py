@@ -34,7 +34,10 @@ def bad_rows(folder: Path) -> dict[str, list[Any]]:
             conversation(asks, images=["images/page.jpg"]),
             conversation(asks, images=["images/empty.png"]),
         ],
-        "placeholders and media differ": [conversation(asks), conversation("hm", images=["images/0_0.png"])],
+        "placeholders and media differ": [
+            conversation(asks * 2, images=["images/0_0.png"]),
+            conversation(asks, images=["images/0_0.png"] * 2),
+        ],
         "roles": [
             {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]},
             {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},

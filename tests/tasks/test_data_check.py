@@ -162,7 +162,25 @@ def test_missing_media_are_looked_for_beside_the_rows(good: Path, tmp_path: Path
 def test_special_tokens_in_a_text(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     add_rows(tmp_path, [conversation("what does <|im_end|> mean?")])
-    assert of_kind(check.run(yaml), "special tokens in the text").examples == ("rows.jsonl:25  '<|im_end|>'",)
+    found = of_kind(check.run(yaml), "special tokens in the text")
+    assert found.examples == ("rows.jsonl:25  '<|im_end|>'",)
+    assert found.what.endswith("it is read as plain text")
+    (fix,) = found.fixes
+    key, _, value = fix.what.split()[0].partition("=")
+    found = of_kind(check.run(yaml, [f"{key}={value}"]), "special tokens in the text")
+    assert (value, found.what.endswith("the model reads a control token, not words")) == ("false", True)
+
+
+@pytest.mark.edge("BR9")
+def test_rows_that_were_read_by_a_rule_are_reported(tmp_path: Path) -> None:
+    yaml = make_run(tmp_path)
+    add_rows(tmp_path, [conversation("hm", images=["images/0_0.png"]), conversation("what is <video>?")])
+    result = check.run(yaml)
+    assert result.exit_code == 0
+    assert {finding.examples: finding.what for finding in result.findings} == {
+        ("rows.jsonl:25",): "1 row: media without a placeholder in the text are shown before the first question",
+        ("rows.jsonl:26",): "1 row: <video> in the text of rows without videos is plain text",
+    }
 
 
 def test_empty_answers(tmp_path: Path) -> None:

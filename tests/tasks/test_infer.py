@@ -187,7 +187,7 @@ ASKED = '"messages": [{"role": "user", "content": "<image>?"}]'
     [
         (f'{{{ASKED}, "images": ["gone.png"]}}', r"jsonl:2.*'gone.png' not found"),
         ('{"messages": [{"role": "user", ', r"jsonl:2.*broken JSON"),
-        (f'{{{ASKED}, "images": []}}', r"jsonl:2.*1 <image> placeholders.*0 images"),
+        (f'{{{ASKED}, "images": ["a.png", "b.png"]}}', r"jsonl:2.*1 <image> placeholders.*2 images"),
         ('{"messages": [{"role": "user", "content": 7}]}', r"jsonl:2.*7 is not text\. Repair the row\.$"),
         ('{"text": "no conversation"}', r"jsonl:2.*is a document, and asks nothing"),
         ('{"prompt": "hi", "image": "questions.jsonl"}', r"jsonl:2.*'questions.jsonl' is not an image"),
@@ -311,9 +311,19 @@ def test_marks_say_where_media_stand(rows: Path) -> None:
     mixed, media = user_turn("<video> <image>", [pictures[0], MediaItem("video", "clip")], "here")
     assert [part["type"] for part in mixed["content"]] == ["video", "text", "image"]
     assert [item.kind for item in media] == ["video", "image"]
-    for text, given in (("<image>?", []), ("<image>?", pictures), ("<video>", pictures[:1])):
-        with pytest.raises(DataError, match=r"--prompt:1  the text holds [01] × <"):
-            ask(text, given)
+    with pytest.raises(DataError, match=r"--prompt:1  the text holds 1 × <image>, and 2 of that kind are given"):
+        ask("<image>?", pictures)
+
+
+@pytest.mark.edge("BR8")
+def test_marks_of_a_kind_that_is_not_given_are_words() -> None:
+    assert ask("what does <image> mean?").sample.messages == [{"role": "user", "content": "what does <image> mean?"}]
+    picture = MediaItem("image", "a.png")
+    turn, media = user_turn("the <video> tag", [picture], "here")
+    assert turn["content"] == [{"type": "image"}, {"type": "text", "text": "the <video> tag"}]
+    turn, media = user_turn("<image> and <audio>", [picture], "here")
+    assert turn["content"] == [{"type": "image"}, {"type": "text", "text": " and <audio>"}]
+    assert media == [picture]
 
 
 @pytest.mark.parametrize(

@@ -216,15 +216,15 @@ def seen_by(folder: Path) -> tuple[bool, bool, bool]:
 
 def test_a_folder_says_what_its_own_run_trained_with_and_not_what_the_one_before_did(tmp_path: Path) -> None:
     FAMILIES["qwen3_vl"].build().save_pretrained(tmp_path / "base")
-    defaults = {"split_special_tokens": False, "use_audio_in_video": False, "use_fast_tokenizer": True}
+    defaults = {"split_special_tokens": True, "use_audio_in_video": False, "use_fast_tokenizer": True}
     others = {name: not value for name, value in defaults.items()}
     first = trained_from(tmp_path / "base", tmp_path / "first", **others)
-    assert seen_by(first) == (True, True, False)
-    assert seen_by(trained_from(first, tmp_path / "kept")) == (True, True, False)
-    assert seen_by(trained_from(first, tmp_path / "second", **defaults)) == (False, False, True)
+    assert seen_by(first) == (False, True, False)
+    assert seen_by(trained_from(first, tmp_path / "kept")) == (False, True, False)
+    assert seen_by(trained_from(first, tmp_path / "second", **defaults)) == (True, False, True)
     adapters = trained_from(first, tmp_path / "adapters", only_template=True, **defaults)
     view_writer(view_of_adapters(adapters), first)(merged := shutil.copytree(first, tmp_path / "merged"))
-    assert seen_by(merged) == (False, False, True)
+    assert seen_by(merged) == (True, False, True)
     plain = trained_from(tmp_path / "base", tmp_path / "plain", **defaults)
     assert not (plain / "training_view.json").exists()
 

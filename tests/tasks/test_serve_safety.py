@@ -120,7 +120,7 @@ WRONG: dict[str, list[Any]] = {
                  [{"role": "user", "content": [{"type": "image_url"}]}],
                  [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
                  [{"role": "user", "content": [{"type": "image_url", "image_url": 7}]}],
-                 [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+                 [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}],
                  [{"role": "system", "content": "a"}],
                  [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]],
     "max_tokens": [0, -1, "7", 1.5, True],

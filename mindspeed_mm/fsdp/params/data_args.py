@@ -236,8 +236,9 @@ class PreprocessParameters(OpenSection):
     """Folder that holds the processor; null: `model.model_name_or_path`."""
     use_fast_tokenizer: Flag = True
     """Use the fast tokenizer, which is written in Rust."""
-    split_special_tokens: Flag = False
-    """Treat special tokens in the text as plain text."""
+    split_special_tokens: Flag = True
+    """Read special tokens in the text of rows, such as <|im_start|>, as plain text; false: as the tokens themselves.
+    What people type in mm chat and send to mm serve is always plain text."""
     image_max_pixels: Positive | None = None
     """Maximum area of an image in pixels; larger ones are shrunk. Null: the processor's limit."""
     image_min_pixels: Natural | None = None

@@ -46,8 +46,8 @@ def load_processor(
         options: For the tokenizer, as its class takes them; those that are None are left out.
 
     Raises:
-        ModelFolderError: No folder or no tokenizer there, a broken file, a tokenizer without words or without padding
-            token, or an unsafe chat template.
+        ModelFolderError: No folder or no tokenizer there, a broken file, a tokenizer without words, or an
+            unsafe chat template.
     """
     folder = Path(folder)
     is_multimodal = _check_files(folder)
@@ -63,7 +63,7 @@ def load_processor(
             raise _broken_file(folder) or raised from error
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True, **options)
     check_words(processor, folder)
-    _check_padding(processor, folder)
+    _fill_padding(processor)
     for source in chat_templates_of(processor).values():
         check_chat_template(source, where=str(folder))
     return processor
@@ -237,14 +237,12 @@ def _check_files(folder: Path) -> bool:
     return is_multimodal
 
 
-def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: Path) -> None:
-    if setting_of(tokenizer_of(processor), int, "pad_token_id") is None:
-        raise ModelFolderError(
-            "the tokenizer has no padding token",
-            where=str(folder),
-            key="pad_token",
-            way_out='Add "pad_token" to tokenizer_config.json, for example the end-of-text token.',
-        )
+def _fill_padding(processor: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    """Let another token pad where the tokenizer names none: masks leave padding out of attention and
+    loss, so that which one it is does not matter."""
+    tokenizer = tokenizer_of(processor)
+    if setting_of(tokenizer, int, "pad_token_id") is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
 
 
 def _broken_file(folder: Path) -> ModelFolderError | None:

@@ -164,7 +164,7 @@ def begin(
         MMError: The folder is not a model.
     """
     source = with_adapters(resolve_model(model), lora)
-    generator = load_generator(source.folder, source.lora, rows_view(source, config))
+    generator = load_generator(source.folder, source.lora, rows_view(source, config).of_people())
     return Conversation(LoadedModel(generator), sampling, system)
 
 

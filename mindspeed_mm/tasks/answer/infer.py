@@ -57,7 +57,7 @@ def answer_prompt(
         MMError: The folder is not a model, or a medium cannot be read.
     """
     source = with_adapters(resolve_model(model), lora)
-    generator = load_generator(source.folder, source.lora, rows_view(source, config))
+    generator = load_generator(source.folder, source.lora, rows_view(source, config).of_people())
     loader = generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
     settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
     ((_, answer),) = next(generator.answer([ask(prompt, media)], loader, batch_size=1, **settings))

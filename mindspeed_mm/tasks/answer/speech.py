@@ -162,7 +162,7 @@ def run(
     """
     check_output_place(resolve_output(out), "--speak")
     source = resolve_model(model)
-    spoken = Speaker(source.folder, QuestionEncoder(source.folder, rows_view(source, config)))
+    spoken = Speaker(source.folder, QuestionEncoder(source.folder, rows_view(source, config).of_people()))
     voice = spoken.voice(speaker)
     answer, sound = spoken.speak(prompt, media, sampling, voice)
     atomic_write_bytes(resolve_output(out), wave_bytes(sound))

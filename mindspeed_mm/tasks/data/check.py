@@ -155,6 +155,7 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
         global_batch = data.global_batch(least_ranks(data.arguments.parallel))
     terms = Terms(
         basic,
+        data.param.preprocess_parameters,
         data.arguments.data.dataloader_param,
         global_batch=0 if data.is_validation else global_batch,
         rows=data.rows,

@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ),
     ("fields", r"and no answer of its own|<ref-object> in the text|<bbox> in the text|write boxes is not known"),
     ("out of proportion", r"it would be enlarged"),
-    ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
+    ("roles", r"^unknown role|^a result of a tool|nothing answers it|no turn of the|end with a turn of the model"),
     ("nothing is trained", r"^no trainable token"),
     ("everything is trained", r"^every token would be trained"),
     ("chat template", r"^the chat template|^the rendered conversation|chat template does not write"),
@@ -150,6 +150,8 @@ class RowFacts:
     row_id: str | None = None
     special: str = ""
     """A special token that the row's own text holds."""
+    notes: tuple[str, ...] = ()
+    """How the row was read where it leaves that open."""
     has_empty_answer: bool = False
     """A turn of the model that is trained says nothing."""
     unread: tuple[str, ...] = ()
@@ -271,6 +273,7 @@ class RowLook:
         facts.roles = tuple(message["role"] for message in sample.messages)
         facts.unread = tuple(map(str, sample.unread))
         facts.content = content_hash(sample)
+        facts.notes = tuple(sample.notes)
         for part in both(sample):
             facts.has_empty_answer |= not self._are_prompts and has_empty_answer(part)
             for text in texts_of(part):

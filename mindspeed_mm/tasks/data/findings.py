@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, PreprocessParameters
 from mindspeed_mm.tasks.data.tally import BadRow, Duplicates, RowStatistics
 
 BASIC = "data.dataset_param.basic_parameters"
@@ -53,6 +53,7 @@ class Terms:
     """What of the configuration decides whether a finding is an error."""
 
     basic: BasicParameters
+    preprocess: PreprocessParameters
     dataloader: DataloaderParam
     global_batch: int
     rows: int
@@ -81,7 +82,8 @@ def find_all(
         *duplicates(
             "duplicate rows", "repeat the text of an earlier row, about the same media", tally.duplicate_rows(place)
         ),
-        *special_tokens(tally),
+        *special_tokens(tally, terms),
+        *notes(tally),
         *empty_answers(tally),
         *unread_fields(tally),
     ]
@@ -264,16 +266,28 @@ def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[DataFinding]
         )
 
 
-def special_tokens(tally: RowStatistics) -> Iterator[DataFinding]:
+def special_tokens(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Texts that hold a token which the template uses to end a turn, or to stand for a medium."""
     if tally.special:
+        key = "data.dataset_param.preprocess_parameters.split_special_tokens"
+        what, fix = "it is read as plain text", f"{key}=false reads it as the token, if that is meant"
+        if not terms.preprocess.split_special_tokens:
+            what, fix = "the model reads a control token, not words", f"{key}=true reads it as plain text"
         yield DataFinding(
             "warning",
             "special tokens in the text",
-            f"{rows_told(len(tally.special))} hold a special token as text: the model reads a control token, not words",
+            f"{rows_told(len(tally.special))} contain a special token in their text: {what}",
             len(tally.special),
             tuple(f"{place}  '{token}'" for place, token in tally.special[:_EXAMPLES]),
-            (Fix("data.dataset_param.preprocess_parameters.split_special_tokens=true reads it as words", 0),),
+            (Fix(fix, 0),),
+        )
+
+
+def notes(tally: RowStatistics) -> Iterator[DataFinding]:
+    """Rows that leave open how they are meant, and how they were read."""
+    for note, places in tally.notes.items():
+        yield DataFinding(
+            "warning", "read by a rule", f"{rows_told(len(places))}: {note}", len(places), tuple(places[:_EXAMPLES])
         )
 
 

@@ -69,6 +69,8 @@ class RowStatistics:
     """Place and facts of each sample of a generator."""
     special: list[tuple[str, str]] = field(default_factory=list)
     """Place and token of rows whose own text holds a special token."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """How rows were read where they leave that open → places."""
     empty_answers: list[str] = field(default_factory=list)
     """Places of usable rows with an empty turn of the model."""
     unread: dict[str, list[str]] = field(default_factory=dict)
@@ -106,6 +108,8 @@ class RowStatistics:
                 places.append(facts.place)
         if facts.special:
             self.special.append((facts.place, facts.special))
+        for note in facts.notes:
+            self.notes.setdefault(note, []).append(facts.place)
         if facts.fault is not None:
             self.bad.append(BadRow(facts.index, facts.place, facts.fault))
             return

@@ -127,7 +127,7 @@ def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
 def _shared(request: ServeRequest, plan: Path, ranks: Ranks) -> SharedModel:
     """This rank's part of the model."""
     source = ranks.first("reading the model", lambda: with_adapters(resolve_model(request.model), request.lora))
-    return load_shared(source, rows_view(source, request.config), plan, ranks)
+    return load_shared(source, rows_view(source, request.config).of_people(), plan, ranks)
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
         yield DrawEngine(sampler, defaults, most_samples=request.batch_size)
         return
     source = with_adapters(resolve_model(request.model), request.lora)
-    view = rows_view(source, request.config)
+    view = rows_view(source, request.config).of_people()
     if request.is_own:
         engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapters))
         try:

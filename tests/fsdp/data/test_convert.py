@@ -326,7 +326,7 @@ def test_whole_conversations_are_trained_where_they_differ() -> None:
         ({"messages": turns("a"), "chosen": "b"}, "rejected", "the field is missing"),
         ({"messages": turns("a"), "chosen": "", "rejected": "b"}, "chosen", "'' is not an answer"),
         ({"messages": turns("a"), "chosen": 1, "rejected": "b"}, "chosen", "1 is not an answer"),
-        ({"messages": turns("a", "b"), "chosen": "c", "rejected": "d"}, "message 2", "the user's is due"),
+        ({"messages": turns("a", "b"), "chosen": "c", "rejected": "d"}, "message 1", "end with a turn of the model"),
         ({"chosen": "c", "rejected": "d"}, "messages", "nothing comes before the answers"),
         (
             {"chosen": turns("a", "b"), "rejected": turns("a", "b", "c", "d")},
@@ -345,6 +345,9 @@ def test_a_wrong_pair_names_row_field_and_value(row: dict[str, Any], field: str,
 
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+RESULT = {"role": "tool", "content": "x"}
 
 
 def called(value: Any) -> dict[str, Any]:
@@ -370,12 +373,14 @@ def called(value: Any) -> dict[str, Any]:
         ({"messages": turns("hi")}, "messages", "no trainable token"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "message 0", "unknown role 'narrator'"),
         ({"messages": [*turns("a", "b"), *turns("c", "d"), *turns("e")]}, "messages", "nothing answers it"),
-        ({"messages": [turns("a")[0], *turns("a", "b")]}, "message 1", "the user's where the assistant's is due"),
-        ({"messages": [*turns("a", "b"), {"role": "tool", "content": "x"}]}, "message 2", "the tool's where"),
+        ({"messages": [turns("a")[0], RESULT, turns("a", "b")[1]]}, "message 1", "follows the turn of the user"),
+        ({"messages": [RESULT, *turns("a", "b")]}, "message 0", "a result of a tool follows nothing"),
+        ({"messages": [turns("a", "b")[1]]}, "messages", "no turn of the user"),
         ({"messages": turns("a", "b", [IMAGE]), "images": ["a"]}, "messages", "the last turn is the user's"),
-        ({"messages": turns("<image>", "x")}, "images", "1 <image> placeholders in the text, but 0 images"),
-        ({"messages": turns("a", "b"), "image": "x.png"}, "image", "0 <image> placeholders in the text, but 1"),
-        ({"messages": turns("<video>", "x")}, "videos", "1 <video> placeholders in the text, but 0 videos"),
+        ({"messages": turns([IMAGE], "x")}, "images", "1 <image> placeholders in the text, but 0 images"),
+        ({"messages": turns("<image>", "b"), "image": ["1", "2"]}, "image", "1 <image> placeholders in"),
+        ({"messages": turns("<video><video>", "x"), "video": "v"}, "video", "2 <video> placeholders in"),
+        ({"messages": turns("<image>", "x"), "image": "a", "video": "v"}, "video", "0 <video> placeholders"),
         ({"messages": turns([{"type": "audio"}], "x"), "audios": ["1", "2"]}, "audios", "1 <audio> placeholders"),
         ({"messages": turns("<image>", "x"), "images": [3]}, "images", "[3] is not a list of media"),
         ({"messages": turns("<image>", "x"), "images": [{"size": "3"}]}, "images[0]", "is not an image"),

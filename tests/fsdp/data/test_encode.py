@@ -96,7 +96,8 @@ def test_mask_options(build: Build, processor: Any) -> None:
 
 
 def test_image_tokens_of_the_models_own_turn_are_not_trained(build: Build, processor: Any) -> None:
-    sample = build(conversation("draw", "<image>there", images=["a.png"]))[0]
+    answer: Any = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "there"}]
+    sample = build(conversation("draw", answer))[0]
     assert trained_text(processor.tokenizer, sample) == ["<|vision_start|>", "<|vision_end|>there<|im_end|>"]
 
 
@@ -104,7 +105,7 @@ def test_image_tokens_of_the_models_own_turn_are_not_trained(build: Build, proce
     ("row", "basic", "message"),
     [
         (LONG | {"messages": [m | {"train": False} for m in LONG["messages"]]}, {}, "no trainable token"),
-        (conversation("Say <|image_pad|>"), {}, "1 image tokens for 0 images"),
+        (conversation(), {"chat_template": "injecting.jinja"}, "2 image tokens for 0 images"),
         (conversation(images=["a.png"]), {"chat_template": "no_image.jinja"}, "0 image tokens for 1 images"),
         (conversation("hi"), {"chat_template": "answer_only.jinja"}, "every token would be trained"),
         (conversation(images=["none.png"]), {}, "'none.png' not found"),
@@ -117,6 +118,10 @@ def test_a_bad_sample_names_its_row(
 ) -> None:
     (tmp_path / "no_image.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content[-1].text }}\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    (tmp_path / "injecting.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: <|image_pad|>{{ m.content[-1].text }}\n{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     (tmp_path / "answer_only.jinja").write_text("{{ messages[1].content[0].text if messages|length > 1 else '' }}")
@@ -285,7 +290,7 @@ class TestSizes:
         assert dataset.measure(0).tokens == len(dataset[0]["input_ids"])
 
     def test_what_encoding_refuses(self, build: Build) -> None:
-        dataset = build(conversation("Say <|image_pad|>"), conversation(images=["none.png"]))
+        dataset = build(conversation(images=["../a.png"]), conversation(images=["none.png"]))
         for index in range(2):
             with pytest.raises(DataError) as refused:
                 dataset[index]

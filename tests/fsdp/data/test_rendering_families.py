@@ -125,7 +125,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(root: Path, tmp_path: Path) -> Callable[..., Qwen2VLDataset]:
     def make(name: str, row: dict[str, Any], attr: dict[str, Any] | None = None, **options: Any) -> Qwen2VLDataset:
         path = write_jsonl(tmp_path / "rows.jsonl", [row])
-        preprocess = PREPROCESS.get(name, {}) | {"split_special_tokens": options.pop("split_special_tokens", False)}
+        preprocess = PREPROCESS.get(name, {}) | {"split_special_tokens": options.pop("split_special_tokens", True)}
         section = DatasetParam.model_validate(
             {
                 "attr": attr or {},
@@ -402,7 +402,8 @@ def test_a_name_whose_format_nobody_knows(build: Callable[..., Qwen2VLDataset], 
     folder_of_bare["bare"] = root / "bare"
     with pytest.raises(ModelFolderError, match="'kimi_k3' is a format that only such a template knows"):
         build("bare", {"messages": TURNS}, template="kimi_k3")
-    with pytest.raises(ModelFolderError, match=r"no chat template\. Copy .*qwen3_vl"):
+    ways_out = r"no chat template\. .*template: default, .*stage: pretrain .* copy .*qwen3_vl"
+    with pytest.raises(ModelFolderError, match=ways_out):
         build("bare", {"messages": TURNS})
 
 

@@ -235,11 +235,6 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("86 nothing", remove("model.safetensors"), r"no \*\.safetensors here.*train_from_scratch"),
     ("87 malicious .bin", malicious_bin, r"would run (posix|nt)\.system"),
     ("88 no tokenizer", remove("tokenizer.json", "tokenizer_config.json"), "the folder has no processor or tokenizer"),
-    (
-        "88 no padding token",
-        lambda folder: edit_json(folder / "tokenizer_config.json", pad_token=None),
-        "no padding token",
-    ),
     ("88 vocabulary larger than the embedding", then(edit_config(vocab_size=300)), "320 tokens.*300 rows"),
     ("88 no chat template", remove("chat_template.jinja"), "no chat template"),
     ("88 unsafe chat template", write("chat_template.jinja", b"{{ ''.__class__ }}"), "__class__.*unsafe"),

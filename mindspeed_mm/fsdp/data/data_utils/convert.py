@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, tex
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_columns, note_paths
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, options_of
+from mindspeed_mm.fsdp.data.data_utils.turns import check_turns
 
 
 def convert_row(
@@ -26,6 +27,7 @@ def convert_row(
     *,
     columns: Collection[str] = (),
     rewarded: bool = False,
+    draws: bool = False,
 ) -> Sample:
     """Convert a conversation, a question with its answer, a document, or a pair of answers.
 
@@ -35,6 +37,7 @@ def convert_row(
         place: Where the row stands.
         columns: What a data set reads of a row besides.
         rewarded: All columns are handed to rewards.
+        draws: The model answers with media, too: placeholders in its turns stand for media.
 
     Raises:
         DataError: The row does not fit any format; the message names the field and the value.
@@ -43,11 +46,11 @@ def convert_row(
     convert = CONVERTERS[row_format.formatting or ""]
     read = {*columns}
     if not row_format.ranking:
-        sample = _finished(convert(row, row_format, place), row, row_format)
+        sample = _finished(convert(row, row_format, place), row, row_format, draws)
     else:
         chosen, rejected = convert_pair(row, row_format, place, convert)
-        sample = _finished(chosen, row, row_format)
-        sample.rejected = _finished(rejected, *_of_rejected(row, row_format))
+        sample = _finished(chosen, row, row_format, draws)
+        sample.rejected = _finished(rejected, *_of_rejected(row, row_format), draws)
         read |= {f"rejected_{key}" for key in _OF_REJECTED if row.get(f"rejected_{key}")}
         if sample.rejected.objects is None:
             read.discard(f"rejected_{OBJECTS}")
@@ -71,17 +74,17 @@ def convert_text(row: Row, place: RowLocation) -> Sample:
     return sample
 
 
-def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
+def _finished(sample: Sample, row: Row, row_format: RowFormat, draws: bool) -> Sample:
     """The sample with system prompt, tools and media, its turns checked."""
     if sample.text is not None:
         return sample
     add_system(sample, row, row_format)
     sample.tools = read_tools(row, row_format.tools, sample.place)
     sample.objects = read_objects(row, sample)
-    place_media(sample, row, row_format)
+    place_media(sample, row, row_format, draws=draws)
     take_clip(sample, row)
     note_paths(sample)
-    _check_turns(sample)
+    check_turns(sample)
     return sample
 
 
@@ -193,42 +196,3 @@ CONVERTERS: dict[str, Converter] = {
     "text": from_document,
 }
 """`formatting` of a recognised format → what converts its rows."""
-
-
-# --- turns -----------------------------------------------------------------------------------------------------------
-
-
-def _check_turns(sample: Sample) -> None:
-    """Raise unless user (or tools) and model take turns, the user first and the model last."""
-    where = str(sample.place)
-    roles = [message["role"] for message in sample.messages]
-    start = int(roles[:1] == ["system"])
-    if "assistant" not in roles[start:]:
-        raise DataError(
-            "no trainable token: the conversation has no turn of the model", where=where, key="messages", way_out=REPAIR
-        )
-    before = "system"
-    for number, message in enumerate(sample.messages[start:], start):
-        if message["role"] not in _FOLLOWERS[before]:
-            expected = " or ".join(f"the {role}'s" for role in _FOLLOWERS[before])
-            raise DataError(
-                f"turn {number - start + 1} is the {message['role']}'s where {expected} is due",
-                where=where,
-                key=f"message {number}",
-                way_out="User and model take turns, after at most one system message; tools answer a tool call.",
-            )
-        before = "call" if message.get("tool_calls") else message["role"]
-    if roles[-1] != "assistant":
-        raise DataError(
-            f"the last turn is the {roles[-1]}'s: nothing answers it", where=where, key="messages", way_out=REPAIR
-        )
-
-
-_FOLLOWERS = {
-    "system": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    "call": ("tool", "user"),
-    "tool": ("assistant", "tool"),
-}
-"""Kind of turn → the kinds that may follow it; consecutive results of tools are one turn."""

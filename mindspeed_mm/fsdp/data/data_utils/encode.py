@@ -7,9 +7,9 @@ placeholder tokens are replaced by the tokens of their media afterwards, so noth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_me
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span, without_marks
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     LEAVE_OUT,
     EncodedPair,
@@ -32,7 +32,12 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     count_media,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+from mindspeed_mm.fsdp.data.data_utils.turns import is_usual
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.utils.processor import Processor
 
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
@@ -99,6 +104,28 @@ class SampleOutline(NamedTuple):
         return self.size.tokens < self.full_tokens
 
 
+def build_tokens(
+    processor: Processor, template: ChatTemplate | None, plugin: MediaPlugin, *, split_special: bool
+) -> Tokens:
+    """The tokenizer of a model, with what is text wherever a row holds it: placeholders of media, and unless
+    `split_special` is false special tokens and the marks of the chat template.
+
+    Args:
+        processor: Processor, or tokenizer of a text model.
+        template: Renders conversations; None where only documents come.
+        plugin: Encodes media.
+        split_special: `preprocess_parameters.split_special_tokens`.
+    """
+    tokenizer = tokenizer_of(processor)
+    return Tokens(
+        tokenizer,
+        of_processor=tokenizer is not processor,
+        split_special=split_special,
+        marks=template.turn_marks if template is not None else (),
+        placeholders=[placeholder.text for placeholder in plugin.placeholders.values()],
+    )
+
+
 class SampleEncoder:
     """Encodes conversations, preference pairs and documents.
 
@@ -153,6 +180,7 @@ class SampleEncoder:
         """
         try:
             features = self._features(sample)
+            sample = self._taken(sample, asks=True)
             messages = self._messages(sample, len(sample.messages))
             tools = self._tokens.protect(sample.tools)
             text = self._rendering.render(messages, tools=tools, add_generation_prompt=True)
@@ -266,6 +294,7 @@ class SampleEncoder:
     # --- conversations -----------------------------------------------------------------------------------------------
 
     def _encode_conversation(self, sample: Sample, features: list[MediaFeatures]) -> EncodedSample:
+        sample = self._taken(sample)
         expansions = [self._places.expansion_of(item) for item in features]
         whole = self._turns(sample, len(sample.messages), expansions)
         if len(whole.ids) <= self._options.cutoff_len:
@@ -278,6 +307,7 @@ class SampleEncoder:
         return _encoded(sample, turns.ids, turns.labels, kept, shrunk=True, weights=_fractions(turns))
 
     def _outline_conversation(self, sample: Sample) -> SampleOutline:
+        sample = self._taken(sample)
         sizes = self._sizes(sample)
         expansions = self._expansions_of_sizes(sample, sizes)
         end, full = self._fitting(sample, expansions)
@@ -285,7 +315,7 @@ class SampleEncoder:
         self._check_mask(turns, sample, end)
         size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
         return SampleOutline(
-            text=self._tokens.shown(turns.text),
+            text=without_marks(turns.text),
             input_ids=turns.ids,
             labels=turns.labels,
             weights=turns.weights,
@@ -296,6 +326,7 @@ class SampleEncoder:
         )
 
     def _measure_conversation(self, sample: Sample) -> SampleSize:
+        sample = self._taken(sample)
         sizes = self._sizes(sample)
         expansions = self._expansions_of_sizes(sample, sizes)
         length = self._length(sample, len(sample.messages), expansions)
@@ -364,8 +395,16 @@ class SampleEncoder:
         return weight is not None and (message["role"] == "assistant" or bool(message["content"]))
 
     def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = self._tokens.protect(sample.messages[:end])
-        return messages
+        return self._tokens.protect_messages(sample.messages[:end])
+
+    def _taken(self, sample: Sample, *, asks: bool = False) -> Sample:
+        """The sample in turns that the chat template takes."""
+        if is_usual(sample.messages):
+            return sample
+        messages, weights = self._rendering.taken(
+            sample.messages, sample.weights, tools=sample.tools, add_generation_prompt=asks
+        )
+        return replace(sample, messages=messages, weights=weights)
 
     def _tokenised(
         self, sample: Sample, end: int, text: str, expansions: Sequence[Expansion]
@@ -383,7 +422,7 @@ class SampleEncoder:
         trained = int((turns.labels[1:] != IGNORED_LABEL).sum())
         if not trained:
             raise NothingTrainedError(
-                f"no trainable token in: {turns.text[:2000]!r}",
+                f"no trainable token in: {without_marks(turns.text)[:2000]!r}",
                 key="labels",
                 way_out=f"Train some turn of the model (weight, train, mask_history){LEAVE_OUT}.",
             )
@@ -394,7 +433,7 @@ class SampleEncoder:
         of_media = sum(int(untrained[first:last].sum()) for first, last in turns.media_spans)
         if has_prompt and trained >= len(turns.labels) - 1 - of_media:
             raise DataError(
-                f"every token would be trained although there is a prompt in: {turns.text[:2000]!r}",
+                f"every token would be trained although there is a prompt in: {without_marks(turns.text)[:2000]!r}",
                 key="labels",
                 way_out="Check the chat template, or set train_on_prompt: true.",
             )
@@ -462,7 +501,7 @@ def _with_media(
 
 def at_place(error: DataError, where: str) -> DataError:
     """The same error with the row named, where it does not name one."""
-    problems = [Problem(p.what, p.where or where, p.key, p.way_out) for p in error.problems]
+    problems = [Problem(without_marks(p.what), p.where or where, p.key, p.way_out) for p in error.problems]
     if error.headline:
         placed = type(error)(error.headline, problems=problems)
     else:

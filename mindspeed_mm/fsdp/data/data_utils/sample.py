@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
+import torch
 
 from mindspeed_mm.core.errors import DataError
 
@@ -14,6 +17,7 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
+_NOTE_SLOTS = 4096
 LEAVE_OUT = ", or leave such rows out: on_bad_sample: skip"
 """The way out that training has beside another; commands without training do not tell of it."""
 REPAIR = f"Repair the row{LEAVE_OUT}."
@@ -112,11 +116,28 @@ class Sample:
     """What marks in the texts stand for, until they are filled."""
     unread: list[Unread] = field(default_factory=list, compare=False)
     """What the row holds and nothing reads, each once."""
+    notes: list[str] = field(default_factory=list, compare=False)
+    """How the row was read where it leaves that open, for the log and `mm data check`."""
 
     def note_unread(self, found: Unread) -> None:
         """Add one to `unread`, unless it is there."""
         if found not in self.unread:
             self.unread.append(found)
+
+
+class NotesReported:
+    """Warns of how rows were read where they leave that open: of each way once, whichever worker process meets it."""
+
+    def __init__(self) -> None:
+        self._slots = torch.zeros(_NOTE_SLOTS, dtype=torch.bool).share_memory_()
+
+    def report(self, sample: Sample) -> None:
+        """Warn of the notes of a sample that are new."""
+        for note in sample.notes:
+            slot = zlib.crc32(note.encode()) % _NOTE_SLOTS
+            if not self._slots[slot]:
+                self._slots[slot] = True
+                warnings.warn(f"some rows: {note}", stacklevel=2)
 
 
 class NothingTrainedError(DataError):

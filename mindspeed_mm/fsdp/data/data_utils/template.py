@@ -18,6 +18,7 @@ import jinja2
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
 from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.data.data_utils.turns import joined, words_said
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.utils.processor import chat_templates_of, check_chat_template, tokenizer_of
@@ -89,9 +90,11 @@ class ChatTemplate:
         self._drops_thoughts = enable_thinking is False
         if enable_thinking is not None:
             self._variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
-        marks = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._finder = TurnFinder(self._render, self._for_template, marks)
+        added = list(tokenizer.added_tokens_decoder.values())
+        marks = tuple(token.content for token in added if token.special)
+        self._finder = TurnFinder(self._render, self._for_template, marks, tuple(token.content for token in added))
         self._ends_turns, self._eos_token = ends_turns, tokenizer.eos_token
+        self._name = setting_of(tokenizer, str, "name_or_path") or ""
 
     @cached_property
     def turn_end(self) -> str | None:
@@ -99,6 +102,69 @@ class ChatTemplate:
         if not self._ends_turns:
             return None
         return self._finder.turn_end or self._eos_token
+
+    @property
+    def turn_marks(self) -> frozenset[str]:
+        """Added tokens of the tokenizer that the template writes around turns."""
+        return self._finder.turn_marks
+
+    def check_end(self) -> None:
+        """Raise where training would teach the model no end of its turns.
+
+        Raises:
+            ModelFolderError: The template writes no end mark, and the tokenizer has no end token.
+        """
+        if self._ends_turns and self.turn_end is None and not self._finder.end_marks:
+            raise ModelFolderError(
+                "the chat template writes no end mark after the model's turns and the tokenizer has no end token, so "
+                "the model would never learn to stop",
+                where=self._name,
+                key="eos_token",
+                way_out='Add "eos_token" to tokenizer_config.json, or give a template with an end mark in '
+                f"{_BASIC}.chat_template; {_BASIC}.template: empty trains answers without an end.",
+            )
+
+    def taken(
+        self,
+        messages: Sequence[Message],
+        weights: Sequence[float | None],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = False,
+    ) -> tuple[list[Message], list[float | None]]:
+        """The conversation in turns that the template takes: as it is, or with neighbouring messages of one speaker
+        joined where the template refuses them or leaves one out.
+
+        Args:
+            messages: The conversation, in any order of speakers.
+            weights: Of each message; those that differ are not joined.
+            tools: Descriptions of the tools.
+            add_generation_prompt: The model is to answer.
+
+        Raises:
+            DataError: The template does not take it either way.
+        """
+        try:
+            self._check_written(messages, tools, add_generation_prompt)
+        except DataError:
+            together, counts = joined(messages, weights)
+            if len(together) == len(messages):
+                raise
+            self._check_written(together, tools, add_generation_prompt)
+            return together, counts
+        return list(messages), list(weights)
+
+    def _check_written(self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool) -> None:
+        """Raise unless the template writes every message; results of tools aside, which templates quote."""
+        text = self._render(self._for_template(messages), add_generation_prompt, tools=tools)
+        for number, message in enumerate(messages):
+            if message["role"] != "tool" and not all(words in text for words in words_said(message)):
+                raise DataError(
+                    f"the chat template leaves out the turn of the {message['role']}",
+                    key=f"message {number}",
+                    way_out=f"Put its words into another turn, or give a template that takes it in "
+                    f"{_BASIC}.chat_template.",
+                )
 
     def render(
         self,
@@ -139,7 +205,7 @@ class ChatTemplate:
         spans = self._finder.find(prepared, numbers, text, tools=tools)
         ended = self._ended(messages, text)
         for k, (start, end) in enumerate(spans):
-            if messages[numbers[k]]["role"] != "assistant" or self._finder.is_ended(text[start:end]):
+            if messages[numbers[k]]["role"] != "assistant" or self._is_ended(text[start:end]):
                 continue
             if end == len(text):
                 spans[k] = (start, len(ended))
@@ -166,9 +232,13 @@ class ChatTemplate:
 
     def _ended(self, messages: Sequence[Message], text: str) -> str:
         is_over = bool(messages) and messages[-1]["role"] == "assistant"
-        if not is_over or self._finder.is_ended(text) or self.turn_end is None:
+        if not is_over or self.turn_end is None or self._is_ended(text):
             return text
         return text.rstrip() + self.turn_end
+
+    def _is_ended(self, text: str) -> bool:
+        """Whether it closes with an end mark of the format, or with the very one that would be added."""
+        return self._finder.is_ended(text) or (self.turn_end is not None and text.rstrip().endswith(self.turn_end))
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
         try:
@@ -272,7 +342,7 @@ def own_template(processor: object) -> str | None:
 
 
 def _no_template(processor: object, name: str | None) -> ModelFolderError:
-    known = ", ".join(sorted(name for name, source in FORMATS.items() if source))
+    known = ", ".join(sorted(name for name, source in FORMATS.items() if source and name != "default"))
     what = "the model's folder has no chat template"
     if name:
         what += f", and '{name}' is a format that only such a template knows"
@@ -280,8 +350,9 @@ def _no_template(processor: object, name: str | None) -> ModelFolderError:
         what,
         where=setting_of(tokenizer_of(processor), str, "name_or_path") or "",
         key=f"{_BASIC}.template",
-        way_out=f"Copy chat_template.jinja of the original model, give a jinja file in {_BASIC}.chat_template, or name "
-        f"the format of its family: {known}.",
+        way_out=f"For a base model, set {_BASIC}.template: default, a plain format of any model, or {_BASIC}.stage: "
+        "pretrain to train on plain text. Otherwise copy chat_template.jinja of the original model, give a jinja file "
+        f"in {_BASIC}.chat_template, or name the format of its family: {known}.",
     )
 
 

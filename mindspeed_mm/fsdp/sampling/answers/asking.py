@@ -11,10 +11,9 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, DataError, told_as
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
-from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
@@ -40,6 +39,12 @@ class RowsView:
         basic = self.param.basic_parameters
         shown = (view_of(self.param), basic.template, basic.chat_template)
         return f"-{hashlib.sha256(repr(shown).encode()).hexdigest()[:8]}"
+
+    def of_people(self) -> RowsView:
+        """The same for what people write: special tokens in their words are text, whatever holds for the rows of a
+        run, for with them one could write turns of others."""
+        preprocess = self.param.preprocess_parameters.model_copy(update={"split_special_tokens": True})
+        return RowsView(self.param.model_copy(update={"preprocess_parameters": preprocess}))
 
     def row_format(self, data: Path) -> RowFormat:
         """How the rows of a file are laid out: as the configuration says for this file, or for all its files; the usual
@@ -95,10 +100,8 @@ class QuestionEncoder:
         self._detects_language = detects_language(self.processor, folder)
         self._plugin = build_mm_plugin(self.processor, self._preprocess)
         self._template = build_template(self.processor, self._basic)
-        self._tokens = Tokens(
-            self.tokenizer,
-            of_processor=self.tokenizer is not self.processor,
-            split_special=self._preprocess.split_special_tokens,
+        self._tokens = build_tokens(
+            self.processor, self._template, self._plugin, split_special=self._preprocess.split_special_tokens
         )
 
     @property

@@ -12,8 +12,16 @@ from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text
+from mindspeed_mm.fsdp.data.data_utils.rows.placeholders import without_media
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
-from mindspeed_mm.fsdp.data.data_utils.sample import LEAVE_OUT, MEDIA_KINDS, MediaItem, RowLocation, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import (
+    LEAVE_OUT,
+    MEDIA_KINDS,
+    MediaItem,
+    NotesReported,
+    RowLocation,
+    Sample,
+)
 
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
@@ -69,16 +77,17 @@ def ask(prompt: str, media: Sequence[MediaItem] = ()) -> Question:
 
 def user_turn(text: str, media: Sequence[MediaItem], where: str) -> tuple[dict[str, Any], list[MediaItem]]:
     """A user's message and its media in their order: where the text marks them (`<image>`, as rows do), else before it.
+    Marks of a kind that is not given are text.
 
     Raises:
         DataError: The text marks more or fewer media of a kind than are given.
     """
-    pieces = split_text(text)
-    if isinstance(pieces, str):
-        return {"role": "user", "content": _media_first(text, media)}, list(media)
     waiting: dict[str, list[MediaItem]] = {kind: [] for kind in MEDIA_KINDS}
     for item in media:
         waiting[item.kind].append(item)
+    pieces = without_media(split_text(text), [kind for kind, items in waiting.items() if not items])
+    if isinstance(pieces, str):
+        return {"role": "user", "content": _media_first(text, media)}, list(media)
     marked = [piece["type"] for piece in pieces if piece["type"] != "text"]
     for kind, items in waiting.items():
         if marked.count(kind) != len(items):
@@ -131,11 +140,12 @@ def read_questions(
         raise DataError("there is no such folder", where=str(media_dir), key=media_key, way_out=way_out)
     reader = open_reader(path)
     media_dir = media_dir or path.parent
+    notes = NotesReported()
     questions: list[Question] = []
     problems: list[Problem] = []
     for index in range(len(reader)):
         try:
-            question = _read_question(reader, index, row_format or RowFormat(), needs_answers)
+            question = _read_question(reader, index, row_format or RowFormat(), needs_answers, notes)
             _check_media_exist(question.sample, media_dir, media_key)
             questions.append(question)
         except DataError as error:
@@ -157,9 +167,12 @@ def as_asked(problem: Problem) -> Problem:
     return replace(problem, way_out=way_out)
 
 
-def _read_question(reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool) -> Question:
+def _read_question(
+    reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool, notes: NotesReported
+) -> Question:
     row, place = reader.read(index), reader.place(index)
     sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
+    notes.report(sample)
     expected: str | None = words_of(answer["content"])
     if not expected and not needs_answers:
         expected = None
@@ -190,7 +203,8 @@ def question_of(
     row, row_format = with_answer(row, row_format, place, needs_answer=needs_answer)
     sample = convert_row(row, row_format, place, rewarded=True)
     *messages, answer = sample.messages
-    question = Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools, objects=sample.objects)
+    weights = [0.0] * len(messages)
+    question = Sample(place, messages, weights, sample.media, sample.tools, objects=sample.objects, notes=sample.notes)
     return question, answer
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, Placeholder
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import PROTECTED, Encoding, token_span
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import PROTECTED, Encoding, token_span, without_marks
 
 
 class Expansion(NamedTuple):
@@ -88,7 +88,8 @@ class MediaPlaces:
             count = sum(match.lastgroup == kind for match in found)
             if count != len(items):
                 raise DataError(
-                    f"the rendered text has {count} {kind} tokens for {len(items)} {kind}s: {text[:2000]!r}",
+                    f"the rendered text has {count} {kind} tokens for {len(items)} {kind}s: "
+                    f"{without_marks(text)[:2000]!r}",
                     way_out=f"The chat template must write one {kind} token for each {kind}, and no text may hold one.",
                 )
         pieces, places, shifts, position, grown = [], [], [], 0, 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,7 +28,22 @@ _MARK = re.compile("[\U000f0000-\U000ffffd]")
 MOST_MESSAGES = 0xFFFE
 _STAND_IN = "\ue000turn\ue001"
 _THOUGHT_BORDER = re.compile(r"(\s*)(</?think>)(\s*)")
+THOUGHT_MARKS = frozenset({"<think>", "</think>"})
+"""What stands around thoughts in the model's turns."""
 _ASKED: Message = {"role": "user", "content": "?"}
+_ANSWERED: Message = {"role": "assistant", "content": "!"}
+_CALL = {"type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+_PLAIN_PROBES: tuple[list[Message], ...] = (
+    [_ASKED, _ANSWERED],
+    [_ASKED, _ANSWERED, _ASKED, _ANSWERED],
+    [{"role": "system", "content": "."}, _ASKED, _ANSWERED],
+)
+_CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_CALLING_PROBES: tuple[list[Message], ...] = (
+    [_ASKED, _CALLED],
+    [_ASKED, _CALLED, {"role": "tool", "name": "a", "content": "d"}, _ANSWERED],
+)
+"""Conversations that show what a template writes around turns: their words are no tokens of their own."""
 
 
 class Borders(NamedTuple):
@@ -47,16 +63,18 @@ class TurnFinder:
     Args:
         render: The template.
         for_template: Brings messages into the form that the template reads.
-        end_marks: The tokenizer's special tokens.
+        marks: The tokenizer's special tokens.
+        added: All its added tokens, the special ones among them.
     """
 
     def __init__(
         self,
         render: Render,
         for_template: Callable[[Sequence[Message]], list[Message]],
-        end_marks: tuple[str, ...],
+        marks: tuple[str, ...],
+        added: tuple[str, ...] = (),
     ) -> None:
-        self._render, self._for_template, self._end_marks = render, for_template, end_marks
+        self._render, self._for_template, self._marks, self._added = render, for_template, marks, added
         self._openings = self._generation_prompts()
 
     def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: Any) -> list[Span]:
@@ -132,8 +150,40 @@ class TurnFinder:
         return self.mark_at(text, marks[-1].end()) if marks else None
 
     def is_ended(self, text: str) -> bool:
-        """Whether a turn's text closes with an end mark, blanks aside."""
-        return text.rstrip().endswith(self._end_marks)
+        """Whether a turn's text closes with an end mark of the format, blanks aside."""
+        return text.rstrip().endswith(self.end_marks)
+
+    @cached_property
+    def end_marks(self) -> tuple[str, ...]:
+        """The special tokens that the template itself writes behind words or calls of the model; all special tokens
+        where no probe tells. Others may stand at the end of an answer and do not end the turn."""
+        found = {self.turn_end}
+        for messages, text in self._probed:
+            bare = _MARK.sub("", text).rstrip()
+            found.add(next((mark for mark in self._marks if bare.endswith(mark)), None))
+            for place in _ends_of_words(text, messages):
+                found.add(self.mark_at(text, place))
+        return tuple(mark for mark in self._marks if mark in found) if self._probed else self._marks
+
+    @cached_property
+    def turn_marks(self) -> frozenset[str]:
+        """The added tokens that the template writes around plain turns, which are its own and no words of anybody,
+        whether the tokenizer calls them special or not (DeepSeek's are not)."""
+        text = "\n".join(text for messages, text in self._probed if messages in _PLAIN_PROBES)
+        return frozenset(
+            token for token in self._added if token in text and _is_mark(token) and token not in THOUGHT_MARKS
+        )
+
+    @cached_property
+    def _probed(self) -> list[tuple[list[Message], str]]:
+        """The probes that the template takes, and what it writes for them, with marks around the words."""
+        found = []
+        for messages in (*_PLAIN_PROBES, *_CALLING_PROBES):
+            with suppress(DataError):
+                prepared = self._for_template(messages)
+                text = self._render([_with_marks(m, _mark(number)) for number, m in enumerate(prepared)])
+                found.append((messages, text))
+        return found
 
     # --- the last turn -----------------------------------------------------------------------------------------------
 
@@ -188,7 +238,7 @@ class TurnFinder:
         """Behind what the template writes after the turn when nothing follows it, or else behind its end mark."""
         if alone is not None and text.startswith(alone[1], where.last, where.after):
             return where.last + len(alone[1])
-        mark = self.mark_at(text, where.last)
+        mark = self.mark_at(text, where.last, where.after)
         return where.last + len(mark) if mark else None
 
     def _alone(self, message: Message, context: Context) -> tuple[str, str] | None:
@@ -213,7 +263,7 @@ class TurnFinder:
         if where is None or _has_media(messages[i]):
             start, end = self._by_exchange(messages, i, text, context)
             return start, self._without_blanks_after_mark(text, start, end)
-        return where.first, where.last + len(self.mark_at(text, where.last) or "")
+        return where.first, where.last + len(self.mark_at(text, where.last, where.after) or "")
 
     # --- by rendering other conversations ----------------------------------------------------------------------------
 
@@ -260,17 +310,23 @@ class TurnFinder:
 
     # --- the template's words ----------------------------------------------------------------------------------------
 
-    def mark_at(self, text: str, at: int) -> str | None:
-        """The special token that stands at a place."""
-        for mark in self._end_marks:
-            if text.startswith(mark, at):
+    def mark_at(self, text: str, at: int, until: int | None = None) -> str | None:
+        """The special token that stands at a place; `until`: where the words of the next message begin."""
+        for mark in self._marks:
+            if text.startswith(mark, at, until):
                 return mark
         return None
 
     def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
         """The model stops at its end mark: the line break that a template writes after it is not the model's."""
         trimmed = text[start:end].rstrip()
-        return start + len(trimmed) if trimmed.endswith(self._end_marks) else end
+        return start + len(trimmed) if trimmed.endswith(self._own_marks) else end
+
+    @cached_property
+    def _own_marks(self) -> tuple[str, ...]:
+        """Special tokens that the template writes around turns of anybody."""
+        own = {*self.end_marks, *self.turn_marks}
+        return tuple(mark for mark in self._marks if mark in own)
 
     def _generation_prompts(self) -> list[str]:
         """What the template writes to open the model's turn, as it is set and then with thinking on and off; nothing
@@ -311,6 +367,21 @@ def _only_words(message: Message) -> str | None:
 def _has_media(message: Message) -> bool:
     content = message["content"]
     return isinstance(content, list) and any(part["type"] != "text" for part in content)
+
+
+def _is_mark(token: str) -> bool:
+    """Whether an added token can only be a mark: no word, and no blanks, which are tokens of some vocabularies."""
+    return not any(map(str.isspace, token)) and not token[0].isalnum() and not token[-1].isalnum()
+
+
+def _ends_of_words(marked: str, messages: Sequence[Message]) -> list[int]:
+    """Where in a marked text the words of each of the model's turns end."""
+    ends = []
+    for number, message in enumerate(messages):
+        last = marked.rfind(_mark(number))
+        if message["role"] == "assistant" and last >= 0:
+            ends.append(last + 1)
+    return ends
 
 
 def _mark(number: int) -> str:

@@ -82,6 +82,16 @@ _KIMI = """\
 {%- endif -%}
 """
 
+_LLAMA3 = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set role = 'ipython' if message.role == 'tool' else message.role -%}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + show(message.content) | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif -%}
+"""
+"""As the prompt format of Llama 3's model card, for its base models, whose folders have no chat template."""
+
 _PLAIN = """\
 {%- for message in messages -%}
 {%- if message.role == 'user' %}{{ 'Human: ' + show(message.content) + '\\n' }}
@@ -138,6 +148,7 @@ FORMATS: dict[str, str | None] = {
     "kimi_k3": None,
     "glm4.1v": _format(_GLM, *_GLM_MEDIA),
     "glm4v_moe": _format(_GLM, *_GLM_MEDIA),
+    "llama3": _format(_LLAMA3),
     "step3_vl": None,
     "minimax_m3_vl": None,
 }

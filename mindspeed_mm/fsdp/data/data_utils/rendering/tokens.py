@@ -1,30 +1,37 @@
 """Text → token ids with character positions, as a model's processor or tokenizer makes them after its chat template.
 
-With `split_special_tokens`, special tokens that stand in the text of a row are spelled out as text: rows are marked
-before they are rendered (`protect`), so that those which the chat template writes stay what they are.
+Special tokens that stand in the text of a row or a request are spelled out as text: texts are marked before they are
+rendered (`protect`), so that the tokens which the chat template writes stay what they are. The ids are those of
+transformers' `apply_chat_template(..., sanitize_control_tokens=True)`; a text without special tokens takes the ordinary
+way.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
+from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import THOUGHT_MARKS, Span
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPEN, _CLOSE = "\ue002", "\ue003"
-"""Private-use characters around what is to be text."""
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around what is to be text: two code points that Unicode reserves for use inside a program."""
 PROTECTED = _OPEN
 """In front of a special token that is text."""
-_KEY = "data.dataset_param.preprocess_parameters.split_special_tokens"
+_OWN_VALUES = frozenset({"system", "user", "assistant", "tool", "text", "image", "video", "audio", "function"})
+"""Roles and types that conversions write: part of the structure, never text."""
+_SPELLINGS = 4096
+_BEGINNING = 3
+_FRONTS = ("\n", "0", "a", "~")
 
 
 class Encoding(Protocol):
@@ -46,13 +53,23 @@ class Tokens:
         tokenizer: A fast tokenizer.
         of_processor: Whether a processor owns it (it adds its begin token unless the template wrote one).
         split_special: Special tokens in the text of rows are text.
+        marks: Further tokens that are text in a row, though the tokenizer does not call them special: those with which
+            the chat template opens turns.
+        placeholders: Tokens that stand for media: text in a row, whatever `split_special` says.
 
     Raises:
         ModelFolderError: The tokenizer is of the slow kind, which has no character positions.
-        ConfigError: `split_special` is asked for and the tokenizer appends a token to every text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, of_processor: bool, split_special: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        of_processor: bool,
+        split_special: bool = True,
+        marks: Collection[str] = (),
+        placeholders: Collection[str] = (),
+    ) -> None:
         if not setting_of(tokenizer, bool, "is_fast"):
             raise ModelFolderError(
                 "the tokenizer gives no character positions",
@@ -62,15 +79,26 @@ class Tokens:
         self._backend = tokenizer.backend_tokenizer
         self._begins = _beginnings(tokenizer) if of_processor else ()
         self._of_processor = of_processor
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        special.sort(key=len, reverse=True)  # where one begins with another, the longer one is meant
-        either = "|".join(map(re.escape, special)) or "(?!)"
-        self._protected = re.compile(f"{_OPEN}({either}){_CLOSE}|[{_OPEN}{_CLOSE}]")
-        self._special: re.Pattern[str] | None = None
-        """Where special tokens are text."""
+        reserved = set(placeholders)
         if split_special:
-            self._special = re.compile(either)
-            self._check_ending()
+            reserved |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+            reserved |= set(marks)
+        self._reserved = _Texts({*reserved, _OPEN, _CLOSE})
+        """What is marked in texts; a mark that a text has itself, too, so that it comes through."""
+        self._reserved_of_model = _Texts({*reserved, _OPEN, _CLOSE} - THOUGHT_MARKS)
+        """The same in the model's turns, whose thoughts have marks of their own."""
+        self._marked = re.compile(f"{_OPEN}({self._reserved.pattern.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]")
+        ids = {self._backend.token_to_id(token) for token in reserved}
+        self._reserved_ids = ids - {None, tokenizer.unk_token_id}
+        self._spelled = lru_cache(_SPELLINGS)(self._spell)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cache, which is not pickled."""
+        return {key: value for key, value in vars(self).items() if key != "_spelled"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._spelled = lru_cache(_SPELLINGS)(self._spell)
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, list[Span]]:
         """Token ids, and for each character span the span of the tokens that touch it."""
@@ -80,64 +108,88 @@ class Tokens:
     def encoding(self, text: str) -> Encoding:
         """Token ids with positions in `text`."""
         begins = self._of_processor and not text.startswith(self._begins)
-        if self._special is not None and (_OPEN in text or _CLOSE in text):
+        if _OPEN in text or _CLOSE in text:
             return self._in_pieces(text, begins)
         return self._backend.encode(text, add_special_tokens=begins)
 
     def protect(self, value: Any) -> Any:
-        """The strings of messages or tools with their special tokens marked as text; unchanged where that is off."""
-        if self._special is None:
-            return value
-        if isinstance(value, str):
-            return self._special.sub(rf"{_OPEN}\g<0>{_CLOSE}", _without_marks(value))
-        if isinstance(value, dict):
-            protected = {key: self.protect(item) for key, item in value.items()}
-            for key in protected.keys() & {"role", "type"}:
-                protected[key] = value[key]
-            return protected
-        if isinstance(value, list | tuple):
-            return list(map(self.protect, value))
-        return value
+        """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
+        return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
 
-    def shown(self, text: str) -> str:
-        """The text without the marks of `protect`."""
-        return text if self._special is None else _without_marks(text)
+    def protect_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as chat templates take them, with the special tokens in their texts marked as text."""
+        found = []
+        for message in messages:
+            reserved = self._reserved_of_model if message["role"] == "assistant" else self._reserved
+            found.append(_with_marks(message, reserved.pattern) if _holds(message, reserved) else message)
+        return found
 
     # --- special tokens as text --------------------------------------------------------------------------------------
 
     def _in_pieces(self, text: str, begins: bool) -> Encoding:
         """Between two protected tokens as ever, the protected ones by the tokenizer's model alone."""
         pieces = _Pieces()
+        front, back = self._around() if begins else ([], [])
+        pieces.add(front, [(0, 0)])
         position = 0
-        for found in self._protected.finditer(text):
-            self._add(pieces, text[position : found.start()], position, begins)
+        for found in self._marked.finditer(text):
+            self._add(pieces, text[position : found.start()], position)
             if found[1]:
                 pieces.add(self._spelled(found[1]), [(found.start(1), found.end(1))])
             position = found.end()
-        self._add(pieces, text[position:], position, begins)
+        self._add(pieces, text[position:], position)
+        pieces.add(back, [(len(text), len(text))])
         return pieces
 
-    def _add(self, pieces: _Pieces, piece: str, at: int, begins: bool) -> None:
-        """In the middle behind a line break, which is taken away again: SentencePiece puts a space in front of every
-        text."""
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts in front of a text and behind it."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        own = [place for place, added in enumerate(encoding.special_tokens_mask) if not added]
+        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+
+    def _add(self, pieces: _Pieces, piece: str, at: int) -> None:
         if at == 0:
-            encoding = self._backend.encode(piece, add_special_tokens=begins)
+            encoding = self._backend.encode(piece, add_special_tokens=False)
             pieces.add(encoding.ids, encoding.offsets)
         elif piece:
-            breaks = len(self._backend.encode("\n", add_special_tokens=False).ids)
-            skip, shift = breaks, at - 1
-            encoding = self._backend.encode("\n" + piece, add_special_tokens=False)
-            ends_at_break = encoding.offsets[breaks - 1][1] <= 1 <= len(encoding.ids)
-            if not ends_at_break:  # the line break became one token with what follows it
-                skip, shift = 0, at
-                encoding = self._backend.encode(piece, add_special_tokens=False)
-            offsets = [(start + shift, stop + shift) for start, stop in encoding.offsets[skip:]]
+            encoding, skip, shift = self._behind(piece)
+            offsets = [(start + at - shift, stop + at - shift) for start, stop in encoding.offsets[skip:]]
             pieces.add(encoding.ids[skip:], offsets)
 
-    def _spelled(self, token: str) -> list[int]:
-        """A special token's text, as the model spells it without knowing the token."""
+    def _behind(self, piece: str) -> tuple[Any, int, int]:
+        """A text as in the middle of another, for SentencePiece puts a space in front of every text: behind a character
+        that keeps its own tokens, their number and that of its characters; if there is none, alone."""
+        for front in _FRONTS:
+            own = len(self._backend.encode(front, add_special_tokens=False).ids)
+            encoding = self._backend.encode(front + piece, add_special_tokens=False)
+            if own <= len(encoding.ids) and encoding.offsets[own - 1][1] <= len(front):
+                return encoding, own, len(front)
+        return self._backend.encode(piece, add_special_tokens=False), 0, 0
+
+    def _spell(self, token: str) -> list[int]:
+        """A special token's text, as the model spells it without knowing the token.
+
+        Raises:
+            DataError: The tokenizer makes the token of a single character.
+        """
+        ids = self._plain(token)
+        for front in _FRONTS:
+            own, both = self._plain(front), self._plain(front + token)
+            if both[: len(own)] == own:
+                ids = both[len(own) :]
+                break
+        if self._reserved_ids.isdisjoint(ids):
+            return ids
+        if len(token) == 1:
+            raise DataError(
+                f"'{token}' cannot be spelled out: the tokenizer makes the special token from plain text",
+                way_out="Leave it out of the text.",
+            )
+        return [*self._spell(token[:1]), *self._spell(token[1:])]  # a piece of the vocabulary is the token (Unigram)
+
+    def _plain(self, text: str) -> list[int]:
+        """Without looking for added tokens."""
         backend = self._backend
-        text = "\n" + token
         if backend.normalizer:
             text = backend.normalizer.normalize_str(text)
         splits = [text]
@@ -146,16 +198,26 @@ class Tokens:
         ids: list[int] = []
         for split in splits:
             ids += [part.id for part in backend.model.tokenize(split)]
-        breaks = backend.encode("\n", add_special_tokens=False).ids
-        if ids[: len(breaks)] == breaks:
-            ids = ids[len(breaks) :]
-        if backend.token_to_id(token) in ids:
-            raise DataError(f"'{token}' cannot be spelled out: the tokenizer makes the token from plain text", key=_KEY)
         return ids
 
-    def _check_ending(self) -> None:
-        if self._of_processor and len(self._backend.encode("", add_special_tokens=True).ids) > 1:
-            raise ConfigError("the tokenizer appends a token to every text", key=_KEY, way_out="Leave it at false.")
+
+class _Texts:
+    """Finds any of some texts; where one begins with another, the longer one.
+
+    Their beginnings are looked for first: that takes a hundredth of the time in which a text is tokenised, a regular
+    expression of hundreds of tokens as long as that.
+    """
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))))
+        self._beginnings = tuple(sorted({text[:_BEGINNING] for text in texts}))
+
+    def are_in(self, text: str) -> bool:
+        """Whether a text holds one of them."""
+        for beginning in self._beginnings:
+            if beginning in text:
+                return self.pattern.search(text) is not None
+        return False
 
 
 def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -164,7 +226,32 @@ def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(set(filter(None, (tokenizer.bos_token, *added))))
 
 
-def _without_marks(text: str) -> str:
+def _holds(value: Any, texts: _Texts) -> bool:
+    if isinstance(value, str):
+        return texts.are_in(value)
+    if isinstance(value, Mapping):
+        return any(_holds(part, texts) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return any(_holds(part, texts) for part in value)
+    return False
+
+
+def _with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(rf"{_OPEN}\g<0>{_CLOSE}", value)
+    if isinstance(value, Mapping):
+        marked = {}
+        for key, part in value.items():
+            is_own = key in ("role", "type") and isinstance(part, str) and part in _OWN_VALUES
+            marked[_with_marks(key, pattern)] = part if is_own else _with_marks(part, pattern)
+        return marked
+    if isinstance(value, list | tuple):
+        return [_with_marks(part, pattern) for part in value]
+    return value
+
+
+def without_marks(text: str) -> str:
+    """The text without the marks of `protect`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 

@@ -11,6 +11,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.media import is_data_url
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.placeholders import seems_lost, settle_placeholders
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, first_given, short
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import (
@@ -189,16 +190,26 @@ def _with_options(source: JsonObject, options: ItemOptions) -> JsonObject:
     return {**source, "options": options} if options else source
 
 
-def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
+def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool = False) -> None:
     """Give each medium of the messages its source: its own, or the next of its kind's column.
+
+    Args:
+        sample: The conversation.
+        row: The raw row, with the columns of media.
+        row_format: Their names.
+        draws: Placeholders in the model's turns stand for media.
 
     Raises:
         DataError: A column does not hold one medium for each placeholder or part without a source.
     """
+    columns = {kind: _column(sample, row, row_format, kind) for kind in MEDIA_KINDS}
+    named = (row_format.images, row_format.videos, row_format.audios)
+    read = {name for name in (*named, row_format.prompt, row_format.query, row_format.response) if name}
+    counts = {kind: len(sources) for kind, (_, sources) in columns.items()}
+    settle_placeholders(sample, counts, lambda kind: seems_lost(row, kind, read), draws=draws)
     media = [part for part in _parts_of(sample.messages) if part["type"] != "text"]
     taken: dict[MediaKind, Iterator[Any]] = {}
-    for kind in MEDIA_KINDS:
-        name, sources = _column(sample, row, row_format, kind)
+    for kind, (name, sources) in columns.items():
         placeholders = sum(part["type"] == kind and "source" not in part for part in media)
         if placeholders != len(sources):
             way_out = "Write one placeholder for each, in the same order."
@@ -276,7 +287,8 @@ def _may_be_source(item: object, kind: MediaKind) -> bool:
 
 
 def split_text(content: str) -> str | list[JsonObject]:
-    """Text of a row as typed parts, its placeholders as media; as it is where it has none."""
+    """Text of a row as typed parts; as it is where it has no placeholder. A part that was written as a placeholder has
+    its text beside its kind, until `settle_placeholders` knows whether it stands for a medium."""
     if "<" not in content or not _PLACEHOLDER.search(content):
         return content
     return list(_pieces(content))
@@ -285,6 +297,6 @@ def split_text(content: str) -> str | list[JsonObject]:
 def _pieces(content: str) -> Iterator[JsonObject]:
     for number, piece in enumerate(_PLACEHOLDER.split(content)):
         if number % 2:
-            yield {"type": piece}
+            yield {"type": piece, "text": f"<{piece}>"}
         elif piece:
             yield {"type": "text", "text": piece}

@@ -79,6 +79,13 @@ def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, convert: C
     if end.messages[0]["role"] in ("system", "user"):
         return end  # a whole conversation
     sample = _context(row, row_format, place, convert)
+    if sample.messages and sample.messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"the messages before {column} end with a turn of the model, which the answers would only continue",
+            where=str(place),
+            key=f"message {len(sample.messages) - 1}",
+            way_out="End them with what is answered, or give both conversations whole.",
+        )
     sample.messages += end.messages
     sample.weights += end.weights
     for each in end.unread:

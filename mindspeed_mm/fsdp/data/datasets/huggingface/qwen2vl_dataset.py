@@ -16,12 +16,11 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
-from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
@@ -30,6 +29,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedPair,
     EncodedPrompt,
     EncodedSample,
+    NotesReported,
     RowLocation,
     Sample,
     SampleSize,
@@ -89,6 +89,7 @@ class Qwen2VLDataset(MMDataset):
         self._formats = {each: each.of_stage(basic_param.stage) for each in self._rows.formats}
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
+        self._notes = NotesReported()
         self._check_first_rows()
         self._build_encoder()
 
@@ -106,7 +107,7 @@ class Qwen2VLDataset(MMDataset):
             TooLongError: It does not fit `cutoff_len`.
             DataError: The row, its media or its label mask are off.
         """
-        sample = self.sample(index)
+        sample = self._noted(index)
         encoded: Any
         if self.basic_parameters.stage == "prompt":
             encoded = encoded_prompt(self._encoder, sample, index, self.row(index))
@@ -116,6 +117,12 @@ class Qwen2VLDataset(MMDataset):
             encoded["unread"] = list(map(str, sample.unread))
         return encoded  # type: ignore[no-any-return]
 
+    def _noted(self, index: int) -> Sample:
+        """Row `index` as a sample, with its notes reported."""
+        sample = self.sample(index)
+        self._notes.report(sample)
+        return sample
+
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
         row, place = self.conversation(index), self._rows.place(index)
@@ -124,7 +131,9 @@ class Qwen2VLDataset(MMDataset):
         row_format, is_prompt = self._formats[self._rows.row_format(index)], self.basic_parameters.stage == "prompt"
         if is_prompt:
             row, row_format = with_answer(row, row_format, place)
-        sample = convert_row(row, row_format, place, columns=self.own_columns, rewarded=is_prompt)
+        sample = convert_row(
+            row, row_format, place, columns=self.own_columns, rewarded=is_prompt, draws=self.train_media
+        )
         folder = self._rows.media_root(index)
         if folder is None and self.basic_parameters.dataset_dir is None:
             folder = self._rows.folder(index)
@@ -234,16 +243,16 @@ class Qwen2VLDataset(MMDataset):
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
+        if self.template is not None:
+            self.template.check_end()
         limits = MediaLimits.of(preprocess, self.processor, allow_remote=basic.allow_remote_media)
         beside, root = self._rows.media_roots, basic.dataset_dir
         if root is None:
             beside, root = [*self._rows.folders, *beside], str(self._rows.folders[0])
         self.media = MediaLoader(root, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(
-            tokens=Tokens(
-                tokenizer,
-                of_processor=tokenizer is not self.processor,
-                split_special=preprocess.split_special_tokens,
+            tokens=build_tokens(
+                self.processor, self.template, self.plugin, split_special=preprocess.split_special_tokens
             ),
             end_of_text=tokenizer.eos_token_id,
             template=self.template,

@@ -13,9 +13,8 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
-from mindspeed_mm.fsdp.data.data_utils.encode import at_place
+from mindspeed_mm.fsdp.data.data_utils.encode import at_place, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
-from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize, TooLongError
 from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
@@ -64,7 +63,9 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
                 way_out="Set it to sft.",
             )
         preprocess, tokenizer = self._preprocess, tokenizer_of(self.processor)
-        self._tokens = Tokens(tokenizer, of_processor=False, split_special=preprocess.split_special_tokens)
+        self._tokens = build_tokens(
+            tokenizer, self.template, self.plugin, split_special=preprocess.split_special_tokens
+        )
         self._config = _config_of(Path(str(preprocess.model_name_or_path)))
 
     def __getitem__(self, index: int) -> EncodedSample:
