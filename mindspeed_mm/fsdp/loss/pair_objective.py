@@ -129,7 +129,7 @@ class PairObjective:
             raise DataError(
                 "the batch holds no preference pairs",
                 key="data.dataset_param.basic_parameters.stage",
-                way_out="Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer.",
+                way_out="Set stage: rm, for rows with a chosen and a rejected answer.",
             )
         rows = labelled_rows(labels)
         counts = (labels != IGNORED_LABEL).sum(dim=1)

@@ -19,7 +19,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.convert import CONVERTERS, convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer
-from mindspeed_mm.fsdp.data.data_utils.rows.formats import FORMATTINGS, SHAPES, RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import FORMAT_WORDS, SHAPES, RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -286,7 +286,7 @@ def test_a_section_of_an_entry_is_checked_like_any_other(tmp_path: Path, open_fo
 
 def test_the_words_of_attr_are_those_of_the_table() -> None:
     named = DatasetParam.model_fields["attr"].annotation.model_fields["formatting"].annotation
-    assert set(FORMATTINGS) == set(get_args(named))
+    assert set(FORMAT_WORDS) == set(get_args(named))
     assert {shape.formatting for shape in SHAPES.values()} == set(CONVERTERS)
 
 

@@ -356,10 +356,11 @@ def test_data_check_names_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.edge("BR2")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_training_counts_what_is_not_read(text_folder: Path, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "on_fly"), [(0, True), (1, True), (0, False)])
+def test_training_counts_what_is_not_read(text_folder: Path, tmp_path: Path, workers: int, on_fly: bool) -> None:
     rows = [conversation(f"a {n}", "b", **({"margin": 1} if n % 2 else {})) for n in range(8)]
-    dataset = open_dataset(text_folder, write_jsonl(tmp_path / "rows.jsonl", rows))
+    cache = {"preprocess_on_fly": on_fly, "preprocessing_num_workers": 1, "cache_dir": str(tmp_path / "cache")}
+    dataset = open_dataset(text_folder, write_jsonl(tmp_path / "rows.jsonl", rows), **cache)
     assert dataset.row_notes() == ["not read in the first 8 rows: column 'margin' (4); mm data check names the rows"]
     loader = build_mm_dataloader(
         dataset, DataloaderParam(num_workers=workers), micro_batch_size=4, gradient_accumulation_steps=1, dp_rank=0,

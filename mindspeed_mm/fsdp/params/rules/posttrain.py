@@ -67,7 +67,7 @@ def _rows_fit_the_method(arguments: Arguments) -> Iterator[Problem]:
                 way_out="Set posttrain.method: dpo, or stage: sft.",
             )
         if stage != "rm" and compares:
-            way_out = "Set stage: rm and attr.ranking: true, for rows with a chosen and a rejected answer."
+            way_out = "Set stage: rm, for rows with a chosen and a rejected answer."
             if dataset.dataset_type == _OF_GENERATORS:
                 way_out = "Set stage: rm, for rows with file and file_rejected."
             yield Problem(

@@ -49,9 +49,9 @@ PAIRS: dict[str, tuple[str, ...]] = {
 }
 """Columns of the two answers of a preference row. Where there is no better one, it is the row's own answer."""
 
-FORMATTINGS = ("sharegpt", "openai", "multimodal_tool", "alpaca", "text")
+FORMAT_WORDS = ("sharegpt", "openai", "multimodal_tool", "alpaca", "text")
 """Words of `attr.formatting`; the first three name the same."""
-_TURNS = frozenset(FORMATTINGS[:3])
+_TURNS = frozenset(FORMAT_WORDS[:3])
 EXTRAS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
@@ -113,7 +113,7 @@ class RowFormat:
         columns, tags = entry.get("columns"), entry.get("tags") or {}
         formatting = entry.get("formatting", None if columns is None else "alpaca")
         if formatting is not None:
-            _check_known([formatting], FORMATTINGS, where, "formatting")
+            _check_known([formatting], FORMAT_WORDS, where, "formatting")
         found: dict[str, Any] = {}
         if columns is not None:
             _check_known(columns, _COLUMNS, where, "columns")

@@ -213,7 +213,8 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
         placeholders = sum(part["type"] == kind and "source" not in part for part in media)
         if placeholders != len(sources):
             way_out = "Write one placeholder for each, in the same order."
-            if name not in row:
+            column = vars(row_format)[f"{kind}s"]
+            if name not in row or (not sources and not column):
                 way_out = f"The row has no column '{name}': name the column in {ATTR_KEY}.{kind}s, or write none."
             raise DataError(
                 f"{placeholders} <{kind}> placeholders in the text, but {len(sources)} {kind}s",
