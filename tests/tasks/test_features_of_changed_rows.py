@@ -15,8 +15,8 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings, differences
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.tasks.extraction_run import make_run, run

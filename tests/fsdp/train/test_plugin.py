@@ -9,9 +9,9 @@ import pytest
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.record import trusted_code
 from mindspeed_mm.fsdp.utils.register import Registry
-from mindspeed_mm.tasks.train import load_with_plugins
 
 YAML = """\
 model: {model_id: toy_lm, train_from_scratch: true, toy_width: 12}
