@@ -219,8 +219,24 @@ def _explain_usage(error: click.UsageError) -> str:
     option = getattr(error, "option_name", None)
     if isinstance(error, click.NoSuchOption) and option and "." in option:
         message += f" Overrides take no dashes: {option.lstrip('-')}=VALUE."
+    elif isinstance(error, click.NoSuchOption) and option and (told := _in_our_words(error, option.lstrip("-"))):
+        message = told
     usage = f"See {error.ctx.command_path} --help." if error.ctx else "See mm --help."
     return f"{message} {usage}"
+
+
+def _in_our_words(error: click.NoSuchOption, word: str) -> str:
+    """What to write for an option of another tool, or for a key with dashes; empty for any other."""
+    from mindspeed_mm.fsdp.params.other_tools import COMMANDS, key_for  # pydantic: not for a command that is right
+
+    takes_keys = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
+    name = word.replace("-", "_")
+    if name in COMMANDS:
+        return f"No such option '--{word}': {COMMANDS[name]}."
+    key = key_for(name)
+    if key is None or not takes_keys:
+        return ""
+    return f"No such option '--{word}'. Write {key}=VALUE, without dashes."
 
 
 def _describe_bug(error: Exception) -> str:

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.other_tools import COMMANDS, OTHER_TOOLS, keys_with_value
 from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
 from mindspeed_mm.fsdp.params.value_types import show
@@ -65,6 +66,12 @@ def _way_to(key: str) -> str:
     moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
     if moved:
         return f"It is {moved}."
+    if key in COMMANDS:
+        return f"{COMMANDS[key]}."
+    if meant := OTHER_TOOLS.get(key.rpartition(".")[2]):
+        return f"It is {meant} here."
+    if holders := keys_with_value(key):
+        return f"It is a value of {' and of '.join(holders[:3])}."
     names = [name for name, _ in walk_fields()]
     near = [name for name in names if name.endswith(f".{key}")]
     if not near:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,39 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.other_tools import COMMANDS, OTHER_TOOLS
 from mindspeed_mm.fsdp.params.schema_walk import is_open, places_of_name, section_of
 from mindspeed_mm.fsdp.params.value_types import Flag, Number, Section, Whole, show
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, plain
-
-OTHER_TOOLS = {
-    "learning_rate": "lr",
-    "min_lr": "lr_min",
-    "warmup_ratio": "lr_warmup_ratio",
-    "lr_scheduler_type": "lr_decay_style",
-    "max_grad_norm": "clip_grad",
-    "gradient_clipping": "clip_grad",
-    "batch_size": "micro_batch_size",
-    "per_device_train_batch_size": "micro_batch_size",
-    "num_train_epochs": "train_epochs",
-    "epochs": "train_epochs",
-    "max_steps": "train_iters",
-    "logging_steps": "log_interval",
-    "eval_steps": "val_interval",
-    "output_dir": "save",
-    "resume_from_checkpoint": "load",
-    "seq_length": "cutoff_len",
-    "max_length": "cutoff_len",
-    "max_seq_len": "cutoff_len",
-    "r": "rank",
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "gradient_checkpointing": "recompute",
-    "sharding_size": "fully_shard_parallel_size",
-    "sub_modules_to_wrap": "apply_modules",
-    "offload_to_cpu": "cpu_offload",
-}
-"""Names that other tools use → the name here."""
 
 
 @dataclass
@@ -143,8 +114,8 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
     before, colon, after = name.partition(":")
     if colon and before in here:
         return f"YAML wants a space after the colon: '{before}: {after}'."
-    if OTHER_TOOLS.get(name) in here:
-        return f"Did you mean '{OTHER_TOOLS[name]}'?"
+    if told := _in_words_of_others(name, here):
+        return told
     if name.isdigit():
         return "If it belongs to the number before the comma: YAML writes decimals with a point, 0.1."
     places = places_of_name()
@@ -152,10 +123,21 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
         return f"It belongs elsewhere: {' or '.join(places[name][:3])}."
     if hint := did_you_mean(name, here):
         return hint.strip()
-    meant = OTHER_TOOLS.get(next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), ""))
-    if meant in here:
-        return f"Did you mean '{meant}'?"
-    near = [meant] if meant in places else nearest(name, places, likeness=0.8)
+    mistyped = next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), "")
+    if told := _in_words_of_others(mistyped, here):
+        return told
+    near = nearest(name, places, likeness=0.8)
     if near:
         return f"Did you mean '{places[near[0]][0]}'?"
     return f"Keys here: {', '.join(here)}."[:400]
+
+
+def _in_words_of_others(name: str, here: Sequence[str]) -> str:
+    """What a word of another tool is called here; empty for any other word."""
+    if name in COMMANDS:
+        return f"{COMMANDS[name]}."
+    key = OTHER_TOOLS.get(name)
+    if key is None:
+        return ""
+    last = key.rpartition(".")[2]
+    return f"Did you mean '{last if last in here else key}'?"
