@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.fsdp.data.row_formats import FORMATS, PICTURE, turn
 from tests.helpers.tiny_media import write_video
 from tests.tasks.data_rows import add_rows, make_run
+
+from transformers import AutoTokenizer  # isort: skip  (after tests.helpers, which guards torchvision)
 
 PLACE = RowLocation("rows.jsonl", 7)
 STAGES = {"sft": "sft", "dpo": "rm", "grpo": "prompt"}
@@ -314,6 +317,28 @@ def test_boxes_of_objects_are_written_as_the_family_does(vlm_folder: Path, tmp_p
         dataset.sample(3)
     assert dataset.sample(4).unread == [Unread("text", "<bbox>")]
     assert "object_ref_start" in dataset.outline(0).text
+
+
+@pytest.mark.edge("BR2", "BS11")
+def test_marks_of_boxes_are_tokens_and_others_stay_text(vlm_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(vlm_folder, folder)
+    marks = ["<|box_start|>", "<|box_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(folder)
+    picture(64, 32).save(tmp_path / PICTURE)
+    asked = "<image>Where is <ref-object>, <|im_start|>?"
+    rows = [
+        conversation(asked, "<bbox>, at <bbox>", images=[PICTURE], objects=BOXES),
+        conversation("What is <|box_start|>?", "A mark."),
+    ]
+    dataset = open_dataset(folder, write_jsonl(tmp_path / "rows.jsonl", rows))
+    counts = []
+    for row in (0, 1):
+        ids = dataset[row]["input_ids"].tolist()
+        counts.append([ids.count(mark) for mark in tokenizer.convert_tokens_to_ids([*marks, "<|im_start|>"])])
+    assert counts == [[2, 2, 1, 1, 2], [0, 0, 0, 0, 2]]  # two turns begin
 
 
 # --- paths in texts --------------------------------------------------------------------------------------------------

@@ -200,8 +200,8 @@ class SampleEncoder:
             DataError: As `encode_question`.
         """
         try:
-            sizes, end = self._sizes(sample), len(sample.messages)
-            tools = self._tokens.protect(sample.tools)
+            sizes, sample = self._sizes(sample), self._taken(sample, asks=True)
+            end, tools = len(sample.messages), self._tokens.protect(sample.tools)
             text = self._rendering.render(self._messages(sample, end), tools=tools, add_generation_prompt=True)
             placed, encoding = self._tokenised(sample, end, text, self._expansions_of_sizes(sample, sizes))
             ids = np.array(encoding.ids, dtype=np.int64)
@@ -209,7 +209,7 @@ class SampleEncoder:
             ids, counts, spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
             size = SampleSize(len(ids), _patches(sample, end, sizes))
             labels = np.full(len(ids), IGNORED_LABEL, dtype=np.int64)
-            return SampleOutline(self._tokens.shown(placed.text), ids, labels, counts, spans, size, len(ids), end)
+            return SampleOutline(without_marks(placed.text), ids, labels, counts, spans, size, len(ids), end)
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
@@ -395,7 +395,7 @@ class SampleEncoder:
         return weight is not None and (message["role"] == "assistant" or bool(message["content"]))
 
     def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
-        return self._tokens.protect_messages(sample.messages[:end])
+        return self._tokens.protect_messages(sample.messages[:end], sample.box_marks)
 
     def _taken(self, sample: Sample, *, asks: bool = False) -> Sample:
         """The sample in turns that the chat template takes."""

@@ -114,6 +114,8 @@ class Sample:
     """Preference rows: this sample ends with the better answer, that one with the worse."""
     objects: Boxes | None = None
     """What marks in the texts stand for, until they are filled."""
+    box_marks: frozenset[str] = frozenset()
+    """Special tokens of boxes that fill the texts: they stay tokens, though others in a text are spelled out."""
     unread: list[Unread] = field(default_factory=list, compare=False)
     """What the row holds and nothing reads, each once."""
     notes: list[str] = field(default_factory=list, compare=False)

@@ -203,7 +203,7 @@ def question_of(
     row, row_format = with_answer(row, row_format, place, needs_answer=needs_answer)
     sample = convert_row(row, row_format, place, rewarded=True)
     *messages, answer = sample.messages
-    weights = [0.0] * len(messages)
+    weights: list[float | None] = [0.0] * len(messages)
     question = Sample(place, messages, weights, sample.media, sample.tools, objects=sample.objects, notes=sample.notes)
     return question, answer
 

@@ -116,11 +116,15 @@ class Tokens:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
         return _with_marks(value, self._reserved.pattern) if _holds(value, self._reserved) else value
 
-    def protect_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages as chat templates take them, with the special tokens in their texts marked as text."""
+    def protect_messages(
+        self, messages: Sequence[dict[str, Any]], kept: frozenset[str] = frozenset()
+    ) -> list[dict[str, Any]]:
+        """Messages as chat templates take them, with the special tokens in their texts marked as text, but for those of
+        `kept`."""
         found = []
         for message in messages:
             reserved = self._reserved_of_model if message["role"] == "assistant" else self._reserved
+            reserved = reserved.without(kept) if kept else reserved
             found.append(_with_marks(message, reserved.pattern) if _holds(message, reserved) else message)
         return found
 
@@ -210,7 +214,14 @@ class _Texts:
 
     def __init__(self, texts: Collection[str]) -> None:
         self.pattern = re.compile("|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))))
+        self._texts, self._subsets = frozenset(texts), dict[frozenset[str], _Texts]()
         self._beginnings = tuple(sorted({text[:_BEGINNING] for text in texts}))
+
+    def without(self, kept: frozenset[str]) -> _Texts:
+        """The same but for some of them."""
+        if kept not in self._subsets:
+            self._subsets[kept] = _Texts(self._texts - kept)
+        return self._subsets[kept]
 
     def are_in(self, text: str) -> bool:
         """Whether a text holds one of them."""

@@ -71,6 +71,8 @@ class BoxStyle(NamedTuple):
 
     ref: str
     box: Callable[[Sequence[int]], str]
+    marks: frozenset[str]
+    """Special tokens in it."""
     is_of_thousand: bool
     """Coordinates run from 0 to 1000; otherwise in pixels of the picture as the model sees it."""
 
@@ -88,13 +90,15 @@ def _internvl(box: Sequence[int]) -> str:
 
 
 _QWEN_REF = "<|object_ref_start|>{}<|object_ref_end|>"
+_QWEN_MARKS = frozenset({"<|box_start|>", "<|box_end|>", "<|object_ref_start|>", "<|object_ref_end|>"})
+_INTERNVL_MARKS = frozenset({"<box>", "</box>", "<ref>", "</ref>"})
 STYLES: dict[str, BoxStyle] = {
-    "Qwen2VLProcessor": BoxStyle(_QWEN_REF, _qwen, is_of_thousand=True),
-    "Qwen2_5_VLProcessor": BoxStyle(_QWEN_REF, _qwen, is_of_thousand=False),
-    "Qwen2_5OmniProcessor": BoxStyle(_QWEN_REF, _qwen, is_of_thousand=False),
-    "Qwen3VLProcessor": BoxStyle(_QWEN_REF, _qwen, is_of_thousand=True),
-    "Qwen3OmniMoeProcessor": BoxStyle(_QWEN_REF, _qwen, is_of_thousand=True),
-    "InternVLProcessor": BoxStyle("<ref>{}</ref>", _internvl, is_of_thousand=True),
+    "Qwen2VLProcessor": BoxStyle(_QWEN_REF, _qwen, _QWEN_MARKS, is_of_thousand=True),
+    "Qwen2_5_VLProcessor": BoxStyle(_QWEN_REF, _qwen, _QWEN_MARKS, is_of_thousand=False),
+    "Qwen2_5OmniProcessor": BoxStyle(_QWEN_REF, _qwen, _QWEN_MARKS, is_of_thousand=False),
+    "Qwen3VLProcessor": BoxStyle(_QWEN_REF, _qwen, _QWEN_MARKS, is_of_thousand=True),
+    "Qwen3OmniMoeProcessor": BoxStyle(_QWEN_REF, _qwen, _QWEN_MARKS, is_of_thousand=True),
+    "InternVLProcessor": BoxStyle("<ref>{}</ref>", _internvl, _INTERNVL_MARKS, is_of_thousand=True),
 }
 """Class of a processor → how its models write boxes."""
 
@@ -134,10 +138,12 @@ def with_objects(sample: Sample, style_name: str, sizes_of: Callable[[MediaItem]
         scale = (1, 1) if sample.objects.is_relative else of_file
         to = (_THOUSAND, _THOUSAND) if style.is_of_thousand else seen
         boxes.append(style.box([round(n / scale[1 - i % 2] * to[1 - i % 2]) for i, n in enumerate(box)]))
-    return _filled(sample, map(style.ref.format, sample.objects.refs), iter(boxes), rejected)
+    return _filled(sample, map(style.ref.format, sample.objects.refs), iter(boxes), rejected, style.marks)
 
 
-def _filled(sample: Sample, refs: Iterator[str], boxes: Iterator[str], rejected: Sample | None) -> Sample:
+def _filled(
+    sample: Sample, refs: Iterator[str], boxes: Iterator[str], rejected: Sample | None, marks: frozenset[str]
+) -> Sample:
     def fill(text: str) -> str:
         return _MARK.sub(lambda mark: next(boxes if mark[0] == "<bbox>" else refs), text)
 
@@ -149,7 +155,7 @@ def _filled(sample: Sample, refs: Iterator[str], boxes: Iterator[str], rejected:
         else:
             content = [part | {"text": fill(part["text"])} if part["type"] == "text" else part for part in content]
         messages.append({**message, "content": content})
-    return replace(sample, messages=messages, objects=None, rejected=rejected)
+    return replace(sample, messages=messages, objects=None, rejected=rejected, box_marks=marks)
 
 
 def _texts(sample: Sample) -> Iterator[str]:
