@@ -326,6 +326,18 @@ def test_an_odd_event_is_one_sentence_and_the_conversation_goes_on(value: Any) -
     assert said.stdout == "afine\n" and [len(each["messages"]) for each in asked] == [1, 1]
 
 
+@pytest.mark.edge("BS12")
+def test_an_answer_controls_no_terminal() -> None:
+    said = "a\x1b]52;c;Y2FuYXJ5\x07b\x1b[2J\x9bH"
+    refused = {"error": {"message": f"no {said}"}}
+    with streaming(events(event("stop", content=said)), events(refused)) as (url, _):
+        shown = CliRunner().invoke(command, [url], input="hello\nhello\n")
+        assert shown.stdout == "a\\x1b]52;c;Y2FuYXJ5\\x07b\\x1b[2J\\x9bH\n" and "no a\\x1b]52" in shown.stderr
+    with streaming(events(event("stop", content=said))) as (url, _):
+        shown = CliRunner().invoke(command, [url, "--json"], input="hello\n")
+    assert json.loads(shown.stdout)["text"] == said and "\x1b" not in shown.stdout and "\x9b" not in shown.stdout
+
+
 @pytest.mark.edge("BS9")
 def test_a_server_that_streams_nothing_is_understood() -> None:
     whole = {"choices": [{"message": {"role": "assistant", "content": "all at once"}, "finish_reason": "stop"}]}

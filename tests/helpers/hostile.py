@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-DRIP_S = 0.02
+DRIP_S, DROPS = 0.02, 150
 BLANKS = 8 << 20
 
 
@@ -50,7 +50,7 @@ def _once(*parts: bytes) -> Callable[[Hostile, bytes], Iterator[bytes]]:
 def _drip(first: bytes, each: bytes) -> Callable[[Hostile, bytes], Iterator[bytes]]:
     def behave(_: Hostile, _request: bytes) -> Iterator[bytes]:
         yield first
-        while True:
+        for _ in range(DROPS):
             time.sleep(DRIP_S)
             yield each
 

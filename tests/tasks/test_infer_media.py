@@ -103,6 +103,13 @@ def test_media_go_with_a_prompt_and_not_with_rows(folder: Path, kind: str) -> No
         mindspeed_mm.infer(folder / "model", rows=[{"prompt": "?"}], **{f"{kind}s": ["a"]})  # type: ignore[arg-type]
 
 
+@pytest.mark.edge("BS14")
+@pytest.mark.parametrize("words", [["--out", "a.jsonl"], ["--overwrite"], ["--media-dir", "."], ["--batch-size", "2"]])
+def test_options_of_rows_are_refused_with_a_prompt(folder: Path, words: list[str]) -> None:
+    said = mm("infer", folder / "model", "--prompt", "What?", *words)
+    assert said.code == 2 and f"{words[0]} can only be used with --data" in said.err
+
+
 @pytest.mark.parametrize("kind", ["videos", "audios"])
 def test_a_file_that_is_no_path_is_refused(folder: Path, kind: str) -> None:
     with pytest.raises(UsageError, match="is not a path"):
