@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 HELP = """\
-ReleaseUse: python -m mindspeed_mm.fsdp.tools.profiler analyse TRACE|FOLDER [--top N] [--json]
+Usage: python -m mindspeed_mm.fsdp.tools.profiler analyse TRACE|FOLDER [--top N] [--json]
 
   Show where the time of a trace went and what limits the steps. TRACE is what tools.profile, torch's profiler or an
   NPU's wrote (*.json, *.json.gz); of a FOLDER all ranks are compared.
