@@ -214,3 +214,22 @@ def test_a_folder_of_two_for_a_model_with_one_is_refused(written: Callable[[str]
     FAMILIES["wan"].make(one)
     said = mm("merge", one, case.lora, "--out", tmp_path / "merged")
     assert said.code != 0 and "do not belong to this model" in said.err
+
+
+FOREIGN = [(name, names) for name in ("wan2_2", "flux", "wan") for names in ("comfyui", "kohya")]
+
+
+@pytest.mark.edge("BN12", "BN15")
+@pytest.mark.parametrize(
+    ("name", "lora_format"),
+    [pytest.param(*each, marks=() if each[0] in BY_DEFAULT else pytest.mark.slow) for each in FOREIGN],
+)
+def test_adapters_by_other_tools_names_draw_as_by_diffusers(
+    name: str, lora_format: str, written: Callable[[str], Written], tmp_path: Path
+) -> None:
+    case = written(name)
+    renamed = case.export(f"lora_{lora_format}", "--lora-format", lora_format)
+    own = drawn(case.model, case, tmp_path / "own", "--lora", case.lora)
+    theirs = drawn(case.model, case, tmp_path / "theirs", "--lora", renamed)
+    assert np.abs(own - theirs).max() <= 1
+    assert np.abs(own - drawn(case.model, case, tmp_path / "base")).max() > 1

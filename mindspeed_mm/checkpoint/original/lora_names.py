@@ -11,6 +11,7 @@ all parts have the same rank: by that, readers take the parts out again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,14 @@ NAMES: dict[str, KeyMap] = {
 """Class of the transformer → diffusers' names to the authors'."""
 UNREAD_BY_DIFFUSERS = frozenset({VACE.class_name})
 """Of these, the classes whose names by ComfyUI and kohya diffusers does not translate back."""
+
+
+_FILE_KEY = re.compile(
+    r"(?P<layer>.+?)\.(?P<side>lora_down\.weight|lora_up\.weight|lora_A\.weight|lora_B\.weight|alpha)"
+)
+_SIDE_NAMES = {
+    "lora_down.weight": "A", "lora_A.weight": "A", "lora_up.weight": "B", "lora_B.weight": "B", "alpha": "alpha",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,45 @@ def renamed_adapters(
             f"{lora_format} has no name for it", key=min(left), way_out="Export with --lora-format diffusers."
         )
     return made
+
+
+def layers_of(
+    tensors: Mapping[str, torch.Tensor], weights: Mapping[str, tuple[int, ...]], class_name: str
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]] | None:
+    """The way back: adapters by the names of layers in diffusers, each as A, B and what B·A is multiplied by.
+
+    Args:
+        tensors: Of a file by ComfyUI's or kohya's names.
+        weights: Shapes of the transformer's weights, by diffusers' keys.
+        class_name: Of the transformer in diffusers.
+
+    Returns:
+        None where one of the names is not that of a layer of this model.
+    """
+    if class_name not in NAMES:
+        return None
+    names, own = NAMES[class_name], dict[str, str]()
+    for step in names.steps({key: _zeros(shape) for key, shape in weights.items()}):
+        for key in made_by([step]):
+            layer = key.removesuffix(".weight")
+            own |= {f"diffusion_model.{layer}": key, f"lora_unet_{layer.replace('.', '_')}": key}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _FILE_KEY.fullmatch(name)
+        if match is None or match["layer"] not in own:
+            return None
+        found.setdefault(own[match["layer"]], {})[_SIDE_NAMES[match["side"]]] = tensor
+    layers = {}
+    for key, parts in found.items():
+        if not {"A", "B"} <= parts.keys():
+            return None
+        a, b = parts["A"], parts["B"]
+        scale = float(parts["alpha"]) / len(a) if "alpha" in parts else 1.0
+        # The rule that takes the authors' weight apart takes B apart: its rows are the outputs.
+        of_parts = made_by(names.inverse.steps({key: _known(b)}))
+        for source, rows in of_parts.items():
+            layers[source.removesuffix(".weight")] = (a, rows.read(), scale)
+    return layers
 
 
 def _of_one_layer(
@@ -150,6 +198,10 @@ def _up(
         return rows
 
     return Computed([part.b] if part else [], padded, shape, dtype)
+
+
+def _known(tensor: torch.Tensor) -> LazyTensor:
+    return Computed([], lambda _: tensor, tuple(tensor.shape), tensor.dtype)
 
 
 def _zeros(shape: tuple[int, ...]) -> LazyTensor:

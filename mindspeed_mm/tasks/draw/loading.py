@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from mindspeed_mm.checkpoint.original.lora_names import layers_of
 from mindspeed_mm.checkpoint.safetensors_header import read_header
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, stored_dtype
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
@@ -111,19 +113,21 @@ def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> N
         )
     names = read_header(path).keys()
     _check_layers(transformer, names, path)
+    translated = _translated(transformer, path)
     try:
         with quiet("diffusers"):
             files = {"weight_name": path.name, "local_files_only": True}
-            if transformer is pipeline.transformer and hasattr(pipeline, "load_lora_weights"):
+            if translated is not None:
+                state, alphas = translated
+                transformer.load_lora_adapter(state, prefix="transformer", network_alphas=alphas)
+            elif transformer is pipeline.transformer and hasattr(pipeline, "load_lora_weights"):
                 pipeline.load_lora_weights(str(path.parent), **files)
             else:  # some pipelines have no such door, and none for one of two; their transformers do
                 transformer.load_lora_adapter(str(path.parent), prefix="transformer", **files)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AssertionError, RuntimeError) as error:
-        if not any(name.startswith(DIFFUSERS_PREFIX) for name in names):
+        if translated is None and not any(name.startswith(DIFFUSERS_PREFIX) for name in names):
             raise _untranslated(transformer, min(names, default="no tensor"), path) from error
-        raise ModelFolderError(
-            f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"
-        ) from error
+        raise _foreign(_first_line(error), path) from error
     if not any(hasattr(module, "lora_A") for module in transformer.modules()):
         raise ModelFolderError(
             f"holds no adapter of a layer of {type(transformer).__name__}",
@@ -131,6 +135,31 @@ def _load_lora(pipeline: DiffusionPipeline, transformer: Any, folder: Path) -> N
             key="--lora",
             way_out="Name a file for this model, by the names of diffusers, ComfyUI or kohya's scripts.",
         )
+
+
+def _translated(transformer: nn.Module, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
+    """A file by ComfyUI's or kohya's names, by diffusers' own, with alphas; None where its names are others. diffusers
+    itself takes such files of Wan apart only where every linear layer has an adapter, and those of VACE not at all."""
+    if any(name.startswith(DIFFUSERS_PREFIX) for name in read_header(path)):
+        return None
+    shapes = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
+    try:
+        layers = layers_of(load_file(path), shapes, type(transformer).__name__)
+    except MMError as error:  # a rule that cannot take a matrix of this shape apart
+        raise _foreign(_first_line(error), path) from error
+    if layers is None:
+        return None
+    state: dict[str, torch.Tensor] = {}
+    alphas: dict[str, float] = {}
+    for layer, (a, b, scale) in layers.items():
+        name = DIFFUSERS_PREFIX + layer
+        state |= {f"{name}.lora_A.weight": a.clone(), f"{name}.lora_B.weight": b.contiguous()}
+        alphas[f"{name}.alpha"] = scale * len(a)
+    return state, alphas
+
+
+def _foreign(why: str, path: Path) -> ModelFolderError:
+    return ModelFolderError(f"the adapters do not belong to this model: {why}", where=str(path), key="--lora")
 
 
 def _untranslated(transformer: nn.Module, name: str, path: Path) -> ModelFolderError:

@@ -1,6 +1,6 @@
 """Samples of a subject paired with samples that preserve the prior (DreamBooth): each micro-batch has as many of both.
 
-diffusers' scripts (`train_dreambooth_flux.py`, `DreamBoothDataset`) take subject i mod n and class picture i mod m
+`DreamBoothDataset` of diffusers' scripts takes subject i mod n and class picture i mod m
 together, for i up to the larger number. Here both sides run through epochs of their own in a shuffled order; an epoch
 of pairs is as long as the longer side.
 """
@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
 _SIZES_KEY = "data.dataset_param.preprocess_parameters.buckets"
 
 
-class _Sides(NamedTuple):
+class _OneSize(NamedTuple):
     """The samples of one size."""
 
     size: MediaSize
@@ -148,10 +148,10 @@ class PairedOrder(BucketOrder):
         return permutation(count, derive_seed(self._seed, "pairs", which, side), epoch)
 
 
-def _sides(is_prior: Sequence[bool], sizes: Sequence[MediaSize]) -> list[_Sides]:
-    found: dict[MediaSize, _Sides] = {}
+def _sides(is_prior: Sequence[bool], sizes: Sequence[MediaSize]) -> list[_OneSize]:
+    found: dict[MediaSize, _OneSize] = {}
     for row, (size, prior) in enumerate(zip(sizes, is_prior, strict=True)):
-        sides = found.setdefault(size, _Sides(size, [], []))
+        sides = found.setdefault(size, _OneSize(size, [], []))
         (sides.prior if prior else sides.subject).append(row)
     for size, sides in found.items():
         if not sides.subject or not sides.prior:

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
-from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -57,8 +57,8 @@ class CogVideoXAdapter(DiffusionAdapter):
     # Rates and size of the model cards (zai-org/CogVideoX-5b, zai-org/CogVideoX1.5-5B). The configuration of 1.5 has
     # the largest sides for `sample_height` and `sample_width`.
     uses = (
-        Usage(fps=8.0),
-        Usage("CogVideoX 1.5", {"transformer.patch_size_t": GIVEN}, fps=16.0, size=(768, 1360)),
+        ReleaseUse(fps=8.0),
+        ReleaseUse("CogVideoX 1.5", {"transformer.patch_size_t": GIVEN}, fps=16.0, size=(768, 1360)),
     )
     blocks = ("transformer_blocks.{*}",)
     sample_plan = SamplePlan(
@@ -99,7 +99,7 @@ class CogVideoXAdapter(DiffusionAdapter):
         return self.most_text_tokens
 
     @cached_property
-    def usage(self) -> Usage:
+    def usage(self) -> ReleaseUse:
         """Frames and size are those of the transformer, as the pipelines read them, where no entry names others."""
         found, config, ratio = super().usage, self.transformer_config, self.geometry.spatial_ratio
         sides = config.get("sample_height", 60) * ratio, config.get("sample_width", 90) * ratio

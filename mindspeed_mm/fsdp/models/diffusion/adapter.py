@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import unscaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_bytes
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage, usage_of
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse, usage_of
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -118,7 +118,7 @@ class DiffusionAdapter(GeneratorFolder, ABC):
     """Whether the loss of `latents` and `further_latents` is one mean over all of them, not a sum of means."""
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
-    uses: ClassVar[tuple[Usage, ...]] = ()
+    uses: ClassVar[tuple[ReleaseUse, ...]] = ()
     """How releases are used, where that is not the pipeline's default: read through `usage`."""
     frames_argument: ClassVar[str] = "num_frames"
     """What the pipelines call the number of frames."""
@@ -197,7 +197,7 @@ class DiffusionAdapter(GeneratorFolder, ABC):
         return self.transformer_folder if len(self.transformers) == 1 else self.folder
 
     @cached_property
-    def usage(self) -> Usage:
+    def usage(self) -> ReleaseUse:
         """How the folder's release is used, see `diffusion/usage.py`."""
         return usage_of(self.uses, self.setting)
 
@@ -504,7 +504,7 @@ class DiffusionAdapter(GeneratorFolder, ABC):
         }
 
     def _guidance(self, sampling: SamplingArguments) -> Mapping[str, float]:
-        """The request's scale, or the several numbers of the release (`Usage.guidance`)."""
+        """The request's scale, or the several numbers of the release (`ReleaseUse.guidance`)."""
         if sampling.guidance_scale is not None:
             return {self.guidance_argument: sampling.guidance_scale}
         return self.usage.guidance if isinstance(self.usage.guidance, Mapping) else {}

@@ -1,6 +1,6 @@
 """How released generators are used: what a sample gets for whatever a request leaves out.
 
-The rule: what a request leaves out is the default of the pipeline's `__call__`. A `Usage` states where that is not
+The rule: what a request leaves out is the default of the pipeline's `__call__`. A `ReleaseUse` states where that is not
 right for a release: distilled releases (few steps, no guidance), releases that share the pipeline of an older one, and
 the frame rate of clips, which pipelines do not know. A release is recognised by settings in its folder, never by the
 folder's name; a folder that fits no entry is used by the rule. Releases whose folders differ in weights alone cannot be
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 INDEX = "index"
-"""Stands for `model_index.json` in the settings of `Usage.holds`."""
+"""Stands for `model_index.json` in the settings of `ReleaseUse.holds`."""
 GIVEN: Any = ...
-"""A value of `Usage.holds`: anything but null."""
+"""A value of `ReleaseUse.holds`: anything but null."""
 
 
 @dataclass(frozen=True)
-class Usage:
+class ReleaseUse:
     """One entry. None: no entry says otherwise, so the pipeline's default counts."""
 
     release: str = ""
@@ -44,14 +44,14 @@ class Usage:
     """Further arguments of the pipeline."""
 
 
-def usage_of(table: Iterable[Usage], setting: Callable[[str, str], Any]) -> Usage:
+def usage_of(table: Iterable[ReleaseUse], setting: Callable[[str, str], Any]) -> ReleaseUse:
     """The entries that fit a folder as one; of two that say something of the same, the later counts.
 
     Args:
         table: Of the family.
         setting: (component, setting) → its value in the folder, None where it has none.
     """
-    found = Usage()
+    found = ReleaseUse()
     for entry in table:
         if all(_is_held(setting(*name.split(".", 1)), value) for name, value in entry.holds.items()):
             said = {each.name: getattr(entry, each.name) for each in fields(entry)}

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -81,7 +81,7 @@ class FluxAdapter(DiffusionAdapter):
     true_guidance = "true_cfg_scale"
     # The calls of their model cards; also docs/source/en/api/pipelines/flux.md of diffusers.
     uses = (
-        Usage(
+        ReleaseUse(
             "FLUX.1 schnell",
             {
                 "transformer.guidance_embeds": False,
@@ -92,7 +92,7 @@ class FluxAdapter(DiffusionAdapter):
             steps=4,
             text_tokens=256,
         ),
-        Usage("FLUX.1 Kontext dev", {"index._class_name": "FluxKontextPipeline"}, guidance=2.5),
+        ReleaseUse("FLUX.1 Kontext dev", {"index._class_name": "FluxKontextPipeline"}, guidance=2.5),
     )
     encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 

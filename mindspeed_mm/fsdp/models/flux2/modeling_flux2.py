@@ -16,7 +16,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures, TransformerOutput
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -82,7 +82,9 @@ class Flux2Adapter(DiffusionAdapter):
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
     # The call of their model cards.
-    uses: ClassVar[tuple[Usage, ...]] = (Usage("FLUX.2 klein", {"index.is_distilled": True}, steps=4, guidance=1.0),)
+    uses: ClassVar[tuple[ReleaseUse, ...]] = (
+        ReleaseUse("FLUX.2 klein", {"index.is_distilled": True}, steps=4, guidance=1.0),
+    )
 
     @classmethod
     def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -51,8 +51,8 @@ class HunyuanVideoAdapter(DiffusionAdapter):
     true_guidance = "true_cfg_scale"
     # 24 frames a second: arXiv 2412.03603; guidance: the example of `HunyuanVideoImageToVideoPipeline`.
     uses = (
-        Usage(fps=24.0),
-        Usage("HunyuanVideo-I2V", {"transformer.image_condition_type": "token_replace"}, guidance=6.0),
+        ReleaseUse(fps=24.0),
+        ReleaseUse("HunyuanVideo-I2V", {"transformer.image_condition_type": "token_replace"}, guidance=6.0),
     )
     pipelines = {"t2v": "HunyuanVideoPipeline", "i2v": "HunyuanVideoImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}

@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -42,7 +42,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     """HunyuanVideo-1.5."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
-    uses = (Usage(fps=24.0, guidance={}),)  # guidance is that of the folder's guider
+    uses = (ReleaseUse(fps=24.0, guidance={}),)  # guidance is that of the folder's guider
     pipelines = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}
     roles = {"i2v": (FIRST_FRAME,)}
     blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")

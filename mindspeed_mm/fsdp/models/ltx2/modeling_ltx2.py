@@ -29,7 +29,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sta
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, SOUND, MediaRole
 from mindspeed_mm.fsdp.models.diffusion.position_limits import ltx2_sides
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.ltx2.mel_spectrum import log_mel
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -107,7 +107,7 @@ class LTX2Adapter(DiffusionAdapter):
     reads_fps = True
     # The rate is the pipelines' default, also for clips that say nothing of theirs; they guide by seven numbers, and
     # make 121 frames where no part of the folder predicts how many.
-    uses = (Usage(fps=24.0, guidance={}, frames=121),)
+    uses = (ReleaseUse(fps=24.0, guidance={}, frames=121),)
 
     # --- the folder -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_tabl
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -72,13 +72,13 @@ class LTXVideoAdapter(DiffusionAdapter):
     # The rate is the pipelines' default, also for clips that say nothing of theirs; the calls are those of
     # docs/source/en/api/pipelines/ltx_video.md of diffusers.
     uses = (
-        Usage(fps=25.0),
-        Usage(
+        ReleaseUse(fps=25.0),
+        ReleaseUse(
             "LTX-Video 0.9.1 and later",
             {"vae.timestep_conditioning": True},
             call={"decode_timestep": 0.05, "decode_noise_scale": 0.025},
         ),
-        Usage(
+        ReleaseUse(
             "LTX-Video 0.9.7 13B",
             {"vae.timestep_conditioning": True, "transformer.num_layers": 48},
             steps=30,

@@ -13,7 +13,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised, unstandardised
 from mindspeed_mm.fsdp.models.diffusion.position_limits import ltx2_sides
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.sana.modeling_sana import PIPELINE_STEP, SanaAdapter
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -26,7 +26,7 @@ class SanaVideoAdapter(SanaAdapter):
     """SANA-Video 2B."""
 
     transformer_class = "SanaVideoTransformer3DModel"
-    uses = (Usage(fps=16.0),)  # the example of the pipeline
+    uses = (ReleaseUse(fps=16.0),)  # the example of the pipeline
     frames_argument = "frames"
     pipelines = {"t2v": "SanaVideoPipeline"}
     lora_targets = SanaAdapter.older_lora_targets  # diffusers has no script for it

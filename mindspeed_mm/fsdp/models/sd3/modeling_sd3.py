@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Require
 from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -60,13 +60,13 @@ class StableDiffusion3Adapter(DiffusionAdapter):
     most_text_tokens = 256
     # The calls of their model cards; the pipeline's default is that of Stable Diffusion 3.
     uses = (
-        Usage(
+        ReleaseUse(
             "Stable Diffusion 3.5 medium",
             {"transformer.qk_norm": "rms_norm", "transformer.num_layers": 24},
             steps=40,
             guidance=4.5,
         ),
-        Usage(
+        ReleaseUse(
             "Stable Diffusion 3.5 large",
             {"transformer.qk_norm": "rms_norm", "transformer.num_layers": 38},
             steps=28,

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised, unsta
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
-from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import GIVEN, ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -52,16 +52,16 @@ class WanAdapter(DiffusionAdapter):
     transformer_class = "WanTransformer3DModel"
     # Rates, steps and scales of the authors' wan/configs (Wan-Video/Wan2.2), which model cards call with; FLF2V: the
     # example in docs/source/en/api/pipelines/wan.md of diffusers.
-    uses: ClassVar[tuple[Usage, ...]] = (
-        Usage(fps=16.0),
-        Usage("Wan2.1 FLF2V", {"transformer.pos_embed_seq_len": GIVEN}, guidance=5.5),
-        Usage(
+    uses: ClassVar[tuple[ReleaseUse, ...]] = (
+        ReleaseUse(fps=16.0),
+        ReleaseUse("Wan2.1 FLF2V", {"transformer.pos_embed_seq_len": GIVEN}, guidance=5.5),
+        ReleaseUse(
             "Wan2.2 T2V A14B",
             {"index.transformer_2": GIVEN, "index._class_name": "WanPipeline"},
             steps=40,
             guidance={"guidance_scale": 4.0, "guidance_scale_2": 3.0},
         ),
-        Usage(
+        ReleaseUse(
             "Wan2.2 I2V A14B",
             {"index.transformer_2": GIVEN, "index._class_name": "WanImageToVideoPipeline"},
             steps=40,
@@ -350,7 +350,7 @@ class WanTokenTimeAdapter(WanAdapter):
     """
 
     # wan/configs/wan_ti2v_5B.py of Wan-Video/Wan2.2
-    uses: ClassVar[tuple[Usage, ...]] = (Usage("Wan2.2 TI2V 5B", fps=24.0, frames=121, size=(704, 1280)),)
+    uses: ClassVar[tuple[ReleaseUse, ...]] = (ReleaseUse("Wan2.2 TI2V 5B", fps=24.0, frames=121, size=(704, 1280)),)
     pipelines: ClassVar[Mapping[str, str]] = {"t2v": "WanPipeline", "ti2v": "WanImageToVideoPipeline"}
     more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "WanPipeline": ("ti2v",),

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.attention_layers import layers_of
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.position_limits import up_to
 from mindspeed_mm.fsdp.models.diffusion.text_rows import pad_rows
-from mindspeed_mm.fsdp.models.diffusion.usage import Usage
+from mindspeed_mm.fsdp.models.diffusion.usage import ReleaseUse
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -60,8 +60,8 @@ class ZImageAdapter(DiffusionAdapter):
     guidance_off = 0.0
     # README of Tongyi-MAI/Z-Image; its folders differ in the scheduler's shift, 6 of Z-Image and 3 of Turbo.
     uses = (
-        Usage(size=(1024, 1024)),
-        Usage("Z-Image Turbo", {"scheduler.shift": 3.0, "transformer.n_layers": 30}, steps=9, guidance=0.0),
+        ReleaseUse(size=(1024, 1024)),
+        ReleaseUse("Z-Image Turbo", {"scheduler.shift": 3.0, "transformer.n_layers": 30}, steps=9, guidance=0.0),
     )
 
     @cached_property
