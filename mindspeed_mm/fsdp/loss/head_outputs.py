@@ -128,6 +128,18 @@ def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
     Raises:
         ConfigError: Something else than operations on elements.
     """
+    return _ask(model, head_name) or LogitSteps()
+
+
+def known_logit_steps(model: nn.Module, head_name: str) -> LogitSteps | None:
+    """The same; None where a model does something else with its logits, or its code cannot tell."""
+    try:
+        return _ask(model, head_name)
+    except ConfigError:
+        return None
+
+
+def _ask(model: nn.Module, head_name: str) -> LogitSteps | None:
     owner = model.get_submodule(head_name.rpartition(".")[0])
     head = model.get_submodule(head_name)
     returned = recording(torch.zeros(1, 1, 2))
@@ -138,7 +150,7 @@ def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
         try:
             output = owner.forward(**_inputs_of(owner))
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            return LogitSteps()
+            return None
     logits = named_output(output, "logits")
     if logits is not None and (logits is not returned or returned.is_written):
         raise _touched(owner, returned)

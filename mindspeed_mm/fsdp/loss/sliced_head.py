@@ -77,6 +77,11 @@ class Slices:
         return f"equal slices of at most {self.rows} rows" if self.is_dynamic else f"slices of {self.rows} rows"
 
 
+def is_plain_linear(head: nn.Module) -> bool:
+    """Whether a head is torch's linear layer, with nothing put around it."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+
+
 class SlicedHead:
     """A head's `forward` while a loss is asked of it, and its own for all other calls.
 
@@ -92,8 +97,7 @@ class SlicedHead:
         self, head: nn.Module, slices: Slices, behind: LogitSteps | None = None, liger: LigerKernel | None = None
     ) -> None:
         self._head, self._slices, self._behind = head, slices, behind
-        self._is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        self._is_linear = self._is_linear and "forward" not in vars(head)
+        self._is_linear = is_plain_linear(head)
         self._liger = liger if self._is_linear and not behind else None
         self._forward = replace_forward(head, ForwardKind.HEAD_LOSS, self)
 

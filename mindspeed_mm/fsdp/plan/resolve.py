@@ -122,7 +122,9 @@ def _must_agree(model: nn.Module, keys: Sequence[str]) -> str:
 def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:
     """What is minimised can be computed from this model's outputs, under this plan."""
     errors = CollectedErrors()
-    head = errors.attempt(resolve_head, outline.model, outline.spec.head, arguments.features)
+    # In a shorter format the loss, which is what the model returns then, would be rounded.
+    may_slice = arguments.parallel.fsdp_plan.output_dtype in (None, "fp32")
+    head = errors.attempt(resolve_head, outline.model, outline.spec.head, arguments.features, may_slice=may_slice)
     LOSS_CHECKS[outline.kind](outline, arguments, errors)
     if method := arguments.posttrain.method:
         errors.attempt(check_method, method, outline.kind, outline.model, has_head=bool(outline.spec.head))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.build_head_loss import AUTO_VOCABULARY, build_head_loss, resolve_head
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, find_logit_steps
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
@@ -156,3 +156,75 @@ def test_a_model_without_a_head(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="Linear has no output head"):
         build_head_loss(nn.Linear(1, 1), "", FeatureArguments.model_validate(asked))
     assert build_head_loss(nn.Linear(1, 1), "", FeatureArguments()) is None
+
+
+# --- auto ------------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """A language model of two layers of nothing, with a vocabulary that counts as large."""
+
+    def __init__(self, vocabulary: int = AUTO_VOCABULARY, change: Any = None) -> None:
+        super().__init__()
+        self.model = nn.Embedding(vocabulary, 4)
+        self.lm_head = nn.Linear(4, vocabulary, bias=False)
+        self.change = change
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        hidden = self.model(input_ids)
+        hidden = getattr(hidden, "last_hidden_state", hidden)
+        logits = self.lm_head(hidden)
+        return SimpleNamespace(logits=logits if self.change is None else self.change(logits))
+
+
+class Opaque(Small):
+    """Its code runs with its own arguments alone, so that it cannot be asked before training."""
+
+    def forward(self, input_ids: torch.Tensor, *, mine: int, **_: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+def is_sliced(model: nn.Module, *, may_slice: bool = True, **features: Any) -> bool:
+    plan = resolve_head(model, "lm_head", FeatureArguments(**features), may_slice=may_slice)
+    assert plan is not None
+    return plan.slices is not None
+
+
+@pytest.mark.edge("BU9")
+def test_large_vocabularies_are_sliced_by_themselves() -> None:
+    assert is_sliced(Small()) and not is_sliced(Small(AUTO_VOCABULARY - 1))
+    assert is_sliced(Small(8), enable_chunk_loss=True) and not is_sliced(Small(), enable_chunk_loss=False)
+    assert not is_sliced(Small(), may_slice=False) and not is_sliced(Small(), loss_cfg={"loss_type": "raw"})
+    assert not is_sliced(Small(), chunkloss_plan={"apply_module": "other"})
+    adapted = Small()
+    adapted.lm_head.forward = adapted.lm_head.forward  # as an adapter replaces it
+    assert not is_sliced(adapted)
+
+
+@pytest.mark.edge("BU9")
+def test_by_itself_no_model_is_sliced_that_slices_cannot_follow() -> None:
+    assert is_sliced(Small(change=lambda logits: (logits / 30).tanh() * 30))
+    assert not is_sliced(Small(change=lambda logits: logits + logits.roll(1, -1)))
+    assert not is_sliced(Opaque()) and is_sliced(Opaque(), enable_chunk_loss=True)
+
+
+@pytest.mark.edge("BU9")
+def test_sliced_by_itself_the_loss_and_gradients_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{**SMALL, "vocab_size": AUTO_VOCABULARY})
+    model = transformers.Qwen3ForCausalLM(config).double()
+    head = build_head_loss(model, "lm_head", FeatureArguments())
+    assert head is not None and "slices of 1024 rows" in head.describe()
+    objective = TokenCrossEntropy(model, head)
+    ids = torch.randint(3, AUTO_VOCABULARY, (1, 9))
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(9) % 4 == 0, -100)
+    loss = objective.terms(model, objective.prepare({"input_ids": ids, "shift_labels": labels}))["loss"]
+    loss.backward()
+    own = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    logits = torch.nn.functional.linear(model.model(ids).last_hidden_state, model.lm_head.weight)
+    expected = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(own[name], parameter.grad, rtol=1e-9, atol=1e-11)

@@ -14,7 +14,7 @@ _Z_LOSS, _OFFLOAD = "features.loss_cfg.z_loss_coef", "features.loss_cfg.router_a
 def loss_problems(arguments: Arguments) -> Iterator[Problem]:
     """Every rule that the loss breaks."""
     features, loss = arguments.features, arguments.features.loss_cfg
-    asked = (features.enable_chunk_loss, features.enable_dynamic_chunk_loss)
+    asked = (features.enable_chunk_loss is True, features.enable_dynamic_chunk_loss)
     chunked = [key for key, is_set in zip(_CHUNKED, asked, strict=True) if is_set]
     if loss.loss_type == "raw":
         without_effect = list(chunked)

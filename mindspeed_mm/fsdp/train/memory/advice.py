@@ -56,7 +56,7 @@ def candidates(arguments: Arguments, batch: Batch, device_type: str) -> Iterator
     are tried."""
     features, training, plan = arguments.features, arguments.training, arguments.parallel.fsdp_plan
     is_text = "input_ids" in batch
-    if is_text and not (features.enable_chunk_loss or features.enable_dynamic_chunk_loss):
+    if is_text and not (features.enable_chunk_loss is True or features.enable_dynamic_chunk_loss):
         yield Change({"features.enable_chunk_loss": True})
     if plan.param_dtype is None:
         yield Change({"parallel.fsdp_plan.param_dtype": "bf16"})
