@@ -134,10 +134,12 @@ ROWS = (
     Refusal(
         "a picture too few",
         (f"{LOADER}.shuffle=false",),
-        "image",
+        "2 <image> placeholders in the text, but 1 images",
         "images",
         DATA,
-        with_first_row(images=[]),
+        with_first_row(
+            messages=[{"role": "user", "content": "<image><image>?"}, {"role": "assistant", "content": "It."}]
+        ),
         by_data_check=True,
     ),
     Refusal(
