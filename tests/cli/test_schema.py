@@ -15,6 +15,14 @@ def test_one_key(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.edge("BU7")
+def test_a_list_of_choices_spells_them(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schema", "training.report_to"])
+    assert capsys.readouterr().out.startswith(
+        "training.report_to: list of tensorboard | wandb | swanlab | mlflow | trackio = "
+    )
+
+
 def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema", "tools.profile"]) == 0
     text = capsys.readouterr().out

@@ -152,7 +152,8 @@ def _name(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(_name(part) for part in parts))
     if origin is tuple:
-        return f"list of {_name(parts[0])}s"
+        name = _name(parts[0])
+        return f"list of {name}" if "|" in name else f"list of {name}s"
     if origin is dict:
         return "mapping"
     return _TYPE_NAMES.get(annotation, str(annotation))
