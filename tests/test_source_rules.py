@@ -167,9 +167,6 @@ ONE_READER = {
     "fsdp/data/sample_cache/codec.py": "and compared with its checksum",
     "fsdp/train/run/launched.py": "between processes of one job",
     "tasks/launch/rank_start.py": "before anything can be imported",
-    "fsdp/posttrain_rewards/http.py": "what a server answers goes through the client of outbound requests",
-    "fsdp/train/rollouts/server.py": "likewise",
-    "tasks/answer/remote.py": "likewise",
 }
 _READERS = {"json.loads", "json.load", "json.JSONDecoder"}
 

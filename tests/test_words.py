@@ -150,6 +150,7 @@ PRINTS = {
 """Files that print: what ends a job that no longer has a log, progress, and verl's engine. They print our own words."""
 SAYS = {
     "evaluate_vlm.py",
+    "fsdp/models/loading/gguf.py",
     "fsdp/train/provider/entry.py",
     "fsdp/train/run/launched.py",
     "inference_sora.py",

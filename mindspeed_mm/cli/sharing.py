@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.terminal import say
 
 _INPUTS = frozenset(("data", "media_dir", "config", "plan", "against", "lora"))
 """Options that name what is read."""
@@ -52,7 +53,7 @@ def of_checkpoint(command: Callable[..., Any]) -> Callable[..., Any]:
 
             meant = choose_checkpoint(Path(named), checkpoint)
             if meant.why:
-                click.echo(f"{named}: {meant}", err=True)
+                say(f"{named}: {meant}", err=True)
             if meant.why and checkpoint is not None:
                 options["model"] = type(named)(meant.folder)
                 click.get_current_context().params["model"] = options["model"]

@@ -20,6 +20,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, one_at_a_time
 from mindspeed_mm.core.errors import MachineError, ModelFolderError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -51,7 +52,7 @@ def model_folder_of(path: Path, key: str = "") -> Path:
     if not _is_current(folder, path):
         with one_at_a_time(path):
             if not _is_current(folder, path):
-                print(f"{path}: converting it to a model folder, {folder}", flush=True)
+                say(f"{path}: converting it to a model folder, {folder}", err=True)
                 write_model_folder(path, folder, key, overwrite=(folder / _SOURCE).is_file())
     return folder
 

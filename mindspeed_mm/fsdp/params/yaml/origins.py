@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mindspeed_mm.core.json_file import parse_json
+
 _PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./{}*-]*(?: [\w./-]+)*")
 UNSET = ("default", "card", "run")
 """Kinds of origin of values that nothing has set."""
@@ -54,7 +56,7 @@ def read_defaults(text: str) -> set[str]:
             continue
         level = len(match["indent"]) // 2
         name = match["name"]
-        path[level:] = [json.loads(name) if name.startswith('"') else name]
+        path[level:] = [parse_json(name) if name.startswith('"') else name]
         if match["value"] and match["value"].rpartition("  # ")[2].partition(": ")[0] in UNSET:
             found.add(".".join(path))
     return found

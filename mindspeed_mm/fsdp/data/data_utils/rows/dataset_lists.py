@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import plain
 
 _MOST_BYTES = 4 * 2**20
 _FILES = ("annotation", "annotation_path", "json_path", "dataset_path")
@@ -58,12 +60,9 @@ def _parsed(content: bytes) -> Any:
 
 
 def _parsed_yaml(path: Path) -> Any:
-    from ruamel.yaml import YAML  # few lists are YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        return YAML(typ="safe", pure=True).load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
+        return plain(parse_yaml(path.read_text(encoding="utf-8"), str(path)).root)
+    except UnicodeDecodeError as error:
         raise DataError(f"cannot be read as YAML: {error}", where=str(path)) from error
 
 

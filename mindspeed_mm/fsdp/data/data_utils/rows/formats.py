@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 from mindspeed_mm.fsdp.params.value_types import Section
 
 
-class Shape(NamedTuple):
+class FormatColumns(NamedTuple):
     """The columns of a format: key of `attr` → the usual names of its column."""
 
     formatting: str
@@ -33,11 +33,13 @@ class Shape(NamedTuple):
 _ANSWERS = ("response", "output", "answer", "answers", "completion", "target", "targets", "solution")
 TURN_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMN = "text"
-SHAPES: dict[str, Shape] = {
-    "list of turns": Shape("sharegpt", {"messages": TURN_COLUMNS}),
-    "instruction": Shape("alpaca", {"prompt": ("instruction",), "response": _ANSWERS}, {"query": ("input",)}),
-    "question": Shape("alpaca", {"prompt": ("query", "prompt", "question", "problem", "input"), "response": _ANSWERS}),
-    "document": Shape("text", {TEXT_COLUMN: (TEXT_COLUMN,)}),
+SHAPES: dict[str, FormatColumns] = {
+    "list of turns": FormatColumns("sharegpt", {"messages": TURN_COLUMNS}),
+    "instruction": FormatColumns("alpaca", {"prompt": ("instruction",), "response": _ANSWERS}, {"query": ("input",)}),
+    "question": FormatColumns(
+        "alpaca", {"prompt": ("query", "prompt", "question", "problem", "input"), "response": _ANSWERS}
+    ),
+    "document": FormatColumns("text", {TEXT_COLUMN: (TEXT_COLUMN,)}),
 }
 """Format → its columns, in the order in which they are tried. Columns of media, `system`, `tools` and `history` may
 stand in each. Preference rows (see `PAIRS`) and prompts for rollouts have the columns of a question without an
@@ -252,7 +254,7 @@ def _turn_columns(row_format: RowFormat) -> Sequence[str]:
 _NONE = dict.fromkeys(("messages", "prompt", "query", "response"), "")
 
 
-def _may_be(row_format: RowFormat, shape: Shape, needs_answer: bool) -> bool:
+def _may_be(row_format: RowFormat, shape: FormatColumns, needs_answer: bool) -> bool:
     """Whether what is configured leaves a format open."""
     if row_format.formatting is None:
         if _is_named(row_format, "messages"):
@@ -271,7 +273,9 @@ def _is_named(row_format: RowFormat, *keys: str) -> bool:
     return any(vars(row_format)[key] and vars(row_format)[key] not in _USUAL[key] for key in keys)
 
 
-def _fit(kinds: _Columns, row_format: RowFormat, shape: Shape, needs_answer: bool) -> dict[str, str] | _Problem | None:
+def _fit(
+    kinds: _Columns, row_format: RowFormat, shape: FormatColumns, needs_answer: bool
+) -> dict[str, str] | _Problem | None:
     """Key of `attr` → the column of a row that has this format; None: it does not."""
     found: dict[str, str] = {}
     for key, usual in shape.needed.items():

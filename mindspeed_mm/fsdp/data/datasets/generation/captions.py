@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
 _KEY = "data.dataset_param.basic_parameters"
 _PLACE = "[trigger]"
@@ -126,3 +128,32 @@ def repeated_id(sample_id: str, repeat: int) -> str:
         repeat: From 0.
     """
     return f"{sample_id}+{repeat}" if repeat else sample_id
+
+
+def captions_of(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
+    """The captions in a column, (name, value): a text, a list of texts, or such a list in a cell of a table.
+
+    Raises:
+        DataError: It is neither.
+    """
+    name, value = found
+    captions = value
+    if isinstance(value, str):
+        captions = [value]
+        if place.file.endswith(".csv") and value.lstrip().startswith("["):
+            captions = _listed(value)
+    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
+        shown = str(value)[:60]
+        raise DataError(
+            f"{shown!r} is neither a caption nor a list of them", where=str(place), key=name, way_out="Give text."
+        )
+    return tuple(captions)
+
+
+def _listed(text: str) -> list[object]:
+    """A list in a cell of a table; a caption may also just start with a bracket."""
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return [text]
+    return found if isinstance(found, list) else [text]

@@ -22,7 +22,6 @@ import numpy as np
 
 from mindspeed_mm.core.counts import by_count
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import (
     MediaLoader,
     check_remote_media_off,
@@ -31,7 +30,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import (
     refuse_remote,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
+from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules, captions_of
 from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
@@ -423,7 +422,7 @@ def parse_row(
     if caption is not None and not any(name in rest for name in _tried(columns.caption, CAPTION_COLUMNS)):
         captions: tuple[str, ...] = (caption,)
     else:
-        captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
+        captions = captions_of(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
         raise DataError(
@@ -553,30 +552,6 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
             raise DataError(problem.what, where=str(place), key=name, way_out=problem.way_out) from error
     refuse_remote(value, str(place))
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
-
-
-def _captions(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
-    name, value = found
-    captions = value
-    if isinstance(value, str):
-        captions = [value]
-        if place.file.endswith(".csv") and value.lstrip().startswith("["):
-            captions = _listed(value)
-    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
-        shown = str(value)[:60]
-        raise DataError(
-            f"{shown!r} is neither a caption nor a list of them", where=str(place), key=name, way_out="Give text."
-        )
-    return tuple(captions)
-
-
-def _listed(text: str) -> list[object]:
-    """A list in a cell of a table; a caption may also just start with a bracket."""
-    try:
-        found = parse_json(text)
-    except ValueError:
-        return [text]
-    return found if isinstance(found, list) else [text]
 
 
 def _whole_number(value: Any, name: str, place: RowLocation) -> int | None:
