@@ -246,7 +246,7 @@ class MeanRows(LazyTensor):
             rows = torch.empty((length, *self.shape[1:]), dtype=torch.float64)
             self.base.copy_to(rows, ((start, length), *whole(self.shape[1:])))
             total += rows.sum(dim=0)
-        return (total / self.of).to(self.dtype)
+        return torch.empty(total.shape, dtype=self.dtype).copy_(total / self.of)
 
 
 class Zeros(LazyTensor):

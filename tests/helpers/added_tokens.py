@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
+
+from transformers import (  # isort: skip  (tiny_models makes it importable)
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 PLAIN, SPECIAL = ["<think>", "</think>"], ["<call>"]
 ANSWER = "<think>one<call>two</think> three"
@@ -60,9 +65,9 @@ def plain_batch(folder: Path, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor
     return torch.tensor([[*before, *answer, *end]] * rows), torch.tensor([labels] * rows)
 
 
-def plain_model(folder: Path, dtype: torch.dtype = torch.float64, *, grown: bool = True, rounded: bool = True) -> Any:
-    """The folder's model by transformers. `grown`: with rows of new tokens, each the mean of the first 320; `rounded` as
-    the folder's weights are, which a run where float keeps double does not do."""
+def plain_model(folder: Path, dtype: torch.dtype = torch.float64, *, grown: bool = True) -> Any:
+    """The folder's model by transformers. `grown`: with rows of new tokens, each the mean of the first 320, in the type
+    that the folder's weights have."""
     auto = AutoModelForImageTextToText if _is_vlm(folder) else AutoModelForCausalLM
     with keeping_double():  # tables of positions, too
         model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
@@ -75,7 +80,7 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float64, *, grown: bool
         with torch.no_grad():
             for module in (model.get_input_embeddings(), model.get_output_embeddings()):
                 mean = module.weight[:320].double().mean(0)
-                module.weight[new] = (mean.float() if rounded else mean).to(dtype)
+                module.weight[new] = mean.float().to(dtype)
     return model
 
 

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.export import export, merge
-from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
 from tests.helpers.added_tokens import ANSWER, IDS, make_run, plain_batch, plain_model, plain_tokenizer
+
+prepare_for_transformers()
+
+from peft import PeftModel  # noqa: E402  (the guard comes first)
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 pytestmark = pytest.mark.edge("BR16")
 LORA = {"lora": {"enable": True, "rank": 4, "alpha": 12}}
@@ -89,7 +94,8 @@ def test_exported_adapters(run: tuple[Path, torch.Tensor, bool], tmp_path: Path)
         check_tokenizer(adapters, folder)
     merge.run(folder / "model", [tmp_path / "adapters"], tmp_path / "merged")
     check_whole(tmp_path / "merged", run)
-    generator = load_generator(folder / "model", tmp_path / "adapters")
+    source = ModelSource(folder / "model", lora=tmp_path / "adapters")
+    generator = load_generator(source.folder, source.lora, rows_view(source))
     torch.testing.assert_close(logits(generator.model, folder), expected, rtol=0, atol=1e-5)
     assert generator.encoder.tokenizer.convert_tokens_to_ids("<call>") == IDS[2]
 

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config
 from mindspeed_mm.fsdp.models.loading.part import trained_config
 from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer, holds_tokens
-from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, name_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, head_of, name_of, weight_of
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
 if TYPE_CHECKING:
@@ -104,9 +104,12 @@ def resolve_added_tokens(
             "names no vocab_size, so no tokens can be added", where=str(folder / "config.json"), key=KEY
         )
     known = tuple(token for token in (*tokens, *special) if token not in ids)
-    needed = max((before, *(number + 1 for number in ids.values())))
-    multiple = gcd(before, _MOST_ROUNDED)
-    return AddedTokens(ids, known, before, -(-needed // multiple) * multiple)
+    return AddedTokens(ids, known, before, _rounded_rows(before, list(ids.values())))
+
+
+def _rounded_rows(before: int, ids: Sequence[int]) -> int:
+    needed, multiple = max((before, *(number + 1 for number in ids))), gcd(before, _MOST_ROUNDED)
+    return -(-needed // multiple) * multiple
 
 
 def tokens_of_section(model_args: ModelArguments, config: object) -> AddedTokens | None:
@@ -212,18 +215,21 @@ def with_new_rows(
 
 
 @torch.no_grad()
-def grow_live(model: Any, added: AddedTokens) -> None:
-    """Give a loaded transformers model rows for new tokens, with their first values."""
-    if added.rows > added.rows_before:
-        model.resize_token_embeddings(added.rows, mean_resizing=False)
-    new = added.new_rows
+def grow_live(model: Any, ids: Sequence[int]) -> None:
+    """Append rows to a loaded transformers model until it has some for these tokens; they start as they do in training.
+    A model that has enough of them stays as it is."""
+    embedding = embedding_of(model)
+    before = len(weight_of(embedding)) if embedding is not None else 0
+    new = list(range(before, _rounded_rows(before, ids)))
+    if embedding is None or not new:
+        return
+    model.resize_token_embeddings(new[-1] + 1, mean_resizing=False)
     done: set[int] = set()
     for module in filter(None, (embedding_of(model), head_of(model))):
         for parameter in module.parameters(recurse=False):
-            if new and added.rows in parameter.shape[:1] and id(parameter) not in done:
+            if new[-1] + 1 in parameter.shape[:1] and id(parameter) not in done:
                 done.add(id(parameter))
-                mean = MeanRows(HeldTensor(parameter.detach()), min(new), 1).read()
-                parameter[new] = mean.to(parameter.device)
+                parameter[new] = MeanRows(HeldTensor(parameter.detach()), before, 1).read().to(parameter.device)
 
 
 def write_rows_in_config(draft: Path, folder: Path, added: AddedTokens) -> None:

@@ -12,19 +12,16 @@ from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
-from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters
-from mindspeed_mm.fsdp.models.added_tokens import grow_live, resolve_added_tokens
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
 from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
-from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, load_peft
+from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, grow_for_adapters, load_peft
 from mindspeed_mm.tasks.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -59,22 +56,14 @@ def load_generator(
         check_peft_folder(path, "--adapter")
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
-    if lora is not None:
-        _add_tokens_of_adapters(model, folder, lora)
+    for path in filter(None, (lora, *(adapters or {}).values())):
+        grow_for_adapters(model, path)
     check_vocabulary(model, encoder.tokenizer, where=str(folder))
     if lora is not None:
         model = load_peft(model, lora)
     for name, path in (adapters or {}).items():
         model = load_peft(model, path, name, "--adapter")
     return Generator(model.to(current_device()), encoder, tuple(adapters or ()))
-
-
-def _add_tokens_of_adapters(model: Any, folder: Path, lora: Path) -> None:
-    """Rows for the tokens that a run of adapters added: the adapters fill them."""
-    view = view_of_adapters(lora).preprocess_parameters if lora.is_dir() else PreprocessParameters()
-    tokens, special = view.add_tokens, view.add_special_tokens
-    if tokens or special:
-        grow_live(model, resolve_added_tokens(folder, tokens, special))
 
 
 def load_on_ranks(

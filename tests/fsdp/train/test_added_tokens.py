@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -81,7 +80,7 @@ def name_of_embedding(state: dict[str, Any]) -> str:
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_full_training(kind: str, made: dict[str, Path]) -> None:
     folder = made[kind].parent / "model"
-    theirs = plain_steps(plain_model(folder, rounded=False), folder)
+    theirs = plain_steps(plain_model(folder), folder)
     assert_same_steps(steps_of(made[kind]), theirs)
     assert theirs[0]["gradients"][name_of_embedding(theirs[0]["gradients"])][IDS].abs().sum(-1).all()
 
@@ -102,6 +101,8 @@ LORA = ["training.lora.enable=true", "training.lora.rank=4", "training.lora.alph
 
 def peft_model(folder: Path, base: Any) -> Any:
     """PEFT's adapters that train the new rows, which have some random start."""
+    from peft import LoraConfig, get_peft_model  # once torchvision is importable
+
     names = {name for name, _ in base.named_modules() if name.endswith(("embed_tokens", "lm_head"))}
     tied = base.get_input_embeddings().weight is base.get_output_embeddings().weight
     indices = {name: IDS for name in names if not (tied and name == "lm_head")}
@@ -139,8 +140,7 @@ def test_adapters_train_the_new_rows_in_full_and_no_other(kind: str, made: dict[
         others = [row for row in range(384) if row not in IDS]
         for name in own["weights"]:
             if name in grown and len(grown[name]) == 384:
-                assert torch.equal(own["weights"][name][:320], grown[name][:320].to(own["weights"][name])), name
-                assert torch.equal(own["weights"][name][others], ours[0]["weights"][name][others]), name
+                assert torch.equal(own["weights"][name][others], grown[name][others]), name
                 assert not own["gradients"][name][others].any()
     assert compared == (4 if "untied" in kind else 2) * 2
 
