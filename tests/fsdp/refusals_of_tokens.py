@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.refusal import ENVIRONMENT, LORA, PREPROCESS, Refusal
+from tests.helpers.refusal import DATA, LORA, PREPROCESS, Refusal
 from tests.helpers.tiny_models import SPECIAL_TOKENS, build_tokenizer
 
 KEY, SPECIAL = "model.add_tokens", "model.add_special_tokens"
@@ -62,7 +62,7 @@ MORE_TOKENS = (
         (ADDED, f"{PREPROCESS}.model_name_or_path={{folder}}/other"),
         "gives '<think>' the number 321",
         KEY,
-        ENVIRONMENT,
+        DATA,
         with_other_tokenizer,
         base="text",
     ),
@@ -71,7 +71,7 @@ MORE_TOKENS = (
         (ADDED,),
         "has no tokenizer.json",
         KEY,
-        ENVIRONMENT,
+        DATA,
         without_fast_tokenizer,
         base="text",
     ),

@@ -85,6 +85,7 @@ def test_exported_adapters(run: tuple[Path, torch.Tensor, bool], tmp_path: Path)
     if not adapts:
         pytest.skip("it has none")
     export.run(folder / "run", tmp_path / "adapters")
+    assert "model.resize_token_embeddings(384)" in (tmp_path / "adapters" / "README.md").read_text()
     for adapters in (tmp_path / "adapters", folder / "run" / "hf" / "iter_0000004"):
         base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa")
         base.resize_token_embeddings(len(AutoTokenizer.from_pretrained(adapters)), pad_to_multiple_of=64)

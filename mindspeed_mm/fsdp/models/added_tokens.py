@@ -97,19 +97,26 @@ def resolve_added_tokens(
     with told_as(with_key):
         processor = load_processor(folder, trust_remote_code=trust_remote_code)
         ids = extend_tokenizer(tokenizer_of(processor), tokens, special, where=str(folder))
-    config = trained_config(load_model_config(folder, trust_remote_code=trust_remote_code))
-    before = attribute_at(_text_config(config), "vocab_size")
-    if not isinstance(before, int):
+    before = rows_of_folder(folder, trust_remote_code=trust_remote_code)
+    if before is None:
         raise ModelFolderError(
             "names no vocab_size, so no tokens can be added", where=str(folder / "config.json"), key=KEY
         )
     known = tuple(token for token in (*tokens, *special) if token not in ids)
-    return AddedTokens(ids, known, before, _rounded_rows(before, list(ids.values())))
+    return AddedTokens(ids, known, before, rows_for(before, list(ids.values())))
 
 
-def _rounded_rows(before: int, ids: Sequence[int]) -> int:
+def rows_for(before: int, ids: Sequence[int]) -> int:
+    """Rows of a model of `before` rows once it has some for these tokens."""
     needed, multiple = max((before, *(number + 1 for number in ids))), gcd(before, _MOST_ROUNDED)
     return -(-needed // multiple) * multiple
+
+
+def rows_of_folder(folder: Path, *, trust_remote_code: bool = False) -> int | None:
+    """Rows of the embedding of a folder's model; None where its configuration does not say."""
+    config = trained_config(load_model_config(folder, trust_remote_code=trust_remote_code))
+    rows = attribute_at(_text_config(config), "vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def tokens_of_section(model_args: ModelArguments, config: object) -> AddedTokens | None:
@@ -220,7 +227,7 @@ def grow_live(model: Any, ids: Sequence[int]) -> None:
     A model that has enough of them stays as it is."""
     embedding = embedding_of(model)
     before = len(weight_of(embedding)) if embedding is not None else 0
-    new = list(range(before, _rounded_rows(before, ids)))
+    new = list(range(before, rows_for(before, ids)))
     if embedding is None or not new:
         return
     model.resize_token_embeddings(new[-1] + 1, mean_resizing=False)
