@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,8 @@ Item = TypeVar("Item")
 
 Region = tuple[tuple[int, int], ...]
 """One (start, length) for each dim."""
+_ROWS_BYTES = 64 * 2**20
+"""Of a tensor whose rows are averaged, read at a time."""
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -187,6 +190,63 @@ class Padded(LazyTensor):
         if held:
             inner = (*region[: self.dim], (start, held), *region[self.dim + 1 :])
             self.base.copy_to(out.narrow(self.dim, 0, held), inner)
+
+
+class WithRows(LazyTensor):
+    """A tensor with other rows at some positions, which may lie behind its last row.
+
+    Args:
+        base: The tensor.
+        rows: (len(positions), …), what stands at the positions instead.
+        positions: In rising order. All rows behind those of `base` are among them.
+    """
+
+    def __init__(self, base: LazyTensor, rows: LazyTensor, positions: Sequence[int]) -> None:
+        _check_same([_without(base.shape, 0), _without(rows.shape, 0)], "join rows of")
+        last = positions[-1] + 1 if positions else 0
+        super().__init__((max(base.shape[0], last), *base.shape[1:]), base.dtype, [base, rows])
+        self.base, self.rows, self.positions = base, rows, tuple(positions)
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        start, length = region[0]
+        held = max(0, min(start + length, self.base.shape[0]) - start)
+        if held:
+            self.base.copy_to(out.narrow(0, 0, held), ((start, held), *region[1:]))
+        first, end = bisect_left(self.positions, start), bisect_left(self.positions, start + length)
+        while first < end:  # runs of neighbours are copied in one go
+            run = first + 1
+            while run < end and self.positions[run] == self.positions[run - 1] + 1:
+                run += 1
+            piece = out.narrow(0, self.positions[first] - start, run - first)
+            self.rows.copy_to(piece, ((first, run - first), *region[1:]))
+            first = run
+
+
+class MeanRows(LazyTensor):
+    """`count` equal rows: the mean of the first `of` rows of a tensor, taken in fp64 and rounded to its dtype."""
+
+    def __init__(self, base: LazyTensor, of: int, count: int) -> None:
+        super().__init__((count, *base.shape[1:]), base.dtype, [base])
+        self.base, self.of = base, of
+        self._mean: torch.Tensor | None = None
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        if out.is_meta:  # only what is read and written counts there: see the ledger of a conversion
+            out.zero_()
+            return
+        if self._mean is None:
+            self._mean = self._take_mean()
+        out.copy_(self._mean[_slices(region[1:])].expand(out.shape))
+
+    def _take_mean(self) -> torch.Tensor:
+        total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        step = max(1, _ROWS_BYTES // max(1, 8 * math.prod(self.shape[1:])))
+        for start in range(0, self.of, step):
+            length = min(step, self.of - start)
+            rows = torch.empty((length, *self.shape[1:]), dtype=torch.float64)
+            self.base.copy_to(rows, ((start, length), *whole(self.shape[1:])))
+            total += rows.sum(dim=0)
+        return torch.empty(total.shape, dtype=self.dtype).copy_(total / self.of)
 
 
 class Zeros(LazyTensor):

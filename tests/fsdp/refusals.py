@@ -12,6 +12,7 @@ from tests.fsdp.refusals_of_ranks import EXPERTS, LAYERS, SEQUENCES, TOWERS
 from tests.fsdp.refusals_of_resumes import RESUMES, SAMPLES_OF_RUNS
 from tests.fsdp.refusals_of_rows import FILES, ORDERS, SIZES_OF_MEDIA, TURNS
 from tests.fsdp.refusals_of_settings import RUNS, TOOLS
+from tests.fsdp.refusals_of_tokens import MORE_TOKENS, TOKENS
 from tests.helpers.refusal import (
     BASIC,
     DATA,
@@ -278,10 +279,10 @@ MODELS = (
 
 SHORT_TABLE = (
     *(*KEYS, *FOLDERS, *ROWS, *MODELS, *TOOLS, *RUNS, *GENERATORS, *MEDIA, *SIZES, *PIPELINES, *TENSORS, *SHARDS),
-    *(*SEQUENCES, *TOWERS, *EXPERTS, *LAYERS, *RESUMES, *PAIRS, *ANSWERS),
+    *(*SEQUENCES, *TOWERS, *EXPERTS, *LAYERS, *RESUMES, *PAIRS, *ANSWERS, *TOKENS),
 )
 LONG_TABLE = (
     *(*FEATURES, *LOSSES, *LOW_PRECISION, *OPTIMIZERS, *ADAPTERS),
-    *(*ORDERS, *FILES, *TURNS, *SIZES_OF_MEDIA, *SAMPLES_OF_RUNS, *MORE_PAIRS, *MORE_ANSWERS),
+    *(*ORDERS, *FILES, *TURNS, *SIZES_OF_MEDIA, *SAMPLES_OF_RUNS, *MORE_PAIRS, *MORE_ANSWERS, *MORE_TOKENS),
 )
 """What only the long tests go through."""

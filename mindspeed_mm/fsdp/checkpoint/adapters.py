@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.models.lora.files import (
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
+    TOKENS,
     diffusers_metadata,
     file_key,
     peft_settings,
@@ -51,6 +52,7 @@ def save_adapters(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     ranks: Ranks | None = None,
+    write_view: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the adapters of a live model, sharded or not, and what is trained whole beside them. Called by all ranks;
     each tensor is gathered by itself, rank 0 writes.
@@ -63,10 +65,12 @@ def save_adapters(
         dtype: None writes full precision, as it is trained.
         overwrite: Replace an existing folder.
         ranks: All of them; made here when not given, which is itself a collective.
+        write_view: Adds to the folder how training looked at its rows.
     """
     ranks = ranks or Ranks()
     with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
         write_adapters(whole_of(model), live_tensors(model), draft, base, dtype=dtype, ranks=ranks)
+        ranks.first("writing the view", lambda: write_view(draft) if write_view else None)
 
 
 def write_adapters(
@@ -108,11 +112,28 @@ def write_adapters(
             ranks.first("making the folder", partial((draft / folder).mkdir, exist_ok=True))
             write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=metadata)
         return
-    made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, tensors).items()}
+    rows = _token_rows(lora, tensors)
+    others = {name: tensor for name, tensor in tensors.items() if name not in lora.token_rows}
+    made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, others).items()} | rows
     write_weights(made, draft, rule, inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
     settings = peft_settings(lora, str(base), _task_type(model))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     ranks.first("writing the settings", lambda: (draft / PEFT_CONFIG).write_text(text, encoding="utf-8"))
+
+
+def _token_rows(lora: LoraReport, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The rows of new tokens under PEFT's keys; it ties those of a shared weight itself."""
+    made: dict[str, LazyTensor] = {}
+    for name, rows in lora.token_rows.items():
+        weight = tensors[name]
+        shape = (len(rows), *weight.shape[1:])
+        key = f"{PEFT_PREFIX}{name.removesuffix('.weight')}{TOKENS}"
+        made[key] = Computed([weight], partial(_rows_of, rows), shape, weight.dtype)
+    return made
+
+
+def _rows_of(rows: Sequence[int], read: list[torch.Tensor]) -> torch.Tensor:
+    return read[0][list(rows)]
 
 
 def _of_transformers(

@@ -17,6 +17,7 @@ from torch import nn
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 
 if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.models.added_tokens import AddedTokens
     from mindspeed_mm.fsdp.models.behaviour.attention import AttentionChoice
     from mindspeed_mm.fsdp.models.behaviour.multi_token import DecoderWatch
     from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -33,6 +34,8 @@ class ModelFacts:
 
     adapter: DiffusionAdapter | None = None
     """The family's adapter; a model that has one is an image or video generator."""
+    added_tokens: AddedTokens | None = None
+    """Tokens that the configuration adds to the folder's vocabulary."""
     lora: LoraReport | None = None
     """The low-rank adapters that are trained."""
     conversion_rules: list[Any] | None = None

@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models.added_tokens import check_trainable, note_added_tokens, refuse_tokens, tokens_of_section
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, kind_of_section, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -94,6 +95,7 @@ class ModelHub:
         Raises:
             ConfigError: A pattern of `freeze` matches nothing, or nothing is left to train.
             ModelFolderError: Parameters have no values.
+            ConfigError: Tokens are to be added to it.
         """
         empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if empty and not may_be_empty:
@@ -103,6 +105,7 @@ class ModelHub:
                 key="model",
                 way_out="Give a model with weights, or name its folder.",
             )
+        refuse_tokens(model_args, "the model is given, so its embedding and its tokenizer are too")
         undo_forwards(model, ForwardKind.HEAD_LOSS)  # loss and features of an earlier training of this model
         return _prepared(model, model_args, param_dtype)
 
@@ -161,6 +164,8 @@ class ModelHub:
 def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
     """With frozen modules, the masters' types and the rules by which weights are stored."""
     _freeze(model, model_args.freeze)
+    if (added := facts_of(model).added_tokens) is not None:
+        check_trainable(model, added)
     set_dtypes(model, param_dtype)
     if is_transformers(type(model)):
         own_rules = conversion_rules(model)  # type: ignore[arg-type]
@@ -180,6 +185,7 @@ def _build_generator(
             key=multi_token.KEY,
             way_out="Set it to 0.",
         )
+    refuse_tokens(model_args, "a generator is trained on the embeddings of its frozen text encoders")
     return build_transformer(model_args, overrides, param_dtype)
 
 
@@ -201,7 +207,10 @@ def _build_by_class(
     overwrite = attribute_at(model_class, "overwrite_transformer_config")
     if overwrite is not None:
         config = overwrite(config, model_args, feature_args) or config
+    added = tokens_of_section(model_args, config)
     model = construct(model_class, config, model_args, param_dtype)
+    if added is not None:
+        note_added_tokens(model, added, model_args)
     if model_args.mtp_num_layers:
         multi_token.attach_multi_token(model, model_args.mtp_num_layers)
     return model

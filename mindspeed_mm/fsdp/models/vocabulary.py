@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, embedding_of, has_all, weight_of
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
@@ -46,8 +47,23 @@ def check_processor(model: nn.Module, processor: ProcessorMixin | PreTrainedToke
     tokenizer = tokenizer_of(processor)
     where = str(tokenizer.name_or_path)
     check_vocabulary(model, tokenizer, where=where)
+    _check_added_tokens(model, tokenizer, where)
     _check_sizes(config, processor, where)
     _check_media_tokens(config, processor, where)
+
+
+def _check_added_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Tokens that are added have the same numbers for the rows as for the model, whose folder may be another one."""
+    added = facts_of(model).added_tokens
+    for token, number in added.ids.items() if added is not None else ():
+        own = tokenizer.convert_tokens_to_ids(token)
+        if own != number:
+            raise ModelFolderError(
+                f"the tokenizer gives '{token}' the number {own}, that of the model's folder {number}",
+                where=where,
+                key="model.add_tokens",
+                way_out="Take the processor of the model's folder, or one with the same tokens.",
+            )
 
 
 def _check_media_tokens(

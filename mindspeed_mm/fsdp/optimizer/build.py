@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.optimizer.muon import Muon
 from mindspeed_mm.fsdp.optimizer.sharded_adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
+from mindspeed_mm.fsdp.optimizer.token_rows import train_rows_only
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -54,6 +55,7 @@ def build_optimizer(
         "eps": training.adam_eps,
         "fused": training.adam_fused and _is_fused_here(groups, note),
     }
+    train_rows_only(model)
     gradients_on_host = features is not None and features.enable_gradient_offload
     if gradients_on_host:
         offload_gradients(model.parameters())

@@ -12,6 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -54,7 +55,8 @@ class GroupPlan:
 
 
 def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
-    """The plan of a whole model. Vectors (norms, biases) and what is named do not decay. Pure.
+    """The plan of a whole model. Vectors (norms, biases), what is named, and weights of which only rows of new tokens
+    are trained do not decay. Pure.
 
     Raises:
         ConfigError: No parameter is trainable, a pattern or a rule matches nothing, or Muon cannot take a matrix.
@@ -63,6 +65,8 @@ def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
     if not trainable:
         raise ConfigError("every parameter is frozen", key="model.freeze", way_out="Leave something to train.")
     undecayed = _undecayed_names(model, trainable, training)
+    if (lora := facts_of(model).lora) is not None:
+        undecayed.update(lora.token_rows)
     scales = _lr_scales(trainable, training)
     counts = matrices(model, trainable) if training.optimizer == "muon" else {}
     settings = {}

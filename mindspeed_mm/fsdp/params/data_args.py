@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.params.value_types import (
     Ratio,
     Seconds,
     Section,
+    Tokens,
     fault,
     null_means,
     show,
@@ -234,6 +235,10 @@ class PreprocessParameters(OpenSection):
 
     model_name_or_path: PathText | None = None
     """Folder that holds the processor; null: `model.model_name_or_path`."""
+    add_tokens: Tokens = ()
+    """Tokens added to the folder's tokenizer; empty: `model.add_tokens`."""
+    add_special_tokens: Tokens = ()
+    """Special tokens added to the folder's tokenizer; empty: `model.add_special_tokens`."""
     use_fast_tokenizer: Flag = True
     """Use the fast tokenizer, which is written in Rust."""
     split_special_tokens: Flag = True

@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
     to_plain,
 )
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths
+from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths, read_token_files
 from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.yaml.tree import (
     Node,
@@ -184,6 +184,7 @@ def load_config(
     text, root, notes = _read(given, overrides, plugin_keys)
     settle_module_names(root)
     notes.problems += locate_paths(root, path)
+    notes.problems += read_token_files(root)
     derive_processor_folder(root)
     derive_expert_levels(root)
     scope = build_scope(root, plugin_keys)

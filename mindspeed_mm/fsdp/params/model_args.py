@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Natural, Number, OpenSection, PathText, Patterns, renamed
+from mindspeed_mm.fsdp.params.value_types import Flag, Natural, Number, OpenSection, PathText, Patterns, Tokens, renamed
 
 Kernel = Literal["eager", "triton", "ascendc"]
 
@@ -41,6 +41,12 @@ class ModelArguments(OpenSection):
     """Attention kernel; null: the best one available on this machine, which is printed."""
     freeze: Patterns = ()
     """Patterns of the modules whose parameters are not trained, e.g. `model.visual`; or of single parameters."""
+    add_tokens: Tokens = ()
+    """Tokens to add to the tokenizer: a list, or a text file with one token a line. The embedding and the output head
+    get a row for each, which starts as the mean of the rows that were there. Adapters train these rows in full. Tokens
+    that the tokenizer already has are reported and stay as they are."""
+    add_special_tokens: Tokens = ()
+    """As `add_tokens`, for special tokens: text is never split inside them, and decoded answers leave them out."""
     mtp_num_layers: Natural = 0
     """Number of multi-token prediction layers to train; 0 switches it off."""
     mtp_loss_scaling_factor: Annotated[Number, Field(ge=0)] = 0.1

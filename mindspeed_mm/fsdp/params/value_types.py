@@ -180,6 +180,21 @@ def names_of(value: object) -> tuple[str, ...]:
     return tuple(entries)
 
 
+def _tokens(value: object) -> object:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise fault(f"{show(value)} is not a list of tokens")
+    for token in value:
+        if not isinstance(token, str):
+            raise fault(f"{show(token)} is not a text. Write tokens that look like numbers or words of YAML in quotes")
+        if not token.strip():
+            raise fault(f"{show(token)} is empty: a token has at least one visible character")
+        if value.count(token) > 1:
+            raise fault(f"{show(token)} is listed {value.count(token)} times")
+    return tuple(value)
+
+
 def _level(value: object) -> object:
     word = str(value).removeprefix("level")
     if isinstance(value, bool) or word not in {"0", "1", "2"}:
@@ -217,6 +232,8 @@ PathText = Annotated[str, BeforeValidator(_path)]
 """A path; relative ones are tried against the working directory, then against the YAML's folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(names_of)]
 """A list of names; one alone may stand without brackets."""
+Tokens = Annotated[tuple[str, ...], BeforeValidator(_tokens)]
+"""A list of different tokens; in a file, the path of a text with one token a line."""
 PATTERNS = "patterns"
 """Marks the type of a key whose texts are patterns of module or parameter names."""
 Patterns = Annotated[Names, PATTERNS]

@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.cards import own_model_types
+from mindspeed_mm.fsdp.utils.added_tokens import extend_tokenizer
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
@@ -35,7 +36,13 @@ _MAX_TEMPLATE_FACTOR = 10_000
 
 
 def load_processor(
-    folder: str | Path, *, use_fast: bool = True, trust_remote_code: bool = False, **options: Any
+    folder: str | Path,
+    *,
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+    add_tokens: Sequence[str] = (),
+    add_special_tokens: Sequence[str] = (),
+    **options: Any,
 ) -> Processor:
     """The processor of a multimodal model's folder, or the tokenizer of a text model's.
 
@@ -43,6 +50,8 @@ def load_processor(
         folder: A local model folder; nothing is ever downloaded.
         use_fast: Take the torchvision image processor; otherwise the one that works with Pillow.
         trust_remote_code: Let a folder run its own processor code. Classes of transformers come first.
+        add_tokens: Tokens that the tokenizer gets unless it has them.
+        add_special_tokens: The same, as special tokens.
         options: For the tokenizer, as its class takes them; those that are None are left out.
 
     Raises:
@@ -66,6 +75,7 @@ def load_processor(
     _fill_padding(processor)
     for source in chat_templates_of(processor).values():
         check_chat_template(source, where=str(folder))
+    extend_tokenizer(tokenizer_of(processor), add_tokens, add_special_tokens, where=str(folder))
     return processor
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.added_tokens import grow_live
 from mindspeed_mm.fsdp.models.lora.files import PEFT_CONFIG, AdapterFile
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
@@ -21,6 +22,13 @@ def check_peft_folder(folder: Path, key: str) -> None:
     AdapterFile.find(folder, key)
     if not (folder / PEFT_CONFIG).is_file():
         raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=key, way_out="Name PEFT's folder.")
+
+
+def grow_for_adapters(model: nn.Module, folder: Path, key: str = "--lora") -> None:
+    """Append rows for the tokens that adapters were trained with to a model without adapters; the adapters hold their
+    values. A model that has the rows stays as it is."""
+    tokens = AdapterFile.find(folder, key).adapter().tokens
+    grow_live(model, sorted({row for each in tokens.values() for row in each.rows}))
 
 
 def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = "--lora") -> Any:
@@ -45,6 +53,7 @@ def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = 
                 model.load_adapter(str(folder), name, local_files_only=True)
                 adapted = model
             else:
+                grow_for_adapters(model, folder, key)
                 adapted = PeftModel.from_pretrained(model, str(folder), name, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

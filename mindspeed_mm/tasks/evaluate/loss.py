@@ -19,6 +19,7 @@ from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
@@ -217,8 +218,9 @@ def _arguments_of(source: ModelSource, param: DatasetParam) -> Arguments:
 def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
     """The section of another configuration, with the processor of the run."""
     param = rows_view(ModelSource(Path()), config).param
-    own = arguments.data.dataset_param.preprocess_parameters.model_name_or_path
-    preprocess = param.preprocess_parameters.model_copy(update={"model_name_or_path": own})
+    own = arguments.data.dataset_param.preprocess_parameters
+    kept = {key: own[key] for key in ("model_name_or_path", *TOKEN_KEYS)}
+    preprocess = param.preprocess_parameters.model_copy(update=kept)
     return param.model_copy(update={"preprocess_parameters": preprocess})
 
 

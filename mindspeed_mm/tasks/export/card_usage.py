@@ -10,8 +10,9 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX, kind_of_folder
+from mindspeed_mm.fsdp.models.added_tokens import rows_for, rows_of_folder
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
-from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.tasks.export.contents import ContentKind
 
 _HERE = "path/to/this/folder"
@@ -45,8 +46,18 @@ def usage_of(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         return whole
     base = f"path/to/{model_folder.name}"
     code = [line.replace(_HERE, base) for line in whole.code]
-    adapted = [f'model = PeftModel.from_pretrained(model, "{_HERE}")']
+    adapted = [*_rows_of_tokens(folder, model_folder), f'model = PeftModel.from_pretrained(model, "{_HERE}")']
     return Usage("peft", whole.tag, ("from peft import PeftModel", *code[:-1], *adapted, code[-1]))
+
+
+def _rows_of_tokens(folder: Path, model_folder: Path) -> list[str]:
+    """What makes room in the base for tokens that were added to it."""
+    tokens = AdapterFile.find(folder).adapter().tokens
+    ids = sorted({row for each in tokens.values() for row in each.rows})
+    before = rows_of_folder(model_folder) if ids else None
+    if before is None or (rows := rows_for(before, ids)) == before:
+        return []
+    return [f"model.resize_token_embeddings({rows})  # tokens were added; their tokenizer is in this folder"]
 
 
 def _of_model(folder: Path) -> Usage:

@@ -35,6 +35,7 @@ from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout, with_beside
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
+from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -303,13 +304,13 @@ def _merged(
     frozen = stored_adapters(lora.frozen)
     weights = weights_folder(outline, base)
     with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
-        tensors = folder_tensors(outline, stored)
+        tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
         expected = remember_layout(outline, weights)
         for name, packing in packings_of(adapted).items():
             kept = tensors[name]
             tensors[name] = Computed([kept], partial(_rounded, packing), kept.shape, kept.dtype)
         own = deltas_of_run(lora, trained, outline)
-        added = [(deltas, 1.0) for deltas, _ in under]
+        added = [(each.deltas, 1.0) for each in under]
         merge_into(tensors, [*added, (own, 1.0)], dtype)
         for name, tensor in trained.items():
             if not is_adapter_weight(name):

@@ -13,12 +13,15 @@ from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.base_weights import dtypes_of_base, open_base
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
+from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
+from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, merge_into
 from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export import export
@@ -79,20 +82,19 @@ def run(
     files = [[file.adapter() for file in AdapterFile.find_all(adapter, _KEY)] for adapter in adapters]
     times = _times(files, scales)
     found = [file for of_adapter in files for file in of_adapter]
-    outline = ModelHub.build(_outline_arguments(base))
+    own_view = view_of_adapters(adapters[-1]) if kind_of_folder(base).has_tokens else None
+    outline = ModelHub.build(_outline_arguments(base, own_view))
     weights, torch_type = transformer_weights(base), torch_dtype(dtype)
     with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
-        tensors = folder_tensors(outline, stored)
+        tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
         expected = remember_layout(outline, weights)
-        for _, whole in read:
-            tensors |= whole
-        added = [(deltas, scale) for (deltas, _), scale in zip(read, times, strict=True)]
+        for each in read:
+            each.replace_in(tensors)
+        added = [(each.deltas, scale) for each, scale in zip(read, times, strict=True)]
         merge_into(tensors, added, torch_type)
         made = complete(outline, tensors, expected, weights, stored)
         rule = dtypes_of_base(outline, weights, torch_type)
-        view = None
-        if kind_of_folder(base).has_tokens:
-            view = view_writer(view_of_adapters(adapters[-1]), base)
+        view = view_writer(own_view, base) if own_view is not None else None
         contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
@@ -136,18 +138,23 @@ def _times(adapters: Sequence[Sequence[StoredAdapter]], scales: Sequence[float])
                 key="--scale",
                 way_out="Merge it once.",
             )
-        if adapter.whole and each != 1:
+        full = [*adapter.whole, *adapter.tokens]
+        if full and each != 1:
             raise UsageError(
-                f"{each:g}, but {adapter.weights} holds '{adapter.whole[0]}', which was fully trained",
+                f"{each:g}, but {adapter.weights} holds '{full[0]}', which was fully trained",
                 key="--scale",
                 way_out="Merge it once.",
             )
     return [each for _, each in of_files]
 
 
-def _outline_arguments(base: Path) -> ModelArguments:
+def _outline_arguments(base: Path, view: DatasetParam | None) -> ModelArguments:
+    tokens = {}
+    if view is not None:  # the adapters may have rows of tokens that the base does not have
+        tokens = {key: view.preprocess_parameters[key] for key in TOKEN_KEYS}
     return ModelArguments.model_validate(
-        {
+        tokens
+        | {
             "model_name_or_path": str(base),
             "attn_implementation": kind_of_folder(base).outline_attention,
             "train_from_scratch": True,

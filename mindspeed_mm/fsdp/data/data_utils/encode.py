@@ -33,6 +33,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.data.data_utils.turns import is_usual
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -105,22 +106,23 @@ class SampleOutline(NamedTuple):
 
 
 def build_tokens(
-    processor: Processor, template: ChatTemplate | None, plugin: MediaPlugin, *, split_special: bool
+    processor: Processor, template: ChatTemplate | None, plugin: MediaPlugin, preprocess: PreprocessParameters
 ) -> Tokens:
     """The tokenizer of a model, with what is text wherever a row holds it: placeholders of media, and unless
-    `split_special` is false special tokens and the marks of the chat template.
+    `split_special_tokens` is false special tokens and the marks of the chat template.
 
     Args:
         processor: Processor, or tokenizer of a text model.
         template: Renders conversations; None where only documents come.
         plugin: Encodes media.
-        split_special: `preprocess_parameters.split_special_tokens`.
+        preprocess: Its `split_special_tokens`; special tokens that it adds to the vocabulary are for rows to use.
     """
     tokenizer = tokenizer_of(processor)
     return Tokens(
         tokenizer,
         of_processor=tokenizer is not processor,
-        split_special=split_special,
+        split_special=preprocess.split_special_tokens,
+        kept=preprocess.add_special_tokens,
         marks=template.turn_marks if template is not None else (),
         placeholders=[placeholder.text for placeholder in plugin.placeholders.values()],
     )

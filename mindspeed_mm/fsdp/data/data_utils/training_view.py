@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 View = dict[str, dict[str, Any]]
 """Section → key → value, of what decides how rows look."""
 VIEW_FILE = "training_view.json"
+TOKEN_KEYS = ("add_tokens", "add_special_tokens")
+"""Keys of `preprocess_parameters` that add tokens; a written folder's tokenizer has them."""
 SHAPING_PREPROCESS = (
+    *TOKEN_KEYS,
     "use_fast_tokenizer",
     "split_special_tokens",
     "fix_mistral_regex",
@@ -130,6 +133,8 @@ def view_processor(folder: str | Path, preprocess: PreprocessParameters) -> Proc
         folder,
         use_fast=preprocess.use_fast_tokenizer,
         trust_remote_code=preprocess.trust_remote_code,
+        add_tokens=preprocess.add_tokens,
+        add_special_tokens=preprocess.add_special_tokens,
         fix_mistral_regex=preprocess.fix_mistral_regex,
     )
 
@@ -197,6 +202,8 @@ def view_notes(dataset_param: DatasetParam, processor: object) -> list[str]:
             instead[key] = f"the folder's {setting.part}.{setting.name} is {setting.before}"
     notes = []
     for key, value in view_of(dataset_param)["preprocess_parameters"].items():
+        if key in TOKEN_KEYS:
+            continue
         said = instead.get(key, "no setting of the folder's processor")
         notes.append(f"{key} {value} ({said})")
     return notes

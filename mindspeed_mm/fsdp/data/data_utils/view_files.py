@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.template import build_template, own_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import (
@@ -21,7 +22,8 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import (
     view_processor,
     with_view,
 )
-from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.models.added_tokens import resolve_added_tokens, write_rows_in_config
+from mindspeed_mm.fsdp.params.data_args import DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -35,6 +37,8 @@ _OLD_NAMES = {"size": ("min_pixels", "max_pixels")}
 """Settings that older files keep under other names, which would win."""
 BUILT_IN = "huggingface"
 
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE)
+
 WriteView = Callable[[Path], None]
 """Writes into a draft of a model's folder, which holds the files of the folder that training started from."""
 
@@ -43,12 +47,13 @@ def view_writer(dataset_param: DatasetParam, model_folder: Path, *, only_templat
     """What adds a run's view to the folder of its model.
 
     Args:
-        dataset_param: The run's; a plugin's data set decides itself how rows look: nothing is written for it.
+        dataset_param: The run's; a plugin's data set decides itself how rows look: only the tokens that are added to
+            the tokenizer are written for it.
         model_folder: What training started from.
         only_template: The folder is one of adapters, without a processor whose settings could be changed.
     """
     if dataset_param.dataset_type != BUILT_IN:
-        return _write_nothing
+        return partial(_write_tokens, dataset_param.preprocess_parameters, model_folder, only_template)
     return partial(_write, with_view(dataset_param, model_folder), model_folder, only_template)
 
 
@@ -62,10 +67,6 @@ def view_of_adapters(folder: Path) -> DatasetParam:
     return with_view(param, folder)
 
 
-def _write_nothing(draft: Path) -> None:
-    del draft
-
-
 def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
     is_given = any(view_of(param).values()) or (model_folder / VIEW_FILE).is_file()
     names_template = param.basic_parameters.template or param.basic_parameters.chat_template
@@ -73,24 +74,51 @@ def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: 
         return
     preprocess = param.preprocess_parameters
     processor = view_processor(model_folder, preprocess)
+    _write_tokens(preprocess, model_folder, only_template, draft)
     if is_given:
         (draft / VIEW_FILE).write_text(json.dumps(told_view(param), indent=2) + "\n", encoding="utf-8")
     if not only_template:
         _write_settings(draft, processor, processor_settings(processor, preprocess))
         if preprocess.fix_mistral_regex:
-            _write_splitting(draft, processor)
+            _write_tokenizer(draft, processor)
     if param.basic_parameters.stage != "pretrain":
         _write_template(draft, processor, param)
 
 
-def _write_splitting(draft: Path, processor: Processor) -> None:
-    """The corrected rule by which Mistral's tokenizers split text. transformers corrects it as it reads a folder, but
-    only one whose `config.json` is of an older version than what trained here writes."""
+def _write_tokens(preprocess: PreprocessParameters, model_folder: Path, only_template: bool, draft: Path) -> None:
+    """The tokenizer with the tokens that were added to it, and the number of rows that the model has for them. A folder
+    of adapters gets the tokenizer, as PEFT's have it, and no configuration."""
+    tokens, special = preprocess.add_tokens, preprocess.add_special_tokens
+    if not (tokens or special):
+        return
+    added = resolve_added_tokens(model_folder, tokens, special, trust_remote_code=preprocess.trust_remote_code)
+    if not added.ids:
+        return
+    if only_template:
+        for name in _TOKENIZER_SETTINGS:
+            if (model_folder / name).is_file():
+                copy_plain(model_folder / name, draft / name)
+    else:
+        write_rows_in_config(draft, model_folder, added)
+    processor = view_processor(model_folder, preprocess)
+    _write_tokenizer(draft, processor)
+    listed = _read(draft / "tokenizer_config.json")
+    if "added_tokens_decoder" in listed:  # of older versions of transformers, which take what it lists
+        decoder = tokenizer_of(processor).added_tokens_decoder
+        for number in added.ids.values():
+            listed["added_tokens_decoder"][str(number)] = decoder[number].__getstate__()
+        _store(draft / "tokenizer_config.json", listed)
+
+
+def _write_tokenizer(draft: Path, processor: Processor) -> None:
+    """The tokenizer as it is in memory: with added tokens, or with the corrected rule by which Mistral's split text.
+    transformers corrects that as it reads a folder, but only one whose `config.json` is of an older version than what
+    trained here writes."""
     from tokenizers import Tokenizer
 
-    corrected = setting_of(tokenizer_of(processor), Tokenizer, "backend_tokenizer")
-    if corrected is not None:
-        corrected.save(str(draft / "tokenizer.json"))
+    backend = setting_of(tokenizer_of(processor), Tokenizer, "backend_tokenizer")
+    if backend is not None:
+        backend.save(str(draft / "tokenizer.json"))
 
 
 def _write_template(draft: Path, processor: Processor, param: DatasetParam) -> None:

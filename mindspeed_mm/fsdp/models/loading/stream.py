@@ -21,6 +21,7 @@ from mindspeed_mm.checkpoint.transformers_map import loading_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 from mindspeed_mm.core.errors import first_names as listed
 from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
@@ -118,7 +119,7 @@ def stream_weights(
     aliases = _aliases(whole)
     with open_source(folder, _config_of(model), from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
-        made = made_by(steps)
+        made = with_new_rows(whole, made_by(steps), folder, aliases)
         found = _compare(whole, _shapes(whole, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
@@ -151,7 +152,7 @@ def check_weights(
     aliases = _aliases(model)
     with open_stored(folder, _config_of(model)) as stored:
         steps = _steps(model, stored, {*targets, *aliases})
-        made = made_by(steps)
+        made = with_new_rows(model, made_by(steps), folder, aliases)
         found = _compare(model, _shapes(model, targets), aliases, made, allow_missing, allow_unexpected)
         found.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, found)
@@ -215,7 +216,8 @@ def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, 
 def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
     """Inside, a folder's tensors can be read under the names of the model without adapters."""
     with open_stored(folder, _config_of(model)) as stored:
-        yield made_by(_steps(model, stored, set(_targets(whole_of(model)))))
+        made = made_by(_steps(model, stored, set(_targets(whole_of(model)))))
+        yield with_new_rows(whole_of(model), made, folder)
 
 
 def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:

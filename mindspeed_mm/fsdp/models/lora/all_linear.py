@@ -45,11 +45,13 @@ def asked_patterns(model: nn.Module, lora: LoraArguments) -> tuple[str, ...]:
 
 def _adapted_in(model: nn.Module, path: Path) -> tuple[str, ...]:
     """The layers and fused parameters that a file has adapters for; none where the model lacks one of them."""
-    stored = AdapterFile.find(path).adapter()
-    modules = dict(model.named_modules())
-    if not all(layer in modules for layer in stored.layers):
-        return ()
-    return (*stored.layers, *(stored.settings.get("target_parameters") or ()))
+    modules, found = dict(model.named_modules()), dict[str, None]()
+    for file in AdapterFile.find_all(path):
+        stored = file.adapter()
+        if not all(layer in modules for layer in stored.layers):
+            return ()
+        found |= dict.fromkeys((*stored.layers, *(stored.settings.get("target_parameters") or ())))
+    return tuple(found)
 
 
 def all_linear(model: nn.Module) -> list[str]:

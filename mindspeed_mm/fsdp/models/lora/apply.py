@@ -6,7 +6,7 @@ loading of the base model's weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,6 +60,8 @@ def apply_lora(
     adapt_experts(model)
     for name in targets.whole:
         model.get_submodule(name).requires_grad_(True)
+    for name in targets.token_rows:
+        model.get_parameter(name).requires_grad_(True)
     set_dtypes(model, param_dtype)
     if lora.quantize is not None:
         quantize_linears(model, lora.quantize)
@@ -77,8 +79,9 @@ def apply_lora(
         modules_to_save=tuple(targets.whole),
         frozen=frozen,
         quantize=lora.quantize,
+        token_rows=targets.token_rows,
         trained=frozenset(_trained_names(model, targets.whole)),
-        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parameters=sum(_trained_numbers(model, targets.token_rows)),
     )
     facts_of(model).lora = report
     return report
@@ -105,6 +108,13 @@ def initialize_lora(model: nn.Module, lora: LoraArguments, seed: int, *, fresh: 
         load_adapters(model, lora.pretrained_lora_path)
     elif fresh:
         set_first_values(model, lora.init_lora_weights, seed, Path(folder) if folder else None)
+
+
+def _trained_numbers(model: nn.Module, token_rows: Mapping[str, Sequence[int]]) -> Iterator[int]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rows = token_rows.get(name)
+            yield parameter.numel() if rows is None else parameter[0].numel() * len(rows)
 
 
 def _check_kind(lora: LoraArguments, targets: LoraTargets) -> None:

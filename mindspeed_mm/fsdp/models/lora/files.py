@@ -10,16 +10,16 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
+from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import parse_json, read_json_object
@@ -61,6 +61,8 @@ _UNKNOWN = (
 Json = Any
 """A value of PEFT's settings, which `AdapterFile.check_fits` reads with suspicion."""
 Number = TypeVar("Number", int, float)
+TOKENS = ".token_adapter.trainable_tokens_delta"
+"""End of a key with the rows of some tokens, by the name of the embedding or head (`trainable_token_indices`)."""
 _SIDES = re.compile(rf"(?P<layer>.+)\.lora_(?:(?P<side>[AB])\.weight|(?P<length>{MAGNITUDE})(?:\.weight)?)")
 
 
@@ -126,7 +128,11 @@ class AdapterFile:
         layers: dict[str, dict[str, str]] = {}
         fused: dict[str, dict[str, str]] = {}
         whole: dict[str, str] = {}
+        tokens: dict[str, TokenRows] = {}
         for plain, key in self.plain_keys().items():
+            if plain.endswith(TOKENS):
+                tokens[_parameter_name(plain)] = TokenRows(key, self.rows_of(_parameter_name(plain)))
+                continue
             match = _SIDES.fullmatch(plain)
             if match is None:
                 whole[base_name(plain)] = key  # a bias of a layer with an adapter, under PEFT's `bias: all`
@@ -139,7 +145,28 @@ class AdapterFile:
         for name in whole:
             if ".lora_" in name:
                 raise ModelFolderError("is not an adapter of a linear layer", where=str(self.weights), key=name)
-        return StoredAdapter(self.weights, self.settings, layers, fused, list(whole), {**self.plain_keys(), **whole})
+        keys = {**self.plain_keys(), **whole}
+        return StoredAdapter(self.weights, self.settings, layers, fused, list(whole), keys, tokens)
+
+    def rows_of(self, name: str) -> tuple[int, ...]:
+        """The rows of tokens that the file has for a weight, in the order of the file.
+
+        Raises:
+            ModelFolderError: Its settings do not name them.
+        """
+        named = self.settings.get("trainable_token_indices")
+        module = name.removesuffix(".weight")
+        rows = named
+        if isinstance(named, dict):  # by ends of names
+            rows = next((own for end, own in named.items() if module == end or module.endswith(f".{end}")), None)
+        if not isinstance(rows, list) or not all(isinstance(row, int) and row >= 0 for row in rows):
+            raise ModelFolderError(
+                f"has rows of tokens for '{module}', and its settings do not name them",
+                where=str(self.weights),
+                key="trainable_token_indices",
+                way_out=f"Copy {PEFT_CONFIG} of the same adapters beside it.",
+            )
+        return tuple(rows)
 
     def check_known(self) -> None:
         """Raise `ModelFolderError` for settings that nothing here computes."""
@@ -185,6 +212,14 @@ class AdapterFile:
         return False
 
 
+class TokenRows(NamedTuple):
+    """Rows of a weight that were trained in full."""
+
+    key: str
+    """Key in the file."""
+    rows: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StoredAdapter:
     """What a file of adapters holds, nothing read yet. Layers are named as in the model without adapters."""
@@ -199,6 +234,8 @@ class StoredAdapter:
     """Parameters that were trained whole."""
     keys: dict[str, str]
     """Key without prefix, and name of a parameter that was trained whole → key in the file."""
+    tokens: dict[str, TokenRows] = field(default_factory=dict)
+    """Weight of an embedding or head → the rows of tokens that were trained in full."""
 
     @property
     def rank(self) -> int:
@@ -262,6 +299,7 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
     """
     files, trained = _fitting(model, path)
     copies = first_names(model)
+    rows_of = _rows_trained(model)
     for file, names in files:
         entries = read_header(file.weights)
         with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
@@ -272,11 +310,26 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
                 entry = entries[names[name]]
                 stored = Stored(names[name], entry.shape, entry.dtype, partial(_same, reader))
                 for piece, region in local_pieces(target):
-                    stored.copy_to(piece, region)
+                    if name in rows_of:
+                        _copy_rows(stored, rows_of[name], piece, region)
+                    else:
+                        stored.copy_to(piece, region)
 
 
 def _same(reader: TensorReader) -> TensorReader:
     return reader
+
+
+def _copy_rows(stored: Stored, rows: Sequence[int], piece: torch.Tensor, region: Region) -> None:
+    (start, length), *others = region
+    for number, row in enumerate(rows):
+        if start <= row < start + length:
+            stored.copy_to(piece.narrow(0, row - start, 1), ((number, 1), *others))
+
+
+def _rows_trained(model: nn.Module) -> Mapping[str, Sequence[int]]:
+    lora = facts_of(whole_of(model)).lora
+    return lora.token_rows if lora is not None else {}
 
 
 def check_adapters(model: nn.Module, path: str | Path) -> None:
@@ -299,6 +352,9 @@ def _fitting(
         if name in lora.trained and not name.endswith(INITIAL):  # a file's adapters are of an untouched base
             trained[name] = tensor
     held: dict[str, tuple[int, ...]] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    for name, rows in lora.token_rows.items():
+        shapes[name] = (len(rows), *shapes[name][1:])
     for file, names in files:
         for first, *others in shared_parameters(whole):
             if first in trained:  # PEFT's files hold a shared parameter under each of its names
@@ -306,7 +362,11 @@ def _fitting(
                     names.pop(other, None)
         entries = read_header(file.weights)
         held |= {name: entries[key].shape for name, key in names.items()}
-    _check_same(trained, held, Path(path))
+        for name, rows in lora.token_rows.items():
+            if name in names and names[name].endswith(TOKENS) and file.rows_of(name) != rows:
+                what = f"has rows of other tokens for '{name}' than model.add_tokens adds"
+                raise ModelFolderError(what, where=str(file.weights), key=_KEY)
+    _check_same(shapes, held, Path(path))
     return files, trained
 
 
@@ -314,13 +374,13 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[int, ...]], weights: Path) -> None:
+def _check_same(targets: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]], weights: Path) -> None:
     missing, differing = [], []
-    for name, tensor in targets.items():
+    for name, shape in targets.items():
         if name not in held:
             missing.append(Problem("missing in the file", key=name))
-        elif tuple(held[name]) != tuple(tensor.shape):
-            what = f"{list(held[name])} in the file, {list(tensor.shape)} here"
+        elif tuple(held[name]) != shape:
+            what = f"{list(held[name])} in the file, {list(shape)} here"
             differing.append(Problem(what, key=name))
     unknown = [Problem("in the file, but not trained here", key=name) for name in held if name not in targets]
     if missing or unknown or differing:
@@ -332,6 +392,8 @@ def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[in
 
 
 def _parameter_name(key: str) -> str:
+    if key.endswith(TOKENS):
+        return f"{key.removesuffix(TOKENS)}.weight"
     match = _SIDES.fullmatch(key)
     if match is None:
         return key
@@ -426,7 +488,13 @@ def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[st
         # Those of the base as it is, whatever they started with: PEFT would compute it anew and move the base.
         "init_lora_weights": lora.initialisation if isinstance(lora.initialisation, bool) else True,
         "modules_to_save": list(lora.modules_to_save) or None,
+        "trainable_token_indices": _token_indices(lora),
     }
+
+
+def _token_indices(lora: LoraReport) -> dict[str, list[int]] | None:
+    """By whole names: PEFT takes an end of a name for every module that ends so."""
+    return {name.removesuffix(".weight"): list(rows) for name, rows in lora.token_rows.items()} or None
 
 
 def diffusers_metadata(lora: LoraReport) -> dict[str, str]:

@@ -191,8 +191,12 @@ def _fill_frozen(target: torch.Tensor, stored: Stored, file: str, key: str) -> N
 
 
 def _check_frozen(adapter: StoredAdapter, layers: dict[str, nn.Module]) -> None:
-    if adapter.fused or adapter.whole:
-        what = "adapters on fused experts" if adapter.fused else f"'{adapter.whole[0]}', which was trained whole"
+    if adapter.fused or adapter.whole or adapter.tokens:
+        what = "adapters on fused experts"
+        if adapter.whole:
+            what = f"'{adapter.whole[0]}', which was trained whole"
+        elif adapter.tokens:
+            what = "rows of added tokens, which were trained in full"
         raise ModelFolderError(
             f"holds {what}, which cannot lie under other adapters",
             where=str(adapter.weights),

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor, TensorReader
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor, Reordered, TensorReader, WithRows
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.models.lora.experts import factors
 from mindspeed_mm.fsdp.models.lora.files import StoredAdapter
@@ -129,11 +130,28 @@ def deltas_of_run(lora: LoraReport, trained: Mapping[str, LazyTensor], outline: 
     return found
 
 
+class FileDeltas(NamedTuple):
+    """What one file of adapters does to a model, by names of the model."""
+
+    deltas: dict[str, Delta]
+    """What it adds to a weight."""
+    whole: dict[str, LazyTensor]
+    """What it trained whole."""
+    tokens: dict[str, tuple[LazyTensor, tuple[int, ...]]]
+    """Rows of tokens that it trained in full, and where they belong in the weight."""
+
+    def replace_in(self, tensors: dict[str, LazyTensor]) -> None:
+        """Put in what was trained whole, and rows of tokens, in place of a model's own."""
+        tensors.update(self.whole)
+        for name, (rows, positions) in self.tokens.items():
+            order = sorted(range(len(positions)), key=positions.__getitem__)
+            in_order = Reordered(rows, 0, torch.tensor(order))
+            tensors[name] = WithRows(tensors[name], in_order, [positions[at] for at in order])
+
+
 @contextmanager
-def deltas_of_files(
-    adapters: Sequence[StoredAdapter], outline: nn.Module
-) -> Iterator[list[tuple[dict[str, Delta], dict[str, LazyTensor]]]]:
-    """What adapters add, and what they trained whole, by names of the model; inside, it can be read.
+def deltas_of_files(adapters: Sequence[StoredAdapter], outline: nn.Module) -> Iterator[list[FileDeltas]]:
+    """What adapters do to a model; inside, it can be read.
 
     Args:
         adapters: From files.
@@ -150,9 +168,7 @@ def deltas_of_files(
         yield found
 
 
-def _of_file(
-    adapter: StoredAdapter, outline: nn.Module, reader: TensorReader
-) -> tuple[dict[str, Delta], dict[str, LazyTensor]]:
+def _of_file(adapter: StoredAdapter, outline: nn.Module, reader: TensorReader) -> FileDeltas:
     found = {}
     for layer, sides in adapter.layers.items():
         parts = {side: adapter.stored(key, reader) for side, key in sides.items()}
@@ -163,9 +179,28 @@ def _of_file(
         sides = adapter.fused[layer]
         a, b = adapter.stored(sides["A"], reader), adapter.stored(sides["B"], reader)
         found[name] = _of_experts(a, b, adapter.scale(name), module)
-    whole = {name: adapter.stored(adapter.keys[name], reader) for name in adapter.whole}
+    whole: dict[str, LazyTensor] = {name: adapter.stored(adapter.keys[name], reader) for name in adapter.whole}
+    tokens: dict[str, tuple[LazyTensor, tuple[int, ...]]] = {}
+    for name, (key, rows) in adapter.tokens.items():
+        tokens[name] = (adapter.stored(key, reader), rows)
     _check_fits(adapter, outline, found, whole)
-    return found, whole  # type: ignore[return-value]
+    _check_tokens(adapter, outline, tokens)
+    return FileDeltas(found, whole, tokens)
+
+
+def _check_tokens(
+    adapter: StoredAdapter, outline: nn.Module, tokens: Mapping[str, tuple[LazyTensor, tuple[int, ...]]]
+) -> None:
+    state = outline.state_dict(keep_vars=True)
+    problems = []
+    for name, (stored, rows) in tokens.items():
+        if name not in state:
+            problems.append(Problem("is not in the model", key=name))
+        elif (max(rows) >= len(state[name])) or stored.shape != (len(rows), *state[name].shape[1:]):
+            what = f"rows up to {max(rows)} of {list(stored.shape)} by the adapter, {list(state[name].shape)} here"
+            problems.append(Problem(what, key=name))
+    if problems:
+        raise _foreign(adapter, problems)
 
 
 def levels(outline: nn.Module, parameters: Sequence[str]) -> Iterator[tuple[str, str, nn.Module]]:

@@ -94,6 +94,8 @@ class LoraReport:
     """Folders of the adapters that lie frozen under the trained one, in the order of their names in the model."""
     quantize: str | None = None
     """How the linear layers of the frozen base are kept."""
+    token_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Weight of an embedding or output head → its rows of new tokens. Only these rows of it are trained, in full."""
     trained: frozenset[str] = frozenset()
     """Names of the parameters and persistent buffers that differ from the base model's: what a checkpoint holds."""
     parameters: int = 0
@@ -119,6 +121,8 @@ class LoraReport:
         described = f"{kind}rank {self.rank}, alpha {self.alpha:g} on {' and '.join(on)}"
         if self.modules_to_save:
             described += f", {', '.join(self.modules_to_save)} whole"
+        if self.token_rows:
+            described += f", {len(next(iter(self.token_rows.values())))} new tokens in full"
         if self.frozen:
             described += f", over {len(self.frozen)} frozen"
         if self.quantize:

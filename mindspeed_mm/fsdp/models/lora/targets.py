@@ -51,6 +51,8 @@ class LoraTargets:
     """Last name of a fused parameter whose adapters have another strength."""
     whole: list[str] = field(default_factory=list)
     """Modules that are trained whole."""
+    token_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Weight of an embedding or output head → rows of new tokens, which are trained in full."""
 
 
 def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
@@ -58,7 +60,7 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing that can have an adapter and may be trained; or a layer
-            shares its weight with another one.
+            shares its weight with another one, or has rows of new tokens.
     """
     whole = _modules_to_save(model, lora.modules_to_save)
     asked = asked_patterns(model, lora)
@@ -86,6 +88,7 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
     found.parameters = [name for name in parameters.all if name in chosen]
     found.strengths = parameters.strengths(lora)
     _check_ties(model, found.layers, whole)
+    found.token_rows = _token_rows(model, found)
     return found
 
 
@@ -107,6 +110,33 @@ def _check_match(patterns: Sequence[str], layers: _Layers, parameters: _FusedPar
     listed = f"Linear layers: {told_linear_layers(layers.linear)}; all-linear means those of the language model."
     with told_as(lambda problem: replace(problem, way_out=f"{problem.way_out} {listed}".strip())):
         resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
+
+
+def _token_rows(model: nn.Module, found: LoraTargets) -> dict[str, tuple[int, ...]]:
+    """Raises `ConfigError` where rows of new tokens would be trained in a layer that has an adapter, or a bias with a
+    number for each token: PEFT has neither (`trainable_token_indices`)."""
+    added = facts_of(model).added_tokens
+    if added is None or not added.ids:
+        return {}
+    rows = {}
+    for name in added.parameters:
+        module = name.rpartition(".")[0]
+        if is_inside(name, found.whole):
+            continue
+        if module in found.layers:
+            raise ConfigError(
+                f"'{module}' gets an adapter, and its rows of new tokens (model.add_tokens) are trained in full",
+                key=TARGETS,
+                way_out=f"Leave it out, or name '{module}' in {WHOLE}.",
+            )
+        if not name.endswith(".weight"):
+            raise ConfigError(
+                f"'{name}' has a number for each token, which adapter files cannot hold",
+                key="model.add_tokens",
+                way_out=f"Name '{module}' in {WHOLE}.",
+            )
+        rows[name] = tuple(sorted(added.ids.values()))
+    return rows
 
 
 class _Layers:

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
 from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
 from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
 from mindspeed_mm.fsdp.params.rules.speed import speed_problems
+from mindspeed_mm.fsdp.params.rules.tokens import token_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -258,4 +259,5 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     memory_problems,
     multi_token_problems,
     posttrain_problems,
+    token_problems,
 )

@@ -146,6 +146,8 @@ def _base_is_no_reference(arguments: Arguments) -> str | None:
         return f"training.lora.init_lora_weights: {start} moves the base model"
     if lora.modules_to_save:
         return "training.lora.modules_to_save trains whole modules, which cannot be switched off"
+    if arguments.model.add_tokens or arguments.model.add_special_tokens:
+        return "the rows of tokens that model.add_tokens adds are trained, too, and cannot be switched off"
     if lora.pretrained_lora_path:
         return "training.lora.pretrained_lora_path starts from adapters, which would be switched off too"
     return None

@@ -37,7 +37,10 @@ _OUTPUTS_OF_DATA = (
     "basic_parameters.val_features_dir",
     "basic_parameters.cache_dir",
 )
+TOKEN_FILES = ("model.add_tokens", "model.add_special_tokens")
+"""Keys whose single text is a file; a list holds the tokens themselves."""
 INPUT_PATHS = (
+    *TOKEN_FILES,
     "model.model_name_or_path",
     "model.checkpoint_path",
     "model.text_encoder_path",
@@ -62,6 +65,7 @@ OUTPUT_PATHS = (
 """Keys whose paths are written to, and need not exist."""
 
 
+_OF_PROCESSOR = ("model_name_or_path", "add_tokens", "add_special_tokens")
 _OF_GENERATORS = ("model_id", "transformer", "task")
 _MODEL_KEYS = dict.fromkeys(("generation", "ltx2_precomputed", "ltx2_3_precomputed"), _OF_GENERATORS) | {
     "cosyvoice": ("mix_ratio",)
@@ -70,12 +74,36 @@ _MODEL_KEYS = dict.fromkeys(("generation", "ltx2_precomputed", "ltx2_3_precomput
 
 
 def derive_processor_folder(root: Node) -> None:
-    """A dataset that names no processor uses the model's folder; one of generators also what else decides the model,
-    and one of speech tokens how the model takes turns."""
+    """A dataset that names no processor uses the model's folder, with the tokens that are added to it. One of
+    generators also takes what else decides the model, and one of speech tokens how the model takes turns."""
     for dataset in ("data.dataset_param", "data.val_dataset_param"):
         if dataset == "data.dataset_param" or value_at_key(root, dataset) is not None:
-            for key in ("model_name_or_path", *_MODEL_KEYS.get(text_at(root, f"{dataset}.dataset_type") or "", ())):
+            for key in (*_OF_PROCESSOR, *_MODEL_KEYS.get(text_at(root, f"{dataset}.dataset_type") or "", ())):
                 _derive(root, f"model.{key}", f"{dataset}.preprocess_parameters.{key}", dataset)
+
+
+def read_token_files(root: Node) -> list[Problem]:
+    """Replace the name of a file of tokens by the list of its lines, so that the resolved configuration holds them.
+
+    Returns:
+        What is wrong with the files.
+    """
+    problems = []
+    for key in TOKEN_FILES:
+        entry = find(root, key)
+        if entry is None or not isinstance(entry.node.value, str):
+            continue
+        place = entry.node.place
+        try:
+            lines = Path(entry.node.value).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            reason = "is not a file of text" if isinstance(error, ValueError) else str(error.strerror)
+            way_out = "Write a list of tokens, or name a text file with one token a line."
+            problems.append(Problem(f"'{entry.node.value}': {reason}", str(place), key, way_out))
+            entry.node.value = None
+            continue
+        entry.node.value = [Node(line, place) for line in lines if line.strip()]
+    return problems
 
 
 def _derive(root: Node, source: str, key: str, dataset: str) -> None:
@@ -154,7 +182,7 @@ def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
 def _written(root: Node, key: str, config: Path) -> Iterator[_Written]:
     """The relative paths that the YAML has under a key; what was put over it starts at the working directory."""
     entry = find(root, key)
-    if entry is None:
+    if entry is None or (key in TOKEN_FILES and isinstance(entry.node.value, list)):
         return
     for node in _text_nodes(entry.node):
         if node.place.source == str(config):

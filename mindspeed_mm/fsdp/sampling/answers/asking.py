@@ -100,9 +100,7 @@ class QuestionEncoder:
         self._detects_language = detects_language(self.processor, folder)
         self._plugin = build_mm_plugin(self.processor, self._preprocess)
         self._template = build_template(self.processor, self._basic)
-        self._tokens = build_tokens(
-            self.processor, self._template, self._plugin, split_special=self._preprocess.split_special_tokens
-        )
+        self._tokens = build_tokens(self.processor, self._template, self._plugin, self._preprocess)
 
     @property
     def hears(self) -> bool:

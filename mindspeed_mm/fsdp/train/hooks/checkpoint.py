@@ -40,7 +40,7 @@ def _hugging_face_saves(parts: RunParts) -> HuggingFaceSaves | None:
         parts.family,
         torch_dtype(training.save_ckpt_dtype),
         training.save_timeout_s,
-        view_writer(parts.arguments.data.dataset_param, Path(model_folder)),
+        view_writer(parts.arguments.data.dataset_param, Path(model_folder), only_template=training.lora.enable),
         note=parts.record.note,
         write_beside=parts.write_beside,
     )

@@ -29,7 +29,7 @@ class HuggingFaceSaves:
         family: Knows how a whole model is written.
         dtype: Of the weights; None: as `assets_from` has them.
         timeout_s: Limit on each exchange between ranks.
-        write_view: Adds to the folder of a whole model how training looked at its rows.
+        write_view: Adds to the folder how training looked at its rows.
         note: Tells the user.
         write_beside: Makes another layout of a folder that was written.
     """
@@ -64,7 +64,15 @@ class HuggingFaceSaves:
 
     def _write(self, model: nn.Module, folder: Path) -> None:
         if facts_of(model).lora is not None:
-            save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+            save_adapters(
+                model,
+                folder,
+                self._assets_from,
+                dtype=self._dtype,
+                overwrite=True,
+                ranks=self._ranks,
+                write_view=self._write_view,
+            )
             return
         save = WholeSave(folder, self._assets_from, self._dtype, self._ranks, self._write_view)
         self._family.save_model(model, save)

@@ -56,6 +56,9 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         detail(f"{word:<6} {part}")
+    added = facts_of(whole_of(assembled.model)).added_tokens
+    if added is not None:
+        note(f"tokens {added}")
     if config.arguments.training.lr == 0:
         note("lr     0: nothing will be learned")
     detail(f"loss   {engine.objective.describe()}")

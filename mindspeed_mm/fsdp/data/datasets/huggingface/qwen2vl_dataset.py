@@ -35,7 +35,13 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     SampleSize,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
-from mindspeed_mm.fsdp.data.data_utils.training_view import SHAPING_PREPROCESS, view_notes, view_processor, with_view
+from mindspeed_mm.fsdp.data.data_utils.training_view import (
+    SHAPING_PREPROCESS,
+    TOKEN_KEYS,
+    view_notes,
+    view_processor,
+    with_view,
+)
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import require_language, tell_language
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
@@ -212,9 +218,10 @@ class Qwen2VLDataset(MMDataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
+        shaping = {key for key in SHAPING_PREPROCESS if key not in TOKEN_KEYS or self._preprocess[key]}
         settings = {
             "basic_parameters": self.basic_parameters.model_dump(mode="json", include=_SHAPING_BASIC),
-            "preprocess_parameters": self._preprocess.model_dump(mode="json", include=set(SHAPING_PREPROCESS)),
+            "preprocess_parameters": self._preprocess.model_dump(mode="json", include=shaping),
             "attr": self._attr.model_dump(mode="json"),
             "template": "" if self.template is None else hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
@@ -251,9 +258,7 @@ class Qwen2VLDataset(MMDataset):
             beside, root = [*self._rows.folders, *beside], str(self._rows.folders[0])
         self.media = MediaLoader(root, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(
-            tokens=build_tokens(
-                self.processor, self.template, self.plugin, split_special=preprocess.split_special_tokens
-            ),
+            tokens=build_tokens(self.processor, self.template, self.plugin, preprocess),
             end_of_text=tokenizer.eos_token_id,
             template=self.template,
             plugin=self.plugin,

@@ -63,9 +63,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
                 way_out="Set it to sft.",
             )
         preprocess, tokenizer = self._preprocess, tokenizer_of(self.processor)
-        self._tokens = build_tokens(
-            tokenizer, self.template, self.plugin, split_special=preprocess.split_special_tokens
-        )
+        self._tokens = build_tokens(tokenizer, self.template, self.plugin, preprocess)
         self._config = _config_of(Path(str(preprocess.model_name_or_path)))
 
     def __getitem__(self, index: int) -> EncodedSample:
