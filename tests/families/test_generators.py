@@ -48,6 +48,7 @@ from tests.helpers.runs import losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily, smaller_pictures
 from tests.helpers.tiny_generator_run import generator_config
+from tests.helpers.tiny_video_families import make_tiny_hunyuan_video_i2v
 
 BY_DEFAULT = ("sd3", "wan2_2", "cogvideox")
 CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in FAMILIES]
@@ -393,6 +394,34 @@ def test_samples_of_tasks_with_media_equal_their_pipelines(name: str, tmp_path: 
     family = TinyFamily(lambda folder: make_tiny_conditioned(folder, name), frames=frames, task=task)
     family.make(tmp_path / "model")
     check_samples(family, tmp_path / "model", tmp_path)
+
+
+@pytest.mark.edge("BN12")
+@pytest.mark.parametrize("condition", ["latent_concat", "token_replace"])
+def test_a_picture_of_another_size_is_cut_before_anything_sees_it(condition: str, tmp_path: Path) -> None:
+    """HunyuanVideo-I2V: both the VAE and LLaVA see the middle, scaled, as they see first frames in training. The
+    pipeline stretches a picture for the VAE and shows LLaVA the whole of it."""
+    make_tiny_hunyuan_video_i2v(tmp_path / "model", condition)
+    picture = Image.fromarray(np.random.default_rng(5).integers(0, 255, (20, 40, 3), dtype=np.uint8))
+    picture.save(tmp_path / "picture.png")
+    sampler = load_sampler(find_adapter(tmp_path / "model"), ModelSource(tmp_path / "model"), torch.device("cpu"))
+    sampling = SamplingArguments(num_inference_steps=3, height=16, width=16, num_frames=9, batch_size=1)
+    prompt = Prompt(0, CAPTIONS[0], "here", image=tmp_path / "picture.png")
+    ((made,),) = sampler.sample([prompt], sampling)
+    seed = SampleOrder(prompt, 0).noise_seed(sampling.seed)
+    noise = torch.randn(1, 4, 3, 2, 2, generator=torch.Generator().manual_seed(seed))
+    pipeline = plain_pipeline(tmp_path / "model")
+    released = {} if condition == "latent_concat" else {"guidance_scale": 6.0}
+
+    def apart(shown: Image.Image) -> float:
+        drawn = pipeline(
+            image=shown, prompt=CAPTIONS[0], latents=noise, height=16, width=16, num_frames=9, num_inference_steps=3,
+            output_type="np", **released,
+        ).frames[0]  # fmt: skip
+        return float(np.abs((drawn * 255).round() - made.frames).max())
+
+    middle = picture.resize((16, 16), Image.Resampling.BICUBIC, box=(10, 0, 30, 20))
+    assert apart(middle) <= 1 < apart(picture)
 
 
 def files_to_show(adapter: DiffusionAdapter, family: TinyFamily, folder: Path) -> dict[str, Path]:

@@ -140,9 +140,12 @@ def check_features(pipeline: Any, made: dict[str, Any], row: int, raw: dict[str,
 
 
 @torch.no_grad()
-def loss_by_hand(pipeline: Any, batch: dict[str, Any], row: int, has_first: bool = False) -> float:
+def loss_by_hand(
+    pipeline: Any, batch: dict[str, Any], row: int, has_first: bool = False, is_alone: bool = False
+) -> float:
     """Both flows at one noise level, each with noise of its own; the means of their squared errors are added, as in
-    Lightricks' training. A first frame has no noise and time 0, and nothing is learned of it."""
+    Lightricks' training. A first frame has no noise and time 0, and nothing is learned of it. Pictures that are alone
+    see nothing of the sound, and are all that is learned."""
     from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 
     transformer = pipeline.transformer.double()
@@ -182,36 +185,81 @@ def loss_by_hand(pipeline: Any, batch: dict[str, Any], row: int, has_first: bool
         video_coords=coords,
         audio_num_frames=heard.shape[2],
         use_cross_timestep=True,
+        isolate_modalities=is_alone,
         return_dict=False,
     )
     learned = slice(height * width if has_first else 0, None)
     of_video = (video - pipeline._pack_latents(noise - x))[:, learned].square().mean()
+    if is_alone:
+        return float(of_video)
     of_audio = (audio - pipeline._pack_audio_latents(hiss - heard)).square().mean()
     return float(of_video + of_audio)
 
 
-def objective_and_hand(folder: Path, task: str = "t2av") -> tuple[float, float]:
-    """The loss of a batch of made-up features in fp64, by the objective and by hand."""
-    make_tiny_ltx2(folder)
-    adapter, pipeline = find_adapter(folder, task=task), plain_pipeline(folder)
+def made_up_batch(name: str, folder: Path) -> dict[str, Any]:
+    """Makes the model, and features of two samples."""
+    make_tiny_ltx2(folder, is_2_3=name == "ltx2_3")
     draw = torch.Generator().manual_seed(1)
+    widths = (24, 16) if name == "ltx2_3" else (WIDTH, WIDTH)
     made = {
-        "latents": (2, 8, 2, 2, 2), "audio_latents": (2, 2, 5, 4), "prompt_embeds": (2, 8, WIDTH),
-        "audio_prompt_embeds": (2, 8, WIDTH),
+        "latents": (2, 8, 2, 2, 2), "audio_latents": (2, 2, 5, 4), "prompt_embeds": (2, 8, widths[0]),
+        "audio_prompt_embeds": (2, 8, widths[1]),
     }  # fmt: skip
     batch: dict[str, Any] = {key: torch.randn(shape, generator=draw).double() for key, shape in made.items()}
-    batch |= {"prompt_mask": torch.ones(2, 8), "sample_ids": ["a", "b"], "epochs": [0, 0], "fps": [12.0, 30.0]}
+    return batch | {"prompt_mask": torch.ones(2, 8), "sample_ids": ["a", "b"], "epochs": [0, 0], "fps": [12.0, 30.0]}
+
+
+def objective_and_hand(folder: Path, task: str = "t2av", name: str = "ltx2") -> tuple[float, float]:
+    """The loss of a batch of made-up features in fp64, by the objective and by hand."""
+    batch = made_up_batch(name, folder)
+    adapter, pipeline = find_adapter(folder, task=task), plain_pipeline(folder)
     objective = denoising.DenoisingObjective(adapter, DiffusionArguments(), seed=SEED, compute_dtype=torch.float64)
+    is_alone = task in ("t2v", "i2v")
     with keeping_double(), torch.no_grad():
-        by_hand = np.mean([loss_by_hand(pipeline, batch, row, task == "i2av") for row in range(2)])
-        terms = objective.terms(pipeline.transformer, objective.prepare(batch))
-    return float(terms["loss"]) / 2, float(by_hand)
+        hand = [loss_by_hand(pipeline, batch, row, task in ("i2av", "i2v"), is_alone) for row in range(2)]
+        given = {key: value for key, value in batch.items() if not (is_alone and key == "audio_latents")}
+        terms = objective.terms(pipeline.transformer, objective.prepare(given))
+    return float(terms["loss"]) / 2, float(np.mean(hand))
 
 
-@pytest.mark.parametrize("task", ["t2av", "i2av"])
-def test_the_loss_is_the_sum_of_both(task: str, tmp_path: Path) -> None:
-    ours, by_hand = objective_and_hand(tmp_path, task)
+@pytest.mark.edge("BN12")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("task", ["t2av", "i2av", "t2v", "i2v"])
+def test_the_loss_is_the_sum_of_what_is_learned(task: str, name: str, tmp_path: Path) -> None:
+    ours, by_hand = objective_and_hand(tmp_path, task, name)
     assert ours == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.edge("BN12")
+def test_what_the_pipeline_makes_of_a_first_frame(tmp_path: Path) -> None:
+    """Why a loss with the first frame out of diffusers' pipeline is another: the pipeline compresses the picture as
+    H.264, and leaves the VAE's `scaling_factor` (1 unless its configuration has another) out of its latents alone."""
+    from diffusers import LTX2ImageToVideoPipeline
+    from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf, resolve_default_image_crf
+
+    make_tiny_ltx2(tmp_path, is_2_3=True)
+    adapter, plain = find_adapter(tmp_path, task="i2v"), plain_pipeline(tmp_path)
+    pipeline, vae = LTX2ImageToVideoPipeline(**plain.components), plain.vae
+    picture = np.random.default_rng(5).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    compressed = apply_image_conditioning_crf(picture, 33)
+    given: list[torch.Tensor] = []
+    watch = pipeline.transformer.register_forward_pre_hook(
+        lambda _, __, inputs: given.append(inputs["hidden_states"]), with_kwargs=True
+    )
+    for crf in (0, None):
+        pipeline(
+            image=Image.fromarray(picture), prompt="a", height=SIDE, width=SIDE, num_frames=FRAMES, image_crf=crf,
+            num_inference_steps=2, guidance_scale=1.0, stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0,
+            audio_guidance_scale=1.0, audio_modality_scale=1.0, max_sequence_length=32, output_type="latent",
+        )  # fmt: skip
+    watch.remove()
+    assert resolve_default_image_crf(pipeline.text_encoder) == 33
+    assert vae.config.scaling_factor == 0.9
+    shown = [torch.from_numpy(each).permute(2, 0, 1)[None, :, None] for each in (picture, compressed)]
+    for pixels, tokens in zip(shown, given[::2], strict=True):
+        ours = pipeline._pack_latents(adapter.encode_media(pipeline, pixels))
+        torch.testing.assert_close(ours, 0.9 * tokens[:, : ours.shape[1]], rtol=1e-4, atol=1e-5)
+    assert (given[0] - given[2])[:, :4].abs().max() > 1e-3
 
 
 def without_rates(inputs: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,10 @@ NAMES: dict[str, KeyMap] = {
 """Class of the transformer → diffusers' names to the authors'."""
 UNREAD_BY_DIFFUSERS = frozenset({VACE.class_name})
 """Of these, the classes whose names by ComfyUI and kohya diffusers does not translate back."""
+ALPHA_BESIDE_LAYERS = frozenset({FLUX.class_name})
+"""Classes whose adapters by diffusers' own names hold each layer's alpha, in place of settings in the header:
+diffusers' loader reads either and rejects a file that has both (`loaders/peft.py` at 0.42), ComfyUI reads alphas alone
+(`comfy/lora.py`). diffusers' loaders of the other classes here reject such keys."""
 
 
 _FILE_KEY = re.compile(

@@ -14,12 +14,18 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
-from mindspeed_mm.checkpoint.original.lora_names import LayerAdapter, LoraFormat, renamed_adapters
+from mindspeed_mm.checkpoint.original.lora_names import (
+    ALPHA_BESIDE_LAYERS,
+    LayerAdapter,
+    LoraFormat,
+    renamed_adapters,
+)
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import (
+    ALPHA_END,
     DIFFUSERS_PREFIX,
     DIFFUSERS_WEIGHTS,
     PEFT_CONFIG,
@@ -100,7 +106,6 @@ def write_adapters(
     lora = facts_of(model).lora
     assert lora is not None, "the model has no adapters"
     ranks = ranks or Ranks()
-    rule = DtypeRule({}, dtype)
     tensors = of_untouched_base(tensors)
     if facts_of(model).kind.library == "diffusers":
         stem = DIFFUSERS_WEIGHTS.removesuffix(".safetensors")
@@ -109,13 +114,16 @@ def write_adapters(
             metadata = diffusers_metadata(report)
             if lora_format != "diffusers":
                 made, metadata = _renamed(model, folder, own, report, lora_format), {}
+            elif _transformer_class(model) in ALPHA_BESIDE_LAYERS:
+                made, metadata = made | _alphas(own, report), {}
+            rule = DtypeRule({key: torch.float32 for key in made if key.endswith(ALPHA_END)}, dtype)
             ranks.first("making the folder", partial((draft / folder).mkdir, exist_ok=True))
             write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=metadata)
         return
     rows = _token_rows(lora, tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in lora.token_rows}
     made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, others).items()} | rows
-    write_weights(made, draft, rule, inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
+    write_weights(made, draft, DtypeRule({}, dtype), inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
     settings = peft_settings(lora, str(base), _task_type(model))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     ranks.first("writing the settings", lambda: (draft / PEFT_CONFIG).write_text(text, encoding="utf-8"))
@@ -157,6 +165,27 @@ def _of_transformers(
         yield part, own, replace(lora, peft_targets=tuple(sorted(layers)))
 
 
+def _transformer_class(model: nn.Module) -> str:
+    adapter = facts_of(model).adapter
+    assert adapter is not None
+    return adapter.transformer_class
+
+
+def _alphas(tensors: Mapping[str, LazyTensor], lora: LoraReport) -> dict[str, LazyTensor]:
+    """Alpha of each layer, by its key in a file of diffusers."""
+    made: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        layer, side = split_adapter_weight(name) or ("", "")
+        if side == "A":
+            value = torch.tensor(lora.scale * tensor.shape[0])
+            made[f"{DIFFUSERS_PREFIX}{layer}{ALPHA_END}"] = Computed([], partial(_same, value), (), torch.float32)
+    return made
+
+
+def _same(value: torch.Tensor, _: object) -> torch.Tensor:
+    return value
+
+
 def _renamed(
     model: nn.Module, part: str, tensors: Mapping[str, LazyTensor], lora: LoraReport, lora_format: LoraFormat
 ) -> dict[str, LazyTensor]:
@@ -179,14 +208,13 @@ def _renamed(
                 way_out="Export with --lora-format diffusers, or with --merge.",
             )
         halves.setdefault(layer, {})[side] = tensor
-    adapter, start = facts_of(model).adapter, f"{part}." if part else ""
-    assert adapter is not None
+    start = f"{part}." if part else ""
     shapes = {}
     for name, parameter in model.named_parameters():
         if name.startswith(start) and not is_adapter_weight(name):
             shapes[base_name(name).removeprefix(start)] = tuple(parameter.shape)
     layers = {layer: LayerAdapter(sides["A"], sides["B"], lora.scale) for layer, sides in halves.items()}
-    return renamed_adapters(layers, shapes, adapter.transformer_class, lora_format)
+    return renamed_adapters(layers, shapes, _transformer_class(model), lora_format)
 
 
 def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

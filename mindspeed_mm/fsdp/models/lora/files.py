@@ -2,6 +2,7 @@
 
 PEFT        adapter_config.json, adapter_model.safetensors        base_model.model.<layer>.lora_A.weight
 diffusers   pytorch_lora_weights.safetensors, settings in it      transformer.<layer>.lora_A.weight
+FLUX.1      the same without settings, alpha by layer             transformer.<layer>.alpha
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -43,6 +46,7 @@ DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 DIFFUSERS_PREFIX = "transformer."
 METADATA = "lora_adapter_metadata"
+ALPHA_END = ".alpha"
 _KEY = "training.lora.pretrained_lora_path"
 FROZEN_KEY = "training.lora.frozen_adapters"
 _MOST = 5
@@ -104,12 +108,13 @@ class AdapterFile:
         weights = _weights_file(path, key)
         read_header(weights)
         config = weights.parent / PEFT_CONFIG
-        settings = _peft_settings_of(config) if config.is_file() else _metadata_of(weights)
+        settings = _peft_settings_of(config) if config.is_file() else _metadata_of(weights) or _alphas_of(weights)
         return cls(weights, settings, key)
 
     def plain_keys(self) -> dict[str, str]:
         """Key without the prefix that all keys have, below `part` → key in the file."""
-        keys = list(read_header(self.weights))
+        held = read_header(self.weights)
+        keys = [key for key in held if not _is_alpha(key, held)]
         shared = (prefix for prefix in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(prefix) for key in keys))
         prefix, start = next(shared, ""), f"{self.part}." if self.part else ""
         return {start + key.removeprefix(prefix): key for key in keys}
@@ -442,6 +447,44 @@ def _metadata_of(weights: Path) -> dict[str, Json]:
     return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in _parsed(text, weights).items()}
 
 
+def _is_alpha(key: str, keys: Collection[str]) -> bool:
+    return key.endswith(ALPHA_END) and f"{key.removesuffix(ALPHA_END)}.lora_A.weight" in keys
+
+
+def _alphas_of(weights: Path) -> dict[str, Json]:
+    """PEFT's settings from alphas beside the layers, as diffusers' loader of FLUX.1 makes them; none without alphas."""
+    entries = read_header(weights)
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    with safe_open(weights, framework="pt") as reader:
+        for key, entry in entries.items():
+            layer = key.removesuffix(".lora_A.weight")
+            if layer == key:
+                continue
+            name = layer.removeprefix(DIFFUSERS_PREFIX)
+            ranks[name] = entry.shape[0]
+            alphas[name] = ranks[name]
+            if layer + ALPHA_END in entries:
+                alphas[name] = _alpha(reader.get_tensor(layer + ALPHA_END), layer + ALPHA_END, weights)
+    if not any(_is_alpha(key, entries) for key in entries):
+        return {}
+    rank, alpha = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas))
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+        "use_dora": any(f".lora_{MAGNITUDE}" in key for key in entries),
+    }
+
+
+def _alpha(stored: torch.Tensor, key: str, weights: Path) -> float:
+    """The shortest number that the file's precision takes for it: of 0.1 in fp32 0.1."""
+    if stored.numel() != 1 or not stored.isfinite().all():
+        raise ModelFolderError("is not one finite number", where=str(weights), key=key)
+    return _plain(float(str(np.float32(stored.item()))))
+
+
 def _parsed(text: str, place: Path) -> dict[str, Json]:
     try:
         settings = parse_json(text)
@@ -498,7 +541,8 @@ def _token_indices(lora: LoraReport) -> dict[str, list[int]] | None:
 
 
 def diffusers_metadata(lora: LoraReport) -> dict[str, str]:
-    """Metadata of `pytorch_lora_weights.safetensors`. Without it a pipeline would take alpha for equal to the rank."""
+    """Metadata of `pytorch_lora_weights.safetensors`. Without it a pipeline would take alpha for equal to the rank,
+    unless it reads alphas beside the layers (`lora_names.ALPHA_BESIDE_LAYERS`)."""
     settings = {f"{DIFFUSERS_PREFIX}{name}": value for name, value in _settings(lora).items()}
     return {METADATA: json.dumps(settings, indent=2, sort_keys=True)}
 
