@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents as export_contents
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import resolve_model
-from tests.helpers.adapters import adapted_model, denoised, logits
+from tests.helpers.adapters import FEW, adapted_model, denoised, logits
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3
 
@@ -62,7 +62,8 @@ def make_run(folder: Path, source: Path, whole: list[str] | None = None, **more:
 def language(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     source = make_tiny_qwen3(folder / "base", tie=request.param == "tied", dtype=torch.bfloat16)
-    return make_run(folder, source, ["lm_head", "embed_tokens"] if request.param == "tied" else ["model.norm"])
+    whole = ["lm_head", "embed_tokens"] if request.param == "tied" else ["model.norm"]
+    return make_run(folder, source, whole, target_modules=list(FEW))
 
 
 @pytest.fixture(scope="module")

@@ -336,7 +336,8 @@ def test_an_export_has_every_part_and_only_the_talker_changed(run: Path, tmp_pat
 
 
 def test_adapters_merge_into_what_is_released(run: Path, tmp_path: Path) -> None:
-    lora = ["training.lora.enable=true", "training.lora.rank=2", "training.lr=0.1", "training.train_iters=1"]
+    targets = "training.lora.target_modules=[q_proj, k_proj, v_proj]"
+    lora = ["training.lora.enable=true", "training.lora.rank=2", targets, "training.lr=0.1", "training.train_iters=1"]
     train(run, tmp_path / "run", *lora)
     before, after = exported(run, tmp_path / "run", tmp_path / "merged", "--merge")
     changed = check_only_talker_changed(before, after)
