@@ -175,6 +175,7 @@ RUNS = ParityRuns(
         "lora tp2, untied": Case("untied lora", 2, 1, 1, (TP,)),
         "lora fsdp2 × tp2": Case("untied lora", 4, 2, 1, (TP,)),
         "lora fsdp2, vlm": Case("vlm lora", 2, 2, 1),
+        "lora replicated": Case("untied lora", 2, 2, 1, ("parallel.fully_shard_parallel_size=1",)),
         "lora fsdp2, read by rank 0": Case("untied lora", 2, 2, 1, ("training.load_rank0_and_broadcast=true",)),
         "lora fsdp2, gradients on the host": Case("untied lora", 2, 2, 1, ("features.enable_gradient_offload=true",)),
     },
