@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -19,6 +19,7 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.export import export, merge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.serve.backend import Served, running
 from tests.helpers.added_tokens import ANSWER, IDS, make_run, plain_batch, plain_model, plain_tokenizer
 
 prepare_for_transformers()
@@ -108,6 +109,9 @@ def test_exported_adapters(run: tuple[Path, torch.Tensor, bool], tmp_path: Path)
     assert generator.encoder.tokenizer.convert_tokens_to_ids("<call>") == IDS[2]
     with pytest.raises(ModelFolderError, match="have a row for token 322, and the tokenizer has 320 tokens"):
         load_generator(folder / "model", adapters={"own": tmp_path / "adapters"})
+    served = Served(source.folder, "model", rows_view(source), source.lora)
+    with pytest.raises(UsageError, match="rows of added tokens"), running("vllm", served):
+        pass
 
 
 def test_a_run_that_goes_on(run: tuple[Path, torch.Tensor, bool], tmp_path: Path) -> None:
