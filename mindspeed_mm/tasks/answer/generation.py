@@ -56,10 +56,12 @@ def load_generator(
         check_peft_folder(path, "--adapter")
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
-    for path, key in [(lora, "--lora"), *((path, "--adapter") for path in (adapters or {}).values())]:
-        if path is not None:
-            check_tokens(path, encoder.tokenizer, key)
-            grow_for_adapters(model, path, key)
+    chosen = [("--adapter", path) for path in (adapters or {}).values()]
+    if lora is not None:
+        chosen.append(("--lora", lora))
+    for key, path in chosen:
+        check_tokens(path, encoder.tokenizer, key)
+        grow_for_adapters(model, path, key)
     check_vocabulary(model, encoder.tokenizer, where=str(folder))
     if lora is not None:
         model = load_peft(model, lora)
