@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
-from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, grow_for_adapters, load_peft
+from mindspeed_mm.tasks.answer.peft_loading import check_peft_folder, check_tokens, grow_for_adapters, load_peft
 from mindspeed_mm.tasks.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -56,8 +56,12 @@ def load_generator(
         check_peft_folder(path, "--adapter")
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     model = load_model(folder)
-    for path in filter(None, (lora, *(adapters or {}).values())):
-        grow_for_adapters(model, path)
+    chosen = [("--adapter", path) for path in (adapters or {}).values()]
+    if lora is not None:
+        chosen.append(("--lora", lora))
+    for key, path in chosen:
+        check_tokens(path, encoder.tokenizer, key)
+        grow_for_adapters(model, path, key)
     check_vocabulary(model, encoder.tokenizer, where=str(folder))
     if lora is not None:
         model = load_peft(model, lora)

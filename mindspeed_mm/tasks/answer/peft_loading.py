@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,6 +13,9 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.added_tokens import grow_live
 from mindspeed_mm.fsdp.models.lora.files import PEFT_CONFIG, AdapterFile
 from mindspeed_mm.fsdp.utils.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WAY_OUT = "Name the model that they were trained on."
 
@@ -27,8 +30,26 @@ def check_peft_folder(folder: Path, key: str) -> None:
 def grow_for_adapters(model: nn.Module, folder: Path, key: str = "--lora") -> None:
     """Append rows for the tokens that adapters were trained with to a model without adapters; the adapters hold their
     values. A model that has the rows stays as it is."""
+    grow_live(model, tokens_of_adapters(folder, key))
+
+
+def tokens_of_adapters(folder: Path, key: str = "--lora") -> list[int]:
+    """Numbers of the tokens that adapters were trained with, in rising order; none for most adapters."""
     tokens = AdapterFile.find(folder, key).adapter().tokens
-    grow_live(model, sorted({row for each in tokens.values() for row in each.rows}))
+    return sorted({row for each in tokens.values() for row in each.rows})
+
+
+def check_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Raise `ModelFolderError` where adapters were trained with tokens that the tokenizer does not have: it would split
+    their text into others."""
+    tokens = tokens_of_adapters(folder, key)
+    if tokens and tokens[-1] >= len(tokenizer):
+        raise ModelFolderError(
+            f"the adapters have a row for token {tokens[-1]}, and the tokenizer has {len(tokenizer)} tokens",
+            where=str(folder),
+            key=key,
+            way_out="Merge them into the model (mm merge), or write them anew with mm export.",
+        )
 
 
 def load_peft(model: nn.Module, folder: Path, name: str = "default", key: str = "--lora") -> Any:

@@ -277,6 +277,7 @@ class _Check:
         """The model builds, without weights; its plan is resolved, as training resolves it, and the folder has the
         weights that it asks for."""
         # Imported here: what stands above answers without torch.
+        from mindspeed_mm.fsdp.models.facts import facts_of
         from mindspeed_mm.fsdp.plan.outline import build_outline
         from mindspeed_mm.fsdp.plan.resolve import resolve_plan
         from mindspeed_mm.tasks.check.model import check_reference, check_stored_weights
@@ -286,6 +287,9 @@ class _Check:
             raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
         errors = CollectedErrors()
         self.outline = build_outline(arguments, errors=errors)
+        added = facts_of(self.outline.model).added_tokens
+        if added is not None and added.known:
+            self.result.warnings.append(f"model.add_tokens: {added}")
         errors.attempt(check_stored_weights, self.outline, arguments)
         try:
             self.plan = resolve_plan(self.outline, arguments, self._sizes(), errors=errors)

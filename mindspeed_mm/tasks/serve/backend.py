@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.core.started_python import safe_environment
+from mindspeed_mm.fsdp.models.lora.files import AdapterFile
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 
 LONGEST_START_S = 1800.0
@@ -124,6 +125,18 @@ def start_sglang(served: Served, key: str, port: int) -> Start:
     return Start("SGLang", words, name, settings={"api-key": key})
 
 
+def _check_lora(lora: Path | None) -> None:
+    """Raise `UsageError` for adapters with rows of added tokens: vLLM's loader (`parse_fine_tuned_lora_name`) takes no
+    key of them, and neither server adds rows to its base."""
+    if lora is not None and AdapterFile.find(lora, "--lora").adapter().tokens:
+        raise UsageError(
+            "the adapters hold rows of added tokens, which only the package's own engine loads",
+            where=str(lora),
+            key="--lora",
+            way_out="Merge them first (mm merge), or leave --engine out.",
+        )
+
+
 ENGINES = {"vllm": start_vllm, "sglang": start_sglang}
 
 
@@ -138,7 +151,9 @@ def running(engine: str, served: Served, start_s: float = LONGEST_START_S) -> It
 
     Raises:
         MachineError: It is not installed, ended, or was not ready in time.
+        UsageError: It does not load such adapters.
     """
+    _check_lora(served.lora)
     key, port = secrets.token_hex(32), free_port()
     start = ENGINES[engine](served, key, port)
     backend = Backend(port, key, start.model)

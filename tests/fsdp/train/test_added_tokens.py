@@ -19,6 +19,7 @@ from tests.helpers.planned_steps import train_steps
 
 pytestmark = pytest.mark.edge("BR16")
 
+UNTIED, TIED = "text, untied", "text, tied"
 KINDS = {
     "text, untied": ("text", False, 320),
     "text, tied, spare rows": ("text", True, 384),
@@ -154,9 +155,27 @@ def own_part(own: dict[str, Any], name: str) -> tuple[torch.Tensor, int]:
     return own[plain], 0
 
 
+OPTIMIZERS = {
+    "int8 states": "training.optimizer_state_dtype=int8",
+    "bf16 states": "training.optimizer_state_dtype=bf16",
+    "swapped": "training.optimizer=adamw_swap",
+    "gradients on the host": "features.enable_gradient_offload=true",
+    "a base in four bits": "training.lora.quantize=nf4",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_other_rows_stay_under_every_optimizer(words: str, made: dict[str, Path]) -> None:
+    stored = plain_model(made[UNTIED].parent / "model", torch.float32, grown=False).state_dict()
+    first, last = train_steps(str(made[UNTIED]), [*LORA, "parallel.fsdp_plan.param_dtype=bf16", words])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(last["weights"][name][:320], stored[name])
+        assert (last["weights"][name][IDS] != first["weights"][name][IDS]).any(dim=1).all()
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
-UNTIED, TIED = "text, untied", "text, tied"
 RUNS = ParityRuns(
     __file__,
     cases={
@@ -175,6 +194,7 @@ RUNS = ParityRuns(
         "lora tp2, untied": Case("untied lora", 2, 1, 1, (TP,)),
         "lora fsdp2 × tp2": Case("untied lora", 4, 2, 1, (TP,)),
         "lora fsdp2, vlm": Case("vlm lora", 2, 2, 1),
+        "lora replicated": Case("untied lora", 2, 2, 1, ("parallel.fully_shard_parallel_size=1",)),
         "lora fsdp2, read by rank 0": Case("untied lora", 2, 2, 1, ("training.load_rank0_and_broadcast=true",)),
         "lora fsdp2, gradients on the host": Case("untied lora", 2, 2, 1, ("features.enable_gradient_offload=true",)),
     },

@@ -123,6 +123,8 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
         parameters += parameter.numel()
         if parameter.requires_grad:
             trainable += parameter.numel()
+    if assembled.lora is not None and assembled.lora.token_rows:
+        trainable = assembled.lora.parameters  # of an embedding the new rows alone
     dtype = assembled.plan.precision.name
     return (
         f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
