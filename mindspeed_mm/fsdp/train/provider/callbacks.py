@@ -193,8 +193,8 @@ def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
-    """With pairs as tuples. A tensor of two is one: Megatron-Core's own losses report so from 0.13 on (`loss_func` of
-    its `pretrain_gpt.py`; `train_step` of `megatron/training/training.py` divides the sums)."""
+    """With pairs as tuples. A tensor of two is one: Megatron-Core's own losses report so from 0.13 on (`train_step` of
+    `megatron/training/training.py` sums both and divides)."""
     found = {}
     for name, value in report.items():
         if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 2:
