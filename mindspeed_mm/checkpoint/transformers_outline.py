@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+NO_PLACE = "the model has no place for it"
 
 
 class TransformersOutline:
@@ -95,6 +99,35 @@ class TransformersOutline:
             made[name] = Agreeing([made[name], copy], [name, alias]) if name in made else copy
         self._check(made, self.folder)
         return {name: made[name] for name in self.shapes if name in made}, surplus
+
+    def unused(self, surplus: Iterable[str], *, where: Path, allowed: bool) -> dict[str, str]:
+        """Stored keys that the model has no place for, each with the reason: to be left out, and named.
+
+        Args:
+            surplus: The keys.
+            where: What holds them.
+            allowed: Leave out what is not known to be unread, too.
+
+        Raises:
+            ModelFolderError: Keys that transformers' class does not list as unread, and `allowed` is false.
+        """
+        unread = [re.compile(regex) for regex in self.model._keys_to_ignore_on_load_unexpected or ()]
+        reasons = {}
+        problems = []
+        for key in surplus:
+            reasons[key] = NO_PLACE
+            if any(regex.search(key) for regex in unread):
+                reasons[key] = "transformers' model does not read it"
+            elif not allowed:
+                problems.append(Problem(NO_PLACE, key=key))
+        if problems:
+            tensors = "a stored tensor" if len(problems) == 1 else f"{len(problems)} stored tensors"
+            raise ModelFolderError(
+                f"{where}: {type(self.model).__name__} would lose {tensors}. Check config.json, or leave them out with "
+                "--allow-unused.",
+                problems=first_problems(problems),
+            )
+        return reasons
 
     def hub_tensors(self, own: Mapping[str, LazyTensor], source: Path) -> dict[str, LazyTensor]:
         """The model's tensors under the folder's keys: the way back of `own_tensors`, where it was called, else as

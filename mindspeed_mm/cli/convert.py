@@ -55,6 +55,11 @@ _VERIFY: dict[str, bool | Literal["full"]] = {"true": True, "false": False, "ful
     help="Read everything back and compare, also the logits of a language model; full: of models of any size.",
 )
 @click.option("--no-verify", "verify", flag_value="false", help="The same as --verify false.")
+@click.option(
+    "--allow-unused",
+    is_flag=True,
+    help="Leave out stored tensors that the model has no place for, and name them; else they are an error.",
+)
 @click.option("--verify-only", is_flag=True, help="Compare SOURCE with the checksums of its conversion; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
@@ -68,6 +73,7 @@ def command(
     model_folder: Path | None,
     overwrite: bool,
     verify: str,
+    allow_unused: bool,
     verify_only: bool,
     as_json: bool,
 ) -> None:
@@ -101,6 +107,7 @@ def command(
         model_folder=model_folder,
         overwrite=overwrite,
         verify=_VERIFY[verify],
+        allow_unused=allow_unused,
     )
     if as_json:
         say_json({"source_kind": kind, **dataclasses.asdict(done)})

@@ -168,11 +168,16 @@ def scaled_learning_rates(reading: Reading) -> None:
 
 
 def loss_of_samples(reading: Reading) -> None:
-    """How the loss is normalised."""
+    """How the loss is normalised; of a language model where no flag and no file says it, as Megatron-LM does."""
     for name, kind in (("per_sample", "per_sample_loss"), ("per_token", "per_token_loss")):
         if reading.value(f"calculate_{name}_loss"):
             place = reading.place(f"calculate_{name}_loss")
             reading.draft.put("features.loss_cfg.loss_type", kind, place)
+    draft = reading.draft
+    is_generator = reading.is_generator or draft.value(f"{_DATA}.dataset_type") == "generation"
+    if not is_generator and draft.value("posttrain.method") is None:
+        words = "Megatron-LM without --calculate-per-token-loss"
+        draft.fill("features.loss_cfg.loss_type", "per_micro_batch_loss", words)
 
 
 def starting_point(reading: Reading) -> None:

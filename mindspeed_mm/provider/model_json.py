@@ -131,6 +131,8 @@ def _put_loss(reading: Reading, root: Node) -> None:
                 reading.draft.problem(f"'{value}' is neither default nor chunk", place)
         elif name == "chunk_size":
             reading.draft.put("features.chunkloss_plan.chunk_size", value, place)
+        elif name == "loss_type" and value == "default":
+            continue  # as the flags normalise it
         elif name in ("loss_type", "router_aux_loss_coef"):
             reading.draft.put(f"features.loss_cfg.{name}", value, place)
         else:

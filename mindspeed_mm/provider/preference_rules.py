@@ -91,6 +91,10 @@ def preferences(reading: Reading) -> None:
     for name, key in _KEYS.items():
         if reading.has(name) and not (name == "dpo_beta" and reading.is_generator):  # see put_media_pairs
             draft.put(key, reading.value(name), reading.place(name))
+    if (
+        reading.value("pref_ftx") and not reading.is_generator
+    ):  # `losses += pref_ftx * sft_loss` in their dpo_trainer.py
+        draft.put("posttrain.dpo.pref_ftx_by", "pair", derived("--pref-ftx: the mean of each chosen answer's own mean"))
     draft.fill(f"{_DATA}.basic_parameters.stage", "rm", "preference pairs of --posttrain-method dpo")
     if not reading.is_generator:
         draft.fill(f"{_DATA}.attr.ranking", True, "preference pairs of --posttrain-method dpo")

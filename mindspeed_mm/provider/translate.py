@@ -41,7 +41,6 @@ RULES: tuple[Callable[[Reading], None], ...] = (
     flag_rules.constant_weight_decay,
     flag_rules.undecayed_parameters,
     flag_rules.scaled_learning_rates,
-    flag_rules.loss_of_samples,
     flag_rules.starting_point,
     flag_rules.checkpoint_format,
     flag_rules.validation,
@@ -60,6 +59,7 @@ RULES: tuple[Callable[[Reading], None], ...] = (
     memory_rules.recomputation,
     memory_rules.kept_attention,
     memory_rules.fused_kernels,
+    flag_rules.loss_of_samples,
 )
 """The rules of flags that are more than a key, in an order in which each finds what it reads."""
 

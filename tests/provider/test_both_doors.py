@@ -195,11 +195,11 @@ def write_files(kind: Kind, spread: Spread) -> None:
         "data": {"dataset_param": rows, "dataloader_param": {"num_workers": 0}},
         "training": {**TRAINING, "gradient_accumulation_steps": spread.accumulation},
         "parallel": dict(spread.parallel),
-        "features": {},
+        "features": {} if kind is KINDS["Wan"] else {"loss_cfg": {"loss_type": "per_micro_batch_loss"}},
     }
     if spread.words == FSDP2:
         config["parallel"]["fsdp_plan"] = {"apply_modules": [ours], "num_to_forward_prefetch": 1}
-        config["features"] = {"recompute": True, "recompute_plan": {"apply_modules": [ours], "use_reentrant": False}}
+        config["features"] |= {"recompute": True, "recompute_plan": {"apply_modules": [ours], "use_reentrant": False}}
     for name, content in kind.yaml.items():
         config[name] |= content
     with Path("run.yaml").open("w", encoding="utf-8") as file:
@@ -230,6 +230,7 @@ def contents(save: Path) -> dict[str, str]:
     return hashes
 
 
+@pytest.mark.edge("BN7")
 @pytest.mark.parametrize(("kind_name", "spread_name"), cells())
 def test_flags_train_as_the_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind_name: str, spread_name: str

@@ -165,7 +165,7 @@ def test_the_loss_of_a_model_of_transformers() -> None:
     loss = {"compute_mode": "chunk", "chunk_size": 7, "loss_type": "default", "router_aux_loss_coef": 0.1}
     features = run({"init_from_hf_path": "hf", "loss_cfg": loss}, data=False).arguments.features
     assert (features.enable_chunk_loss, features.chunkloss_plan.chunk_size) == (True, 7)
-    assert (features.loss_cfg.loss_type, features.loss_cfg.router_aux_loss_coef) == ("default", 0.1)
+    assert (features.loss_cfg.loss_type, features.loss_cfg.router_aux_loss_coef) == ("per_micro_batch_loss", 0.1)
     assert "'chunky' is neither default nor chunk" in problem(
         {"init_from_hf_path": "hf", "loss_cfg": {"compute_mode": "chunky"}}
     )

@@ -28,7 +28,7 @@ TRAINING = {
     "lr_min": 0.0, "lr_warmup_ratio": 0.0, "weight_decay": 0.01, "seed": 7, "log_interval": 1, "save_interval": 3,
     "clip_grad": 1.0, "adam_beta2": 0.999,
 }  # fmt: skip
-DPO = {"beta": 0.2, "loss_type": ["sigmoid"], "label_smoothing": 0.1, "pref_ftx": 0.5}
+DPO = {"beta": 0.2, "loss_type": ["sigmoid"], "label_smoothing": 0.1, "pref_ftx": 0.5, "pref_ftx_by": "pair"}
 
 
 def write_files(folder: Path, collator: str = "qwen2vl_dpo") -> None:
@@ -43,11 +43,12 @@ def write_files(folder: Path, collator: str = "qwen2vl_dpo") -> None:
 
 
 def losses(run: Path) -> list[dict[str, Any]]:
-    names = ("loss", "sft", "rewards/margins", "kl/reference", "grad_norm")
+    names = ("loss", "loss/sft_by_pair", "rewards/margins", "kl/reference", "grad_norm")
     return [{name: line.get(name, line.get("metrics", {}).get(name)) for name in names}
             for line in lines(run / "metrics.jsonl") if "loss" in line]  # fmt: skip
 
 
+@pytest.mark.edge("BN8")
 def test_the_entry_trains_as_the_yaml_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     yaml = make_tiny_pairs(tmp_path, posttrain={"method": "dpo", "dpo": DPO}, training=TRAINING)
@@ -57,7 +58,7 @@ def test_the_entry_trains_as_the_yaml_does(tmp_path: Path, monkeypatch: pytest.M
     posttrain_qwen2vl_dpo.main()
     by_flags, by_yaml = losses(Path("by_flags")), losses(Path("by_yaml"))
     assert by_flags == by_yaml and len(by_flags) == 3
-    assert by_flags[0]["loss"] != by_flags[2]["loss"]
+    assert by_flags[0]["loss"] != by_flags[2]["loss"] and all(line["loss/sft_by_pair"] for line in by_flags)
 
 
 def test_a_launch_that_is_refused_leaves_no_run(

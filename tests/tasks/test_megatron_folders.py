@@ -157,3 +157,22 @@ def test_a_flipped_bit_is_named_when_the_folder_is_converted_again(to: str, made
     assert mm("convert", "--verify-only", folder).err == said.err
     assert not (tmp_path / "out").exists()
     assert mm("convert", folder, tmp_path / "out", "--to", "hf", "--model", made / "model", "--no-verify").code == 0
+
+
+@pytest.mark.edge("BN9")
+@pytest.mark.parametrize("to", ["megatron", "dcp"])
+def test_a_stored_tensor_without_a_place_is_refused_or_named(to: str, made: Path, tmp_path: Path) -> None:
+    """And the way back of a checkpoint that has one is the same."""
+    folder, out, back = tmp_path / "hf", tmp_path / "out", tmp_path / "back"
+    shutil.copytree(made / "model", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "extra.head.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    said = mm("convert", folder, out, "--to", to)
+    assert said.code == 4 and not out.exists()
+    assert "extra.head.weight  the model has no place for it" in said.err and "--allow-unused" in said.err
+    said = mm("convert", folder, out, "--to", to, "--allow-unused")
+    assert said.code == 0, said.err
+    assert "not written: extra.head.weight (the model has no place for it)" in said.out
+    assert mm("convert", out, back, "--to", "hf", "--model", made / "model").code == 0
+    written = load_file(back / "model.safetensors")
+    assert written.keys() == weights.keys() and all(torch.equal(written[key], weights[key]) for key in weights)

@@ -118,6 +118,8 @@ class Writing:
     shapes and checksums before the folder gets its name."""
     examine: Examine | None = None
     """Looks at what was written, if that is verified, before the folder gets its name."""
+    allow_unused: bool = False
+    """Leave out stored tensors that the model has no place for, and name them; else they are an error."""
 
 
 _VERIFIED = Writing()

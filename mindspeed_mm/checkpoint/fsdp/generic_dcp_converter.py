@@ -30,7 +30,6 @@ from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError, first_names
 
-NO_PLACE = "the model has no place for it"
 _RENAMED = "the checkpoint's names are none of transformers' model"
 _NO_CLASS = "transformers has no class that config.json names, so the checkpoint has the folder's own keys"
 
@@ -48,6 +47,7 @@ class GenericDCPConverter(Converter):
         fused_linear_names: list[str] | None = None,
         overwrite: bool = False,
         verify: Verify = True,
+        allow_unused: bool = False,
     ) -> Converted:
         """Write a Hugging Face folder as a distributed checkpoint that trains.
 
@@ -61,6 +61,8 @@ class GenericDCPConverter(Converter):
             fused_linear_names: Parts of names of stacked experts [E, a, b], which are written as [E·a, b].
             overwrite: Replace what an earlier conversion wrote to dcp_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
+            allow_unused: Leave out stored tensors that the model has no place for, and name them; else they are an
+                error.
         """
         self._check_family(hf_dir)
         with open_weights(hf_dir, MAPPED_BYTES) as stored:
@@ -68,10 +70,11 @@ class GenericDCPConverter(Converter):
             fused = fused_linear_names or []
             renames = bool(dcp_prefix or hf_prefix or fused)
             outline = _outline(hf_dir, renames)
-            surplus: list[str] = []
+            left_out: dict[str, str] = {}
             tensors: dict[str, LazyTensor] = dict(ledger.tensors)
             if outline is not None:
                 tensors, surplus = outline.own_tensors(ledger.tensors)
+                left_out = outline.unused(surplus, where=hf_dir, allowed=allow_unused)
             ties = tie_weight_mapping or {}
             _check_ties(ties, tensors)
             _check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
@@ -93,7 +96,7 @@ class GenericDCPConverter(Converter):
                     "hf_prefix": hf_prefix,
                     "fused_linear_names": fused,
                 },
-                left_out=dict.fromkeys(surplus, NO_PLACE),
+                left_out=left_out,
                 incomparable=_why_incomparable(outline, renames),
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
@@ -111,6 +114,7 @@ class GenericDCPConverter(Converter):
         overwrite: bool = False,
         verify: Verify = True,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        allow_unused: bool = False,
     ) -> Converted:
         """Write a distributed checkpoint as a Hugging Face folder.
 
@@ -128,6 +132,8 @@ class GenericDCPConverter(Converter):
             overwrite: Replace what an earlier conversion wrote to save_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
+            allow_unused: Leave out stored tensors that the model has no place for, and name them; else they are an
+                error.
         """
         del trust_remote_code
         self._check_family(model_assets_dir)
@@ -139,7 +145,7 @@ class GenericDCPConverter(Converter):
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         with _own_weights(model_assets_dir) as stored:
             if outline is not None:
-                on_hub = _by_class(outline, ledger.tensors, stored, step)
+                on_hub = _by_class(outline, ledger.tensors, stored, step, allow_unused=allow_unused)
             else:
                 _check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
                 _check_fused(fused, ledger.tensors, step, dims=2)
@@ -255,14 +261,22 @@ class _OnHub:
 
 
 def _by_class(
-    outline: TransformersOutline, tensors: Mapping[str, Stored], stored: Mapping[str, Stored] | None, step: Path
+    outline: TransformersOutline,
+    tensors: Mapping[str, Stored],
+    stored: Mapping[str, Stored] | None,
+    step: Path,
+    *,
+    allow_unused: bool,
 ) -> _OnHub:
     """What the model's class says; what it has no place for is taken over from the model's own folder."""
     taken_over: list[str] = []
     if stored is not None:  # read first: it finds out which keys of the folder are tied
         _, taken_over = outline.own_tensors(stored)
     held = _unwrapped(tensors, outline)
+    surplus = [tensor.key for name, tensor in held.items() if name not in outline.shapes and name not in outline.ties]
     left_out = _copies(held, outline)
+    if allow_unused:  # else `hub_tensors` names them, with what is missing
+        left_out |= outline.unused(surplus, where=step, allowed=True)
     held = {name: tensor for name, tensor in held.items() if tensor.key not in left_out}
     made = outline.hub_tensors(held, step)
     times: dict[str, int | None] = {}

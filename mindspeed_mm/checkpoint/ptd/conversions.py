@@ -93,7 +93,8 @@ def hf_to_megatron(
         ledger = SourceLedger(stored, hf_dir)
         ledgers, sources = [ledger], [hf_dir]
         left_out = {key: "is not part of this layout" for key in stored if key.startswith(model.not_carried)}
-        tensors: dict[str, LazyTensor] = dict(ledger.tensors)
+        left_out |= _without_a_place(ledger.tensors, model, hf_dir, writing)
+        tensors: dict[str, LazyTensor] = {key: value for key, value in ledger.tensors.items() if key not in left_out}
         incomparable = ""
         if text_dir is not None:
             for key in text_keys(tensors, model):
@@ -122,6 +123,21 @@ def hf_to_megatron(
             copies=asset_files(hf_dir),
         )
         return convert(conversion, mm_dir, writing, stream=sys.stderr)
+
+
+def _without_a_place(
+    tensors: Mapping[str, LazyTensor], model: MegatronModel, hf_dir: Path, writing: Writing
+) -> dict[str, str]:
+    """Keys of a folder that are no part of the model, with the reasons to leave them out; raises where it has none."""
+    carried = {key: tensor for key, tensor in tensors.items() if not key.startswith(model.not_carried)}
+    taken = {key for step in model.key_map.steps(carried) for key in step.sources}
+    if carried.keys() <= taken and not writing.allow_unused:
+        return {}
+    outline = TransformersOutline.of(hf_dir)
+    surplus = outline.own_tensors(tensors)[1] if outline is not None else []
+    if outline is None or not surplus:
+        return {}
+    return outline.unused([key for key in surplus if key in carried], where=hf_dir, allowed=writing.allow_unused)
 
 
 def _counted_text(stored: Mapping[str, LazyTensor], folder: Path) -> tuple[SourceLedger, dict[str, LazyTensor]]:

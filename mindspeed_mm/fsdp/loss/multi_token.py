@@ -15,10 +15,10 @@ from torch import nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
+from mindspeed_mm.fsdp.loss.objectives import MICRO_BATCHES, BatchTokens, Terms, TokenCrossEntropy
 from mindspeed_mm.fsdp.models.behaviour.multi_token import Pass
 
-KEPT = ("_rows", "_targets", "_weights", "_weight_sum", "_labelled_samples")
+KEPT = ("_rows", "_targets", "_weights", "_weight_sum", "_labelled_samples", MICRO_BATCHES)
 """What the objective adds to a batch that it prepares."""
 
 

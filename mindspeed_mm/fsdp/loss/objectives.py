@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +20,12 @@ from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows, labels_per_sampl
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 
+MICRO_BATCHES = "_micro_batches"
+"""Key of a prepared batch: as how many micro-batches it counts, where these count alike."""
+PER_MICRO_BATCH = "per_micro_batch_loss"
+Share = Literal["token", "sample", "micro_batch"]
+"""What counts alike in a loss."""
+_SHARES: dict[str | None, Share] = {"per_sample_loss": "sample", PER_MICRO_BATCH: "micro_batch"}
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
 
@@ -101,8 +107,11 @@ class TokenCrossEntropy:
 
     loss = Σ w_t · (−log p(token_t | before)) / N, and beside it, where the head has a coefficient for it, the z-loss
     coefficient · Σ w_t · (log Σ exp(logits_t))² / N. With `per_sample=False`, w_t is the token's weight in
-    `loss_weights` (1 where the batch has none) and N = Σ w over the whole step. With `per_sample=True`, that weight is
-    divided by the sum over its sample, and N = samples that have a label.
+    `loss_weights` (1 where the batch has none) and N = Σ w over the whole step. With `share="sample"`, that weight is
+    divided by the sum over its sample, and N = samples that have a label. With `share="micro_batch"`, it is divided in
+    training by the sum over its micro-batch, and N = micro-batches, also those without a label: Megatron-Core divides
+    each micro-batch's loss by their number and averages gradients over data ranks (`forward_step_calc_loss` of
+    `megatron/core/pipeline_parallel/schedules.py`, without `calculate_per_token_loss`). Validation counts tokens.
 
     Transformers' own loss is fp32 even for fp64 models and its shift crosses the borders of packed documents; here the
     shift is the collator's, and fp64 logits stay fp64.
@@ -110,10 +119,10 @@ class TokenCrossEntropy:
 
     term, z_term = "loss", "z_loss"
 
-    def __init__(self, model: nn.Module, head: HeadLoss, *, per_sample: bool = False) -> None:
+    def __init__(self, model: nn.Module, head: HeadLoss, *, share: Share = "token") -> None:
         self._inputs = ModelInputs(model)
         self._head = head
-        self._per_sample = per_sample
+        self._share = share
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the labelled rows, their targets and, where they do not count alike, their weights."""
@@ -123,8 +132,11 @@ class TokenCrossEntropy:
         weights = prepared.pop("loss_weights", None)
         if weights is not None:
             weights = weights.reshape(-1).index_select(0, rows).double()
-        if self._per_sample:
+        if self._share == "sample":
             prepared |= _weights_per_sample(labels_per_sample(batch), weights)
+        elif self._share == "micro_batch" and training:
+            one = torch.tensor([len(rows)])
+            prepared |= {"_weights": _weights_per_sample(one, weights)["_weights"], MICRO_BATCHES: _is_filled(batch)}
         elif weights is not None:
             prepared |= {"_weights": weights, "_weight_sum": float(weights.sum())}
         return prepared
@@ -134,8 +146,10 @@ class TokenCrossEntropy:
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """The weights of label tokens, or labelled samples; the same for both terms."""
-        if self._per_sample:
+        """The weights of label tokens, labelled samples or micro-batches; the same for both terms."""
+        if any(MICRO_BATCHES in batch for batch in batches):
+            denominator = sum(batch[MICRO_BATCHES] for batch in batches)
+        elif self._share == "sample":
             denominator = sum(batch["_labelled_samples"] for batch in batches)
         else:
             denominator = sum(batch.get("_weight_sum", len(batch["_rows"])) for batch in batches)
@@ -159,7 +173,7 @@ class TokenCrossEntropy:
 
     def describe(self) -> str:
         """For the log."""
-        kind = "cross-entropy by sample" if self._per_sample else "cross-entropy"
+        kind = "cross-entropy" if self._share == "token" else f"cross-entropy by {self._share.replace('_', '-')}"
         return f"{kind}, {self._head.describe()}"
 
     def _terms(self) -> list[str]:
@@ -176,11 +190,14 @@ class ModelLoss:
 
     An encoder-decoder predicts `labels` where they stand: transformers' models shift the decoder's input instead. All
     of them count then, whatever shifted ones the batch has.
+
+    With `per_micro_batch` all micro-batches of a training step count alike, see `TokenCrossEntropy`.
     """
 
     term = "loss"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, per_micro_batch: bool = False) -> None:
+        self._per_micro_batch = per_micro_batch
         self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
         self._tells_count = _accepts_item_count(model)
         self._labels_stand = attribute_at(model, "config.is_encoder_decoder", False)
@@ -202,28 +219,36 @@ class ModelLoss:
         weight = _own_weight(batch)
         if weight == 0 and "labels" in batch:
             batch = batch | {"labels": _with_one_label(batch["labels"])}
-        return batch | {"_weight": weight}
+        if self._per_micro_batch and training:
+            return batch | {"_weight": min(weight, 1), "_items": weight, MICRO_BATCHES: _is_filled(batch)}
+        return batch | {"_weight": weight, "_items": weight}
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Real tokens and labels."""
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Label tokens."""
-        return {self.term: sum(map(_own_weight, batches))}
+        """Label tokens, or micro-batches."""
+        return {self.term: sum(batch.get(MICRO_BATCHES, _own_weight(batch)) for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The model's own loss, times the weight."""
         inputs, weight = self._inputs(batch), batch["_weight"]
         if self._tells_count:
-            inputs["num_items_in_batch"] = max(weight, 1)
+            inputs["num_items_in_batch"] = max(batch["_items"], 1)
         loss = output_of(model(**inputs), "loss")
         return {self.term: loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight}
 
     def describe(self) -> str:
         """For the log."""
-        described = "the model's own, as the mean over label tokens"
+        over = "micro-batches" if self._per_micro_batch else "label tokens"
+        described = f"the model's own, as the mean over {over}"
         return f"{described}, which is given their number" if self._tells_count else described
+
+
+def _is_filled(batch: Batch) -> int:
+    """1 for a micro-batch with a sample; 0 for one that only fills up, on a rank for which there was none."""
+    return int(len(batch["sample_ids"]) > batch.get("blank_rows", 0))
 
 
 def _own_weight(batch: Batch) -> int:
@@ -287,8 +312,8 @@ def build_objective(loss_type: str | None, model: nn.Module, head: HeadLoss | No
     """
     check_loss_type(loss_type, model, has_head=head is not None)
     if head is None or is_models_own(loss_type, has_head=True):
-        return ModelLoss(model)
-    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")
+        return ModelLoss(model, per_micro_batch=loss_type == PER_MICRO_BATCH)
+    return TokenCrossEntropy(model, head, share=_SHARES.get(loss_type, "token"))
 
 
 def is_models_own(loss_type: str | None, *, has_head: bool) -> bool:
@@ -298,7 +323,7 @@ def is_models_own(loss_type: str | None, *, has_head: bool) -> bool:
 
 def check_loss_type(loss_type: str | None, model: nn.Module, *, has_head: bool) -> None:
     """Raise `ConfigError` when cross-entropy is asked for and the model has no output head."""
-    if loss_type not in (None, "raw") and not has_head:
+    if loss_type not in (None, "raw", PER_MICRO_BATCH) and not has_head:
         raise ConfigError(
             f"'{loss_type}' needs a model with an output head; {type(model).__name__} has none",
             key="features.loss_cfg.loss_type",

@@ -89,7 +89,8 @@ class PairObjective:
     """The losses of `posttrain.dpo`.
 
     Each loss is a sum over pairs, divided by the pairs of the whole step; the cross-entropy of chosen answers, `sft`,
-    is divided by their labels. Beside them are measured, in the log only: `rewards/margins`, β · h;
+    is divided by their labels, and that of `pref_ftx_by: pair` is a mean of each answer, divided by the pairs. Beside
+    them are measured, in the log only: `rewards/margins`, β · h;
     `rewards/accuracies`, the share of pairs with h above 0; `logps/chosen` and `logps/rejected`, log-probabilities of
     whole answers; and `kl/reference`, how much less probable the answers have become than under the reference, in nats
     per token. `ld_alpha` weighs the tokens of all of these but `logps/*`.
@@ -102,7 +103,7 @@ class PairObjective:
         media: How media that both answers share reach the model.
     """
 
-    term, sft_term = "loss", "sft"
+    term, sft_term, sft_by_pair_term = "loss", "sft", "sft_by_pair"
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class PairObjective:
         self._settings, self._ld_alpha = PairSettings.of(dpo), dpo.ld_alpha
         self._loss_weights = loss_weights(dpo)
         self._sft = self._loss_weights.pop("sft", 0.0)
+        self._sft_by_pair = dpo.pref_ftx if dpo.pref_ftx_by == "pair" else 0.0
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the labelled rows with their targets, to which answer each belongs, and the labels of each answer.
@@ -158,6 +160,8 @@ class PairObjective:
         found |= {"logps/chosen": pairs, "logps/rejected": pairs}
         if self._sft:
             found[self.sft_term] = sum(int(_chosen(batch["_tokens"]).sum()) for batch in batches)
+        if self._sft_by_pair:
+            found[self.sft_by_pair_term] = pairs
         if self._reference is not None:
             found["kl/reference"] = sum(int(batch["_tokens"].sum()) for batch in batches)
         return found
@@ -179,6 +183,9 @@ class PairObjective:
         terms |= {"logps/chosen": chosen.sum(), "logps/rejected": rejected.sum()}
         if self._sft:
             terms[self.sft_term] = -self._sft * _chosen(whole).sum()
+        if self._sft_by_pair:
+            means = _chosen(whole) / _chosen(batch["_tokens"]).clamp(min=1).to(whole)
+            terms[self.sft_by_pair_term] = -self._sft_by_pair * (means * batch["_counts"].to(whole)).sum()
         share = batch.get(CONTEXT_KEY)
         if share is None:
             return terms
@@ -197,6 +204,8 @@ class PairObjective:
             names.append(name if weight == 1 else f"{weight:g} · {name}")
         if self._sft:
             names.append(f"{self._sft:g} · sft")
+        if self._sft_by_pair:
+            names.append(f"{self._sft_by_pair:g} · sft by pair")
         described = f"preferences, {' + '.join(names)}, beta {self._settings.beta:g}"
         if self._reference is not None:
             described += f", reference: {self._reference.describe()}"

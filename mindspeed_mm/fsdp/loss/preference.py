@@ -187,12 +187,14 @@ PAIR_LOSS: dict[str, PairLoss] = {
 
 
 def loss_weights(dpo: DpoArguments) -> dict[str, float]:
-    """The weight of each loss; `sft` has what `pref_ftx` and `orpo` add to it."""
+    """The weight of each loss; `sft` has what `orpo`, and `pref_ftx` where it is a mean over tokens, add to it."""
     given = dpo.loss_weights or (1.0,) * len(dpo.loss_type)
     weights: dict[str, float] = {}
     for name, weight in zip(dpo.loss_type, given, strict=True):
         weights[name] = weights.get(name, 0.0) + weight
-    sft = weights.pop("sft", 0.0) + weights.get("orpo", 0.0) + dpo.pref_ftx
+    sft = weights.pop("sft", 0.0) + weights.get("orpo", 0.0)
+    if dpo.pref_ftx_by == "token":
+        sft += dpo.pref_ftx
     if sft:
         weights["sft"] = sft
     return weights

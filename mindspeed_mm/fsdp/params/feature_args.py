@@ -36,11 +36,17 @@ class LossConfig(Section):
     """What the loss is and how it is normalised."""
 
     loss_type: (
-        Annotated[Literal["raw", "default", "per_sample_loss", "per_token_loss", "dict"], renamed(custom="raw")] | None
+        Annotated[
+            Literal["raw", "default", "per_sample_loss", "per_token_loss", "per_micro_batch_loss", "dict"],
+            renamed(custom="raw"),
+        ]
+        | None
     ) = None
     """How the loss is normalised. `default` and `per_token_loss` are the same: the sum over all label tokens of the
     optimizer step, over all micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the
-    mean of each sample's own mean. `raw`: the model's own loss, taken as the mean over the label tokens of a
+    mean of each sample's own mean. `per_micro_batch_loss`: the mean of the micro-batches' own means, as Megatron-LM
+    trains without `--calculate-per-token-loss`; it depends on which samples share a micro-batch, so it is rejected with
+    packing. `raw`: the model's own loss, taken as the mean over the label tokens of a
     micro-batch, which is weighted by their number; a model that accepts this number (`num_items_in_batch`) is given it.
     `dict`: losses that the model returns by name. Not given: `default` for transformers' language models, `raw` for
     models that return their own loss; for generators, both are the denoising loss."""

@@ -102,6 +102,10 @@ class DpoArguments(Section):
     pref_ftx: NotNegative = 0.0
     """Weight of the cross-entropy of the chosen answers beside the other losses (RPO, arXiv:2404.19733). It keeps the
     probability of chosen answers from falling together with that of rejected ones."""
+    pref_ftx_by: Literal["token", "pair"] = "token"
+    """What the cross-entropy of `pref_ftx` is a mean over, for language models. `token`: all label tokens of the chosen
+    answers of the step. `pair`: the pairs of the step, where each counts the mean over its own tokens, so short answers
+    weigh as much as long ones."""
     ld_alpha: Ratio | None = None
     """Weight of the tokens by which one answer of a pair is longer than the other (LD-DPO, arXiv:2409.06411), in the
     losses, rewards/* and kl/reference; null: all tokens count alike."""

@@ -29,13 +29,14 @@ def ensure_torchvision() -> None:
     PEFT or diffusers.
 
     Resizing and the transforms work then; operators such as `nms` do not. Nothing is done where torchvision is absent,
-    imported already, or healthy.
+    imported already, or healthy. Operators that this process has defined itself stay as they are.
     """
     if _declared or "torchvision" in sys.modules or _operators_load():
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
-        library.define(schema)
+        if not _is_defined(schema.partition("(")[0]):
+            library.define(schema)
     _declared.append(library)
 
 
@@ -55,6 +56,14 @@ def clash() -> str | None:
         "work anyway, but your own scripts must call mindspeed_mm.ensure_torchvision() before they import "
         "transformers, peft or diffusers"
     )
+
+
+def _is_defined(name: str) -> bool:
+    try:
+        getattr(torch.ops.torchvision, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _operators_load() -> bool:

@@ -57,6 +57,7 @@ def run(
     model_folder: Path | None = None,
     overwrite: bool = False,
     verify: Verify = True,
+    allow_unused: bool = False,
 ) -> tuple[str, Converted]:
     """Convert a folder.
 
@@ -70,6 +71,7 @@ def run(
             generator a diffusers folder of the same model.
         overwrite: Replace what an earlier conversion wrote there.
         verify: Read everything back and compare, also the logits; full: of models of any size.
+        allow_unused: Leave out stored tensors that the model has no place for, and name them; else they are an error.
 
     Returns:
         What the source was recognised as, and what was written.
@@ -84,13 +86,19 @@ def run(
     if is_gguf(source) and to in (None, "hf"):
         _refuse_model(model_folder)
         return "gguf", _from_gguf(source, target, overwrite=overwrite)
-    writing = Writing(overwrite, verify, same_logits)
+    writing = Writing(overwrite, verify, same_logits, allow_unused)
     distributed = GenericDCPConverter()
     distributed.examine = same_logits
     if to in ("diffusers", "original"):
         return "generator", _generator(source, target, Naming(to), model_folder, writing)
     kind = "generator" if source.is_file() else recognise(source)
     wanted = to or ("dcp" if kind == "hf" else "hf")
+    if allow_unused and kind not in ("hf", "dcp", "run"):
+        raise UsageError(
+            f"does not apply to a source of kind '{kind}'",
+            key="--allow-unused",
+            way_out="Leave it out. A tensor without a place there is of another model than --model names.",
+        )
     if wanted == "megatron":
         with told_as(_as_option):
             return _to_megatron(source, target, kind, division or Division(), model_folder, writing)
@@ -98,11 +106,15 @@ def run(
         return "generator", _generator(source, target, Naming.DIFFUSERS, model_folder, writing)
     if (kind, wanted) == ("hf", "dcp"):
         _refuse_model(model_folder)
-        return kind, distributed.hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
+        return kind, distributed.hf_to_dcp(
+            source, target, overwrite=overwrite, verify=verify, allow_unused=allow_unused
+        )
     if kind in ("dcp", "run") and wanted == "hf":
         _refuse_adapters(source)
         assets = _model_of(source, model_folder)
-        return kind, distributed.dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
+        return kind, distributed.dcp_to_hf(
+            source, target, assets, overwrite=overwrite, verify=verify, allow_unused=allow_unused
+        )
     if kind == "megatron" and wanted in ("hf", "dcp"):
         assets = _model_of(source, model_folder)
         family, facts = _family_of(assets, kind), CommonModelConfig()

@@ -3,6 +3,8 @@ there, and the same command finishes the work."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,14 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.hf_folder import model_config
+from mindspeed_mm.checkpoint.original.reading import open_generator
+from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
 from mindspeed_mm.core import exchange
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.params.rules.path import check_paths
 from tests.helpers.distributed import alone
 from tests.helpers.kills import everything, killed_before_each_change
 
@@ -95,3 +103,37 @@ def stored_keys(folder: Path) -> tuple[str, ...]:
     """Of its weights; none where it has lost its name."""
     path = folder / "model.safetensors"
     return tuple(load_file(path)) if path.exists() else ()
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "mm convert, infer, export": recognise,
+    "weights": find_entries,
+    "a model folder": model_config,
+    "a generator": lambda folder: open_generator(folder).__enter__(),
+    "a path of a YAML": lambda folder: check_paths(load_config(yaml_of(folder)).arguments),
+}
+
+
+def yaml_of(folder: Path) -> Path:
+    path = folder.with_name("run.yaml")
+    path.write_text(f"model: {{model_name_or_path: {folder}}}\ntraining: {{train_iters: 1, lr: 0.1}}\n")
+    return path
+
+
+@pytest.mark.edge("BS3")
+@alone
+def test_whoever_reads_the_folder_next_restores_it(tmp_path: Path) -> None:
+    exchange.exchange = lambda one, other: False  # in a process of its own
+    for number, (reader, read) in enumerate(READERS.items()):
+        parent = tmp_path / f"parent{number}"
+        (change,) = killed_before_each_change(
+            parent,
+            lambda: make_source(parent / "source"),  # noqa: B023
+            lambda: in_place(parent / "source"),  # noqa: B023
+            lambda changes: [changes - 1],
+        )
+        assert not (parent / "source").exists(), change
+        with suppress(MMError):
+            read(parent / "source")
+        assert stored_keys(parent / "source") == ("a.weight",), reader
+        assert not (parent / "source.bak").exists(), reader

@@ -179,6 +179,7 @@ def test_two_keys_that_a_prefix_makes_one_are_named(tmp_path: Path) -> None:
         GenericDCPConverter().hf_to_dcp(folder, tmp_path / "dcp", hf_prefix="a.", dcp_prefix="b.")
 
 
+@pytest.mark.edge("BN9")
 def test_what_the_model_has_no_place_for_is_kept_from_its_own_folder(tmp_path: Path) -> None:
     hub_folder(tmp_path / "hf", "moe", torch.float32)
     (file, *_) = sorted((tmp_path / "hf").glob("*.safetensors"))
@@ -188,7 +189,10 @@ def test_what_the_model_has_no_place_for_is_kept_from_its_own_folder(tmp_path: P
     index = json.loads(index_file.read_text())
     index["weight_map"]["mtp.norm.weight"] = file.name
     index_file.write_text(json.dumps(index))
-    done = GenericDCPConverter().hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    with pytest.raises(ModelFolderError, match=r"would lose a stored tensor.*--allow-unused\.\n.*mtp\.norm\.weight"):
+        GenericDCPConverter().hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    assert not (tmp_path / "dcp").exists()
+    done = GenericDCPConverter().hf_to_dcp(tmp_path / "hf", tmp_path / "dcp", allow_unused=True)
     assert "not written: mtp.norm.weight (the model has no place for it)" in done.lines()
     manifest = json.loads((tmp_path / "dcp/conversion_manifest.json").read_text())
     assert manifest["left_out"] == {"mtp.norm.weight": "the model has no place for it"}

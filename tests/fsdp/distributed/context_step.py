@@ -200,7 +200,7 @@ def plain_step(
 ) -> StepRecord:
     """One process, nothing spread."""
     model = load(folder, attention)
-    objective = TokenCrossEntropy(model, HeadLoss(model.lm_head), per_sample=per_sample)
+    objective = TokenCrossEntropy(model, HeadLoss(model.lm_head), share="sample" if per_sample else "token")
     batches = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(batches)["loss"]
     with keeping_double():
@@ -230,7 +230,7 @@ def spread_step(
     applier = ParallelApplier(arguments, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups, towers=towers)
     applier.pre_fully_shard_apply(model)
     head.vocabulary = split_vocabulary(model)
-    objective = TokenCrossEntropy(model, head, per_sample=per_sample)
+    objective = TokenCrossEntropy(model, head, share="sample" if per_sample else "token")
     context = applier.context
     assert context is not None
     if recompute:

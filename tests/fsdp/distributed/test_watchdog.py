@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 import threading
 import time
@@ -50,6 +52,28 @@ def test_every_rank_says_where_it_stands(tmp_path):
         assert "rank 0: step 2 for more than 0.5 s" in text and "in hang_in_step" in text
         assert "rank 1: step 2 for more than 0.5 s" in text and "in fetch_slowly" in text
         assert "Thread 0x" in text
+
+
+def freeze(folder: str) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = time.monotonic()
+
+    def leave(code: int) -> None:
+        (Path(folder) / "left_after").write_text(str(time.monotonic() - begun))
+        os._exit(code)
+
+    with Watchdog(Path(folder), leave=leave).phase("step 1", 1.0):
+        time.sleep(60)
+
+
+@pytest.mark.edge("BS15")
+def test_a_frozen_rank_is_not_waited_for(tmp_path):
+    """A second is left of five: the launcher has half of one to end the ranks, and needs a moment for itself."""
+    with pytest.raises(RanksFailed):
+        run_ranks(2, freeze, str(tmp_path), timeout_s=8)
+    assert 1.0 <= float((tmp_path / "left_after").read_text()) < 1.0 + 4.0
+    assert "rank 1: no answer (dead, frozen" in (tmp_path / "hang_rank0.txt").read_text()
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):

@@ -93,6 +93,45 @@ def test_cross_entropy_equals_the_formula(loss_type, per_sample, weigh):
         assert (ours.grad - theirs.grad).abs().max() < 1e-14
 
 
+def mean_of_micro_batches(given):
+    """Megatron-Core without `calculate_per_token_loss`: each micro-batch's own mean, over the number of micro-batches;
+    one without a label adds 0 (`forward_step_calc_loss` divides by at least one token)."""
+    model, losses = TinyModel(), []
+    for b in given:
+        log_p = F.log_softmax(model(b["input_ids"]).logits, dim=-1)
+        targets = b["shift_labels"]
+        weights = b.get("loss_weights", (targets != -100).double()).double()
+        nll = -log_p.gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)
+        losses.append((nll * weights).sum() / (weights.sum() if weights.any() else 1.0))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return model, loss
+
+
+@pytest.mark.edge("BN7")
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_every_micro_batch_counts_alike(has_head, weigh):
+    given = [batch(1), batch(2, trained=((0, 2), (5, 6))), batch(3, trained=((0, 0), (0, 0)))]
+    if weigh and not has_head:
+        return  # a model's own loss takes no weights
+    given = [weighted(given[0]), *given[1:]] if weigh else given
+    model = TinyModel()
+    objective = build_objective("per_micro_batch_loss", model, HeadLoss(model.head) if has_head else None)
+    prepared = [objective.prepare(b) for b in given]
+    blank = objective.prepare(batch(4, trained=((0, 0), (0, 0))) | {"blank_rows": 2})
+    counts = objective.count([*prepared, blank])
+    assert counts["loss"] == 3  # on a rank for which there was no sample, nothing is counted
+    loss = sum(objective.terms(model, b)["loss"] for b in prepared) / counts["loss"]
+    loss.backward()
+    reference, expected = mean_of_micro_batches(given)
+    assert abs(loss.item() - expected.item()) < 1e-14
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-14
+    assert abs(loss.item() - run("default", given)[2].item()) > 1e-3
+    assert objective.count([objective.prepare(b, training=False) for b in given]) == run("default", given)[1]
+
+
 def test_weights_matter_and_a_sum_below_one_is_a_denominator_like_any():
     given = [weighted(batch())]
     assert abs(run("default", given)[2].item() - run("default", [batch()])[2].item()) > 1e-3
@@ -136,7 +175,8 @@ def test_z_loss_has_the_denominator_and_the_weights_of_the_loss(per_sample, slic
     given = weighted(batch())
     model = TinyModel()
     sliced = SlicedHead(model.head, slices) if slices is not None else None
-    objective = TokenCrossEntropy(model, HeadLoss(model.head, sliced=sliced, z_loss_coef=0.25), per_sample=per_sample)
+    share = "sample" if per_sample else "token"
+    objective = TokenCrossEntropy(model, HeadLoss(model.head, sliced=sliced, z_loss_coef=0.25), share=share)
     prepared = objective.prepare(given)
     counts, terms = objective.count([prepared]), objective.terms(model, prepared)
     (terms["loss"] / counts["loss"] + terms["z_loss"] / counts["z_loss"]).backward()

@@ -170,6 +170,28 @@ def test_losses_and_gradients_are_those_of_trl(name: str, ld_alpha: float | None
         assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.edge("BN8")
+@pytest.mark.parametrize("split", [[slice(None)], [slice(i, i + 1) for i in range(6)]])
+def test_pref_ftx_by_pair_is_the_mean_of_the_answers_own_means(split: list[slice]) -> None:
+    """As `get_batch_loss_metrics` in MindSpeed-MM's dpo_trainer.py: `pref_ftx · −logps / length` of each pair, then the
+    mean over pairs. Here with plain torch."""
+    dpo = DpoArguments(beta=0.3, pref_ftx=0.5, pref_ftx_by="pair")
+    terms, gradients, _ = losses_of(dpo, *split)
+    model, labels = TinyPolicy(), make_batch()["shift_labels"][:PAIRS]
+    log_p = model(make_batch()["input_ids"][:PAIRS])["logits"].log_softmax(-1)
+    is_label = labels != -100
+    of_labels = log_p.gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2) * is_label
+    expected = -0.5 * (of_labels.sum(1) / is_label.sum(1)).mean()
+    assert len(set(is_label.sum(1).tolist())) > 1
+    assert terms["sft_by_pair"] == pytest.approx(float(expected.detach()), abs=1e-14)
+    assert "sft" not in terms
+    without = losses_of(DpoArguments(beta=0.3))[1]
+    for found, plain, wanted in zip(
+        gradients, without, torch.autograd.grad(expected, list(model.parameters())), strict=True
+    ):
+        assert torch.allclose(found - plain, wanted, rtol=0, atol=1e-14)
+
+
 SPLITS = {"1 × 6": [slice(i, i + 1) for i in range(6)], "1 + 2 + 3": [slice(0, 1), slice(1, 3), slice(3, 6)]}
 MIXED = DpoArguments(loss_type=("sigmoid", "ipo", "orpo"), loss_weights=(1, 0.5, 0.25), pref_ftx=0.5, ld_alpha=0.25)
 

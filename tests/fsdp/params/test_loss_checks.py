@@ -36,6 +36,9 @@ def broken(values: dict[str, Any]) -> list[str]:
         ({FIXED: True, DYNAMIC: True, Z_LOSS: 1e-4, TYPE: "per_sample_loss", OUTPUT: "fp32"}, []),
         ({OFFLOAD: True, COEFFICIENT: 0.01}, []),
         ({OUTPUT: "bf16", TYPE: "raw"}, []),
+        ({TYPE: "per_micro_batch_loss", "data.dataset_param.basic_parameters.packing": True}, [TYPE]),
+        ({TYPE: "per_micro_batch_loss", "data.dataset_param.basic_parameters.neat_packing": True}, [TYPE]),
+        ({TYPE: "per_micro_batch_loss"}, []),
     ],
 )
 def test_rules(values: dict[str, Any], keys: list[str]) -> None:

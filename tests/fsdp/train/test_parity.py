@@ -41,10 +41,12 @@ RUNS = ParityRuns(
         "zero-2": Case("vlm", 2, 2, 2, ("parallel.fsdp_plan.reshard_after_forward=false",)),
         "hsdp 2x2": Case("vlm", 4, 4, 1, (HYBRID,)),
         "replicated 2": Case("vlm", 2, 2, 2, ("parallel.fully_shard_parallel_size=1",)),
+        "by micro-batch, fsdp 2": Case("vlm by micro-batch", 2, 2, 1),
     },
     slow={
         "accumulation 4": Case("vlm", 1, 1, 4),
         "fsdp 2, accumulation 2": Case("vlm", 2, 2, 2),
+        "by micro-batch, ring 2": Case("vlm by micro-batch", 2, 1, 2, ("parallel.ring_attention_size=2",)),
     },
     faults={
         "rank's own denominator": Fault("fsdp 2", "rank's own denominator"),
@@ -54,6 +56,8 @@ RUNS = ParityRuns(
         "norm of the local shard": Fault("zero-2", "norm of the local shard"),
         "mask off by one": Fault("replicated 2", "mask off by one"),
     },
+    kinds={"by micro-batch": ("features.loss_cfg.loss_type=per_micro_batch_loss",)},
+    accumulated={"vlm by micro-batch": 2},
     tolerance=1e-10,
 )
 

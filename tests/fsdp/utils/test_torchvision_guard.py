@@ -45,6 +45,18 @@ def test_one_call_makes_torchvision_importable_and_leaves_torchao_alone(tmp_path
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.edge("BN11")
+@pytest.mark.parametrize("names", [["nms"], ["nms", "qnms"], ["roi_align"]])
+def test_operators_that_a_process_has_defined_itself_are_taken(names: list[str], tmp_path: Path) -> None:
+    code = (
+        f"import torch\nlibrary = torch.library.Library('torchvision', 'DEF')\nfor name in {names}:\n"
+        "    library.define(name + '(Tensor dets, Tensor scores, float threshold) -> Tensor')\n"
+        "import mindspeed_mm as mm\nmm.ensure_torchvision()\nmm.ensure_torchvision()\nimport torchvision\n"
+    )
+    done = python(tmp_path, code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_plugin_may_import_torchvision(tmp_path: Path) -> None:
     (tmp_path / "my_plugin.py").write_text("import torchvision\n")
     done = python(tmp_path, "from mindspeed_mm.fsdp.utils.register import import_plugin as i; i(['my_plugin'])")

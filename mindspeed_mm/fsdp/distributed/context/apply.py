@@ -34,7 +34,16 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 own tokens by them."""
 _BY_ROW = ("_targets", "_weights", "_segment", "_sampled")
 """What an objective prepares for each of its `_rows`."""
-_WHOLE = ("_labelled_samples", "_weight_sum", "_advantages", "_tokens", "_fresh", "_counts", "_reference")
+_WHOLE = (
+    "_labelled_samples",
+    "_weight_sum",
+    "_micro_batches",
+    "_advantages",
+    "_tokens",
+    "_fresh",
+    "_counts",
+    "_reference",
+)
 """What it prepares of the whole batch."""
 _FILLS = {
     "input_ids": 0,

@@ -24,8 +24,11 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ExitCode
 
-GRACE_S = 5.0
-"""How long a rank waits for the others, which ran out of time at about the same moment."""
+GRACE_S = 2.0
+"""How long a rank waits for the others, which ran out of time at about the same moment: they began the step together.
+The job has to end within 5 s of a limit, and the launcher takes its part of them."""
+_NOTICING = 2.5
+"""How many times as long ranks may take to notice that a connection is lost."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,10 @@ class Watchdog:
 
     def absent(self) -> str:
         """Which ranks do not answer when those that are left call one another, after a collective that failed. Empty on
-        one host, where the launcher knows it. Takes the grace period, at most twice."""
+        one host, where the launcher knows it. Takes `_NOTICING` grace periods, at most twice."""
         if len(set(self.hosts)) < 2:
             return ""
-        places = _places("lost the other ranks", self._grace_s)
+        places = _places("lost the other ranks", _NOTICING * self._grace_s)
         absent = {rank: place for rank, place in places.items() if place in (SILENT, UNKNOWN)}
         return "; ".join(self._lines(absent))
 

@@ -26,6 +26,13 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
                 key=key,
                 way_out="Leave one of them out.",
             )
+    basic = arguments.data.dataset_param.basic_parameters
+    if loss.loss_type == "per_micro_batch_loss" and (basic.packing or basic.neat_packing):
+        yield Problem(
+            "'per_micro_batch_loss' would depend on which samples are packed together",
+            key="features.loss_cfg.loss_type",
+            way_out="Set it to per_token_loss, or data.dataset_param.basic_parameters.packing to false.",
+        )
     output_dtype = arguments.parallel.fsdp_plan.output_dtype
     if chunked and output_dtype not in (None, "fp32"):
         yield Problem(

@@ -20,7 +20,7 @@ _KEY = "posttrain"
 _OF_GENERATORS = "generation"
 """Type of a data set of generators."""
 _PROMPTS_OF_GENERATORS = "generation_prompts"
-_ANSWERS_ALONE = ("label_smoothing", "ld_alpha")
+_ANSWERS_ALONE = ("label_smoothing", "ld_alpha", "pref_ftx_by")
 _MEDIA_ALONE = ("timestep_weight", "weight_alpha", "weight_beta", "histogram_path")
 """Keys of `posttrain.dpo` that act on pairs of answers, and those that act on pairs of media."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -260,6 +260,10 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
     if dpo.loss_weights is not None and not any(dpo.loss_weights) and not dpo.pref_ftx:
         yield Problem(
             "are all 0: nothing is learnt", key=f"{_KEY}.dpo.loss_weights", way_out="Set one above 0, or leave it out."
+        )
+    if dpo.pref_ftx_by == "pair" and not dpo.pref_ftx:
+        yield Problem(
+            "has no effect: posttrain.dpo.pref_ftx is 0", key=f"{_KEY}.dpo.pref_ftx_by", way_out="Leave it out."
         )
     if "exo_pair" in dpo.loss_type and not dpo.label_smoothing:
         yield Problem(

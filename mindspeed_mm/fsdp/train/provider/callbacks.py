@@ -7,6 +7,7 @@ they return; every form that those libraries accept is accepted here, any other 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,8 +176,7 @@ def _read_loss(returned: object) -> LossValue:
         )
     loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
     tokens = _number_of_tokens(parts[1], loss) if len(parts) == 3 else None
-    _check_report(parts[-1])
-    return LossValue(loss, tokens, parts[-1])
+    return LossValue(loss, tokens, _checked_report(parts[-1]))
 
 
 def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -192,16 +192,23 @@ def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(given, device=loss.device).detach().reshape(()).to(loss.dtype)
 
 
-def _check_report(report: dict[Any, Any]) -> None:
+def _checked_report(report: dict[Any, Any]) -> dict[Any, Any]:
+    """With pairs as tuples. A tensor of two is one: Megatron-Core's own losses report so from 0.13 on (`train_step` of
+    `megatron/training/training.py` sums both and divides)."""
+    found = {}
     for name, value in report.items():
+        if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 2:
+            value = tuple(value.reshape(-1))
         is_pair = isinstance(value, (tuple, list)) and len(value) == 2
         parts = value if is_pair else (value,)
+        found[name] = value
         if not all(map(_is_number, parts)):
             raise ConfigError(
                 f"reports {_described(value)} as '{name}'",
                 key="loss_func",
                 way_out="Report one number, or a pair of a sum and what it is divided by.",
             )
+    return found
 
 
 def _is_number(value: object) -> bool:

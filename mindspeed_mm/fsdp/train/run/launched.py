@@ -93,7 +93,7 @@ class LaunchFolder:
         for path in self.path.glob("rank*.json"):
             failure = self.failure_of(int(path.stem.removeprefix("rank")))
             if failure is not None and failure.hangs:
-                return 1.0
+                return 0.5
         is_one_host = os.environ.get("NNODES", "1") == "1" and "PET_NNODES" not in os.environ
         return 5.0 if is_one_host else 20.0
 

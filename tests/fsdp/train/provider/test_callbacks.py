@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import Deal
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, read_loss
 from mindspeed_mm.fsdp.train.provider.loader import as_batch, as_loader
-from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
+from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective, reduce_reports
 
 
 def provider_without(*, made: list[Any]) -> nn.Module:
@@ -158,6 +159,20 @@ def test_wrong_reports_and_numbers_of_tokens(rest: tuple[Any, ...], words: list[
     with pytest.raises(ConfigError) as raised:
         Callbacks(forward_step=step).run_forward(torch.ones(1), nn.Linear(1, 1))
     assert all(word in str(raised.value) for word in (*words, "mine  loss_func")), str(raised.value)
+
+
+@pytest.mark.edge("BN10")
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_report_of_two_numbers_is_a_pair(kind: Any, shape: tuple[int, ...]) -> None:
+    """As `loss_func` of Megatron-LM's pretrain_gpt.py has returned it since 0.13: a sum and the tokens that it is over.
+    Over micro-batches of 6 and 2 tokens the mean is (12 + 1) / 8, not the mean of 2 and 0.5."""
+    reports = []
+    for total, tokens in ((12.0, 6.0), (1.0, 2.0)):
+        read = read_loss((torch.ones(1, requires_grad=True), 3, {"lm loss": kind([total, tokens]).reshape(shape)}))
+        reports.append(read.report)
+    total, tokens = reduce_reports(reports)["lm loss"].tolist()
+    assert total / tokens == 13 / 8
 
 
 class Own(nn.Linear):
