@@ -165,7 +165,9 @@ class HttpReward:
             if not isinstance(scores, list) or len(scores) != len(samples):
                 raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
             for score in scores:
-                if not (score is None or (isinstance(score, int | float) and abs(score) <= MOST_REWARD)):
+                if isinstance(score, bool) or not (
+                    score is None or (isinstance(score, int | float) and abs(score) <= MOST_REWARD)
+                ):
                     raise ValueError(f"the score {str(score)[:40]} is not null or a number up to ±{MOST_REWARD:g}")
             return scores
 

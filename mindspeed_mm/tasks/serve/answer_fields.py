@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -22,7 +22,16 @@ MOST_LOG_PROBS = 20
 _MOST_STOPS = 4
 _LONGEST_STOP = 200
 _MOST_BIASES = 1024
-_PENALTY = Annotated[float, Field(ge=-2, le=2, strict=False)]
+
+
+def _no_flag(value: object) -> object:
+    """Raise `ValueError` for true and false, which would count as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("Input should be a valid number")
+    return value
+
+
+_PENALTY = Annotated[float, BeforeValidator(_no_flag), Field(ge=-2, le=2, strict=False)]
 
 
 class StreamOptions(BaseModel):
@@ -61,11 +70,11 @@ class AnswerFields(RequestFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
+    temperature: Annotated[float, BeforeValidator(_no_flag), Field(ge=0, le=100, strict=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, strict=False)] | None = None
+    repetition_penalty: Annotated[float, BeforeValidator(_no_flag), Field(ge=0.01, le=100, strict=False)] | None = None
     frequency_penalty: _PENALTY | None = None
     presence_penalty: _PENALTY | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, strict=False)]] | None = None

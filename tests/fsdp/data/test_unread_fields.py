@@ -341,6 +341,45 @@ def test_marks_of_boxes_are_tokens_and_others_stay_text(vlm_folder: Path, tmp_pa
     assert counts == [[2, 2, 1, 1, 2], [0, 0, 0, 0, 2]]  # two turns begin
 
 
+# --- marks of a whole row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.edge("BR1")
+@pytest.mark.parametrize(
+    ("mark", "told"),
+    [
+        ({"train": False}, "'train' False takes the whole row"), ({"mask": True}, "'mask' True takes the whole row"),
+        ({"label": False}, r"'label' false marks the answer as a bad one"), ({"kto_tag": False}, "'kto_tag' false"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_not_to_be_taught_is_refused(mark: dict[str, Any], told: str) -> None:
+    row = {"messages": [turn("user", "a"), turn("assistant", "b")], **mark}
+    with pytest.raises(DataError, match=told):
+        convert_row(row, RowFormat(), PLACE)
+    flipped = {name: not value for name, value in mark.items()}
+    assert convert_row({**row, **flipped}, RowFormat(), PLACE).weights == [None, 1.0]
+
+
+@pytest.mark.edge("BR1")
+def test_a_turn_of_the_user_that_asks_to_be_trained_is_reported() -> None:
+    row = {"messages": [{**turn("user", "a"), "train": True}, {**turn("assistant", "b"), "train": True}]}
+    assert convert_row(row, RowFormat(), PLACE).unread == [Unread("turn", "train: true of user")]
+
+
+@pytest.mark.edge("BR2")
+def test_a_document_has_no_column_that_is_not_read() -> None:
+    assert convert_row({"text": "The sea is large."}, RowFormat(), PLACE).unread == []
+    assert convert_row({"text": "a", "more": "b"}, RowFormat(), PLACE).unread == [Unread("column", "more")]
+
+
+@pytest.mark.edge("BR11")
+def test_a_second_column_of_the_question_is_configured_alone() -> None:
+    row = {"question": "Who?", "context": "Bob did it.", "answer": "Bob"}
+    sample = convert_row(row, RowFormat(query="context"), PLACE)
+    assert [message["content"] for message in sample.messages] == ["Who?\nBob did it.", "Bob"] and not sample.unread
+    assert convert_row(row, RowFormat(), PLACE).unread == [Unread("column", "context")]
+
+
 # --- paths in texts --------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS, TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
+from mindspeed_mm.fsdp.data.data_utils.rows.marks import check_row_marks
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
 from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages, add_system, from_messages
 from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair
@@ -43,6 +44,8 @@ def convert_row(
         DataError: The row does not fit any format; the message names the field and the value.
     """
     row_format = recognised(row, row_format, place)
+    if not rewarded:
+        check_row_marks(row, place, ranking=bool(row_format.ranking))
     convert = CONVERTERS[row_format.formatting or ""]
     read = {*columns}
     if not row_format.ranking:
@@ -109,6 +112,8 @@ def _columns_read(row: Row, row_format: RowFormat, sample: Sample) -> set[str]:
     if isinstance(row.get(row_format.prompt or ""), str):
         keys += ["query", "history"]  # beside a list of turns they are nothing
     read = {vars(row_format)[key] for key in keys}
+    if sample.text is not None:
+        read.add(TEXT_COLUMN)
     if sample.objects is not None:
         read.add(OBJECTS)
     if any(options_of(item.source) for item in sample.media):

@@ -37,7 +37,7 @@ SHAPES: dict[str, FormatColumns] = {
     "list of turns": FormatColumns("sharegpt", {"messages": TURN_COLUMNS}),
     "instruction": FormatColumns("alpaca", {"prompt": ("instruction",), "response": _ANSWERS}, {"query": ("input",)}),
     "question": FormatColumns(
-        "alpaca", {"prompt": ("query", "prompt", "question", "problem", "input"), "response": _ANSWERS}
+        "alpaca", {"prompt": ("query", "prompt", "question", "problem", "input"), "response": _ANSWERS}, {"query": ()}
     ),
     "document": FormatColumns("text", {TEXT_COLUMN: (TEXT_COLUMN,)}),
 }
@@ -281,7 +281,7 @@ def _fit(
     for key, usual in shape.needed.items():
         configured = vars(row_format).get(key)
         names = _candidates(kinds, configured, usual, _KINDS[key])
-        if not names and "query" in shape.optional:  # an instruction may be empty where there is an input
+        if not names and shape.optional.get("query"):  # an instruction may be empty where there is an input
             names = _candidates(kinds, configured, usual, (*_KINDS[key], "empty"))
         if not names and key == "response" and not needs_answer:
             found[key] = ""

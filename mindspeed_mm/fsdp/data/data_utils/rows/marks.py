@@ -10,7 +10,7 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, short
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 _TRAINED = ("train", "trainable", "trained", "training", "is_trainable", "learn", "loss", "compute_loss", "loss_mask")
 """True or 1: the turn is trained."""
@@ -43,6 +43,43 @@ def weight_of(message: Row, where: str, key: str) -> float:
     masks = [_flag(message, name, where, key) for name in _UNTRAINED]
     weight = _weight(message, where, key)
     return 0.0 if False in trains or True in masks else weight
+
+
+_LABELS = ("label", "kto_tag")
+"""KTO's: whether the answer is a good one (TRL, ms-swift; LLaMA-Factory)."""
+
+
+def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
+    """Raise `DataError` for a row that says of itself that it is not to be trained, or that its answer is a bad one.
+
+    Args:
+        row: The raw row.
+        place: Where it stands.
+        ranking: Whether rows are preference pairs.
+    """
+    says = [name for name in _TRAINED if row.get(name) is False] + [
+        name for name in _UNTRAINED if row.get(name) is True
+    ]
+    if says:
+        raise DataError(
+            f"'{says[0]}' {short(row[says[0]])} takes the whole row out of training",
+            where=str(place),
+            key=says[0],
+            way_out="Leave the row out of the file, or leave out such rows: on_bad_sample: skip.",
+        )
+    bad = [] if ranking else [name for name in _LABELS if row.get(name) is False]
+    if bad:
+        raise DataError(
+            f"'{bad[0]}' false marks the answer as a bad one (KTO), and it would be taught as a good one",
+            where=str(place),
+            key=bad[0],
+            way_out="KTO is not supported: keep the rows with good answers, or make pairs and train with DPO.",
+        )
+
+
+def trains_asked(message: Row) -> str | None:
+    """A mark that asks to train a turn; None where there is none."""
+    return next((name for name in _TRAINED if message.get(name) is not None and message[name] in (True, 1)), None)
 
 
 def _flag(message: Row, name: str, where: str, key: str) -> bool | None:

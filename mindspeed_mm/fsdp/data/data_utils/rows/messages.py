@@ -13,12 +13,12 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, weight_of
+from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, trains_asked, weight_of
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text, text_of_part
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, Unread
 
 _TAGS = (("role", "content"), ("from", "value"))
 _CALL = "function_call"
@@ -138,6 +138,8 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     weight: float | None = weight_of(message, where, key)
     if read["role"] != "assistant" and weight == 1:
         weight = None
+        if asked := trains_asked(message):  # such a turn is trained under `train_on_prompt` alone
+            sample.note_unread(Unread("turn", f"{asked}: true of {read['role']}"))
     return read, weight
 
 
