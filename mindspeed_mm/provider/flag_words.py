@@ -31,8 +31,13 @@ def told_in_flags() -> Iterator[None]:
         raise
 
 
+_SAME_BATCH = re.compile(r"Add (?:training\.(?:gradient_accumulation_steps|micro_batch_size)=\d+ ?)+\.")
+"""The ways to another run's global batch by keys of a YAML; launch scripts have a flag for the batch itself."""
+
+
 def in_flags(text: str) -> str:
     """A text with flags in place of the keys that they set, and `--mm-set` before settings that no flag has."""
+    text = _SAME_BATCH.sub("Choose --global-batch-size as it was.", text)
     text = _SETTING.sub(lambda found: _setting(found[1], found[2]), text)
     return _WORD.sub(lambda found: flag_of_key().get(found[0], found[0]), text)
 

@@ -94,11 +94,11 @@ def test_epochs_cannot_be_counted() -> None:
     assert data.steps_per_epoch is None
     assert data.describe() == "rows as they are found"
     with pytest.raises(
-        ConfigError, match=r"training.train_epochs  the number of streamed rows .* Set training.train_iters"
+        ConfigError, match=r"training.train_iters  the number of streamed rows .* Set it to a number of steps"
     ):
         data.steps_for(2)
     packed = loader(Stream([8] * 100, packing=True, cutoff_len=64))
-    with pytest.raises(ConfigError, match=r"training.train_epochs"):
+    with pytest.raises(ConfigError, match=r"training.train_iters"):
         packed.steps_for(2)
 
 

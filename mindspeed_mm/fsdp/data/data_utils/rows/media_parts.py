@@ -206,7 +206,13 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
     named = (row_format.images, row_format.videos, row_format.audios)
     read = {name for name in (*named, row_format.prompt, row_format.query, row_format.response) if name}
     counts = {kind: len(sources) for kind, (_, sources) in columns.items()}
-    settle_placeholders(sample, counts, lambda kind: seems_lost(row, kind, read), draws=draws)
+
+    def is_lost(kind: MediaKind) -> bool:
+        """Media of a kind are in no column that is read, or in one that lists nothing but nulls."""
+        value = row.get(columns[kind][0])
+        return seems_lost(row, kind, read) or (isinstance(value, list | tuple) and len(value) > 0)
+
+    settle_placeholders(sample, counts, is_lost, draws=draws)
     media = [part for part in _parts_of(sample.messages) if part["type"] != "text"]
     taken: dict[MediaKind, Iterator[Any]] = {}
     for kind, (name, sources) in columns.items():
