@@ -35,7 +35,7 @@ def mm(*words: object) -> Said:
 
 def train(yaml: Path | str, save: Path | str | None, *words: object) -> str:
     """`mm train` that must succeed; returns what it printed."""
-    said = mm("train", yaml, *([f"training.save={save}"] if save else []), *words)
+    said = mm("train", yaml, "-v", *([f"training.save={save}"] if save else []), *words)
     assert said.code == 0, said.err
     return said.out
 

@@ -445,6 +445,7 @@ class _Check:
 
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
+        from mindspeed_mm.fsdp.loss.objectives import is_models_own
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
 
         model = self.outline.model
@@ -452,6 +453,9 @@ class _Check:
         parameters = inspect.signature(model.forward).parameters
         has_tokens = self.outline.kind.has_tokens
         given = self.batch.keys() - ENGINE_KEYS if has_tokens else set(self._generator_inputs())
+        loss_type = self.config.arguments.features.loss_cfg.loss_type
+        if has_tokens and is_models_own(loss_type, has_head=bool(self.outline.spec.head)):
+            given |= {"labels"} & self.batch.keys()
         too_many = sorted(given - parameters.keys())
         missing = []
         for name, parameter in sorted(parameters.items()):

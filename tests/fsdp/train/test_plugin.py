@@ -114,3 +114,24 @@ def test_an_id_belongs_to_one_class() -> None:
     registry.register("one")(dict)  # the same again, as a reloaded module does
     with pytest.raises(ConfigError, match="Registered: one"):
         registry.get("two")
+
+
+@pytest.mark.edge("BU2")
+@pytest.mark.parametrize("key", ["pixels", "latents", "prompts"])
+def test_a_batch_may_use_any_key(
+    key: str, yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names that generators and rollouts use, without `shift_labels`: the model is of language by its kind."""
+    package = tmp_path / f"plugin_with_{key}"
+    package.mkdir()
+    source = (Path(__file__).parents[2] / "plugins" / "toy_plugin" / "__init__.py").read_text()
+    source = source.replace('"toy_lm"', f'"lm_{key}"').replace('"toy_rows"', f'"rows_{key}"')
+    source = source.replace("input_ids, labels):", f"input_ids, labels, {key}=None):")
+    source = source.replace('"shift_labels": shift, ', f'"{key}": torch.ones(len(rows), 3), ')
+    assert source.count(key) > 4
+    (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = YAML.replace("toy_lm", f"lm_{key}").replace("toy_rows", f"rows_{key}").replace("toy_plugin", package.name)
+    yaml.write_text(text.replace("train_iters: 30", "train_iters: 2"))
+    assert run(["check", str(yaml)]) == 0, capsys.readouterr().err
+    assert run(["train", str(yaml)]) == 0, capsys.readouterr().err

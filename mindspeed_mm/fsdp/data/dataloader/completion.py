@@ -35,7 +35,8 @@ def completed(batch: Any, names: Sequence[str]) -> Batch:
         )
     found: Batch = dict(batch)
     found.setdefault("sample_ids", list(names))
-    if not TRAINED_KEYS & found.keys():
+    # Labels are for a language model, whatever else a plugin calls its inputs.
+    if "shift_labels" not in found and ("labels" in found or not TRAINED_KEYS & found.keys()):
         found["shift_labels"] = shift_by_document(_labels_of(found), found)
     return found
 

@@ -65,7 +65,7 @@ def forecast_plan(
     objective = family.build_simulated_objective(outline, head, plan)
     is_prepared = any(key.startswith("_") for key in batch)
     notes = []
-    if "pixels" in batch and not is_prepared:
+    if outline.adapter is not None and "pixels" in batch and not is_prepared:
         batch = features_of(batch, outline.adapter)
         kind = arguments.model.quantize_encoders
         held = f" in {kind}" if kind else ""
