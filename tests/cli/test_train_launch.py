@@ -124,7 +124,7 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.edge("BS15")
 def test_a_frozen_rank_ends_the_job_soon_after_the_limit_of_a_step(yaml: Path, tmp_path: Path) -> None:
-    process = start(yaml, tmp_path / "save", "training.step_timeout_s=6")
+    process = start(yaml, tmp_path / "save", "training.step_timeout_s=6", "training.save_timeout_s=6")
     wait_for_step(process, tmp_path / "save", 2)
     frozen = time.monotonic()
     os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
