@@ -49,7 +49,7 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
         objective=objective,
         forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
         optimizer=build_optimizer(assembled.model, arguments.training, note=print),
-        schedule=build_lr_schedule(arguments, total_steps),
+        schedule=build_lr_schedule(arguments.training, total_steps),
         training=arguments.training,
         device=device,
         loader=NoLoader(),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.runs import losses, mm, tensors
 from tests.helpers.tiny_generator_run import generator_config, make_clips
+from tests.helpers.tiny_run import STEADY
 from tests.helpers.tiny_video_families import make_tiny_wan2_2
 
 BOUNDARY = 0.75
@@ -60,7 +61,7 @@ def container_file(folder: Path, trained: str) -> Path:
         "features": {"recompute": True, "recompute_plan": {"apply_modules": ["predictor.blocks.{*}"]},
                      "loss_cfg": {"loss_type": "raw"}},
         "training": {
-            "train_iters": 2, "lr": 1e-3, "micro_batch_size": 2, "seed": 7, "save": str(folder / "container"),
+            **STEADY, "train_iters": 2, "lr": 1e-3, "micro_batch_size": 2, "seed": 7, "save": str(folder / "container"),
             "plugin": ["mindspeed_mm/fsdp/models/wan2_2", "mindspeed_mm/fsdp/data/datasets/wan2_2"],
         },
     }  # fmt: skip

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-import torch
 
 from mindspeed_mm.core.errors import DataError
 
@@ -131,6 +130,8 @@ class NotesReported:
     """Warns of how rows were read where they leave that open: of each way once, whichever worker process meets it."""
 
     def __init__(self) -> None:
+        import torch  # rows and media are read without it, too
+
         self._slots = torch.zeros(_NOTE_SLOTS, dtype=torch.bool).share_memory_()
 
     def report(self, sample: Sample) -> None:

@@ -21,6 +21,10 @@ from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 
+_FOUND_AGAIN = ("model_name_or_path", "train_from_scratch")
+"""Last parts of keys that nothing set and that a run fills in, from the sizes of a launch script: it does so again, and
+compares."""
+
 
 def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConfig:
     """The configuration of a run that is resumed: keys that nothing set, neither then nor now, have the values with
@@ -39,6 +43,8 @@ def as_run_began(config: ResolvedConfig, options: ResumeOptions) -> ResolvedConf
     now = dict(leaves(tree))
     for key in read_defaults(text) & now.keys() & began.keys():
         # A name in a mapping, such as a file's, may hold dots: it is no key of the schema, and was set.
+        if key.endswith(_FOUND_AGAIN):
+            continue
         if now[key] != began[key] and origins[key].kind in UNSET and _has_key(tree, key):
             _set(tree, key, began[key])
             origins[key] = Origin("run", str(resolved))
