@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.core.redaction import without_credentials
+from mindspeed_mm.fsdp.params.argument import Arguments
 
 Context = Mapping[str, Any]
 """What a manifest records of a run, or a part of it."""
@@ -193,6 +195,8 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
     keys_then = _leaves(before["config"])
     is_updated = _version(before) != _version(now)
     for key, values in _differences(before, now, "config"):
+        if key not in keys_then and key in _defaults() and values[1] == _defaults()[key]:
+            continue  # a key that an older version did not have, at the value that leaves everything as it was
         problem = Problem(_change(*values), key=key)
         is_same = set(map(str, values)) <= _SAME_STATE.get(key, set())
         is_new = is_updated and key not in keys_then
@@ -205,6 +209,12 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
         else:
             refused.append(problem)
     return noted, refused, data
+
+
+@cache
+def _defaults() -> dict[str, object]:
+    """Key → the value that it has where nothing sets it."""
+    return _leaves(Arguments().model_dump(mode="json"))
 
 
 def _data_changes(before: Context, now: Context, told: Sequence[str]) -> list[Problem]:
