@@ -195,7 +195,10 @@ def write_files(kind: Kind, spread: Spread) -> None:
         "data": {"dataset_param": rows, "dataloader_param": {"num_workers": 0}},
         "training": {**TRAINING, "gradient_accumulation_steps": spread.accumulation},
         "parallel": dict(spread.parallel),
-        "features": {} if kind is KINDS["Wan"] else {"loss_cfg": {"loss_type": "per_micro_batch_loss"}},
+        "features": {
+            "enable_chunk_loss": False,
+            **({} if kind is KINDS["Wan"] else {"loss_cfg": {"loss_type": "per_micro_batch_loss"}}),
+        },
     }
     if spread.words == FSDP2:
         config["parallel"]["fsdp_plan"] = {"apply_modules": [ours], "num_to_forward_prefetch": 1}
