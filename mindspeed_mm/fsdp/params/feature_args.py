@@ -139,8 +139,8 @@ class FeatureArguments(Section):
     enable_chunk_loss: FlagOrAuto = "auto"
     """Compute the output head and the cross-entropy in slices of tokens, with liger's kernel where it is installed on
     CUDA or an NPU, so that the logits of a whole micro-batch are never in memory. auto: for vocabularies of 64,000
-    tokens and more, where it is no slower, unless the head is not a plain linear layer or the model changes its logits
-    in a way that slices cannot follow."""
+    tokens and more, unless the head is not a plain linear layer or the model changes its logits in a way that slices
+    cannot follow."""
     enable_dynamic_chunk_loss: Flag = False
     """Compute the loss in slices whose size follows the number of label tokens of each micro-batch
     (`total_chunk_size`); takes precedence over `enable_chunk_loss`."""

@@ -55,10 +55,10 @@ class LoraArguments(Section):
     """Numerator of the adapters' scale, which is alpha / rank."""
     target_modules: Targets = None
     """Patterns of the modules that get adapters; the last part of a name is enough. The word `all-linear` (or `all`)
-    means every linear layer of the language model, as in PEFT, without the output head and routers; patterns beside it
-    add to it, such as `model.visual.*` for a vision tower. Fused experts are named. Not given: the layers in
-    `pretrained_lora_path`; else `all-linear`, and for a generator the layers of diffusers' LoRA script for its
-    family."""
+    means every linear layer of the language model, for a model of text as in PEFT, without the output head and
+    routers; patterns beside it add to it, such as `model.visual.*` for a vision tower. Fused experts are named. Not
+    given: the layers in `pretrained_lora_path`; else `all-linear`, and for a generator the layers of diffusers' LoRA
+    script for its family."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the input of the adapters."""
     init_lora_weights: Annotated[bool | str, BeforeValidator(_initialisation)] = True

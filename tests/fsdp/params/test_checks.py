@@ -7,7 +7,7 @@ import pytest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
-from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys, walk_fields
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -30,6 +30,28 @@ def arguments(values: dict[str, Any]) -> Arguments:
 
 
 BASIC = "data.dataset_param.basic_parameters"
+
+
+SWITCHED = {
+    "training.lora": {"rank": 4},
+    "training.ema": {"decay": 0.9},
+}
+
+
+def test_every_section_with_a_switch_is_among_those_that_are_tried() -> None:
+    switches = {key.removesuffix(".enable") for key, _ in walk_fields() if key.endswith(".enable")}
+    assert set(SWITCHED) == {section for section in switches if section.startswith("training.")}
+
+
+@pytest.mark.parametrize("section", SWITCHED)
+def test_keys_beside_a_forgotten_switch_are_refused(section: str) -> None:
+    """`training.lora: {rank: 4}` trained the whole model, and nothing said so."""
+    key, value = next(iter(SWITCHED[section].items()))
+    (problem,) = check_cross_section(arguments({f"{section}.{key}": value}))
+    assert problem.key == f"{section}.{key}" and f"{section}.enable: true" in problem.way_out
+    for switch in (True, False):
+        assert check_cross_section(arguments({f"{section}.{key}": value, f"{section}.enable": switch})) == []
+    assert check_cross_section(arguments({section: {}})) == []
 
 
 @pytest.mark.edge("N2")

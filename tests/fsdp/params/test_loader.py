@@ -47,15 +47,16 @@ def test_command_line_over_file_over_default(load: Any) -> None:
 
 
 def test_a_nested_override_touches_that_key_only(load: Any) -> None:
-    text = "training: {lora: {rank: 4, alpha: 32}}\n"
+    text = "training: {lora: {enable: false, rank: 4, alpha: 32}}\n"
     assert load(text, "training.lora.rank=2").arguments.training.lora.alpha == 32
     lora = load(text, "training.lora={enable: true}").arguments.training.lora
     assert (lora.enable, lora.rank, lora.alpha) == (True, 4, 32)
 
 
 def test_an_override_reaches_sections_that_are_null_or_missing(load: Any) -> None:
-    assert load("training:\n", "training.lora.rank=2").arguments.training.lora.rank == 2
-    assert load("model: {}\n", "training.lora.rank=2").arguments.training.lora.rank == 2
+    for text in ("training:\n", "model: {}\n"):
+        lora = load(text, "training.lora.enable=true", "training.lora.rank=2").arguments.training.lora
+        assert (lora.enable, lora.rank) == (True, 2)
 
 
 def test_an_override_does_not_leak_through_an_alias(load: Any) -> None:

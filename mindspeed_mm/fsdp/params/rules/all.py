@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.params.rules.posttrain import posttrain_problems
 from mindspeed_mm.fsdp.params.rules.speed import speed_problems
 from mindspeed_mm.fsdp.params.rules.tokens import token_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
-from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys, walk_fields
 from mindspeed_mm.fsdp.params.value_types import Section
 
 
@@ -233,6 +233,23 @@ def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(f"differs from features.{name}", key=f"parallel.{name}", way_out="Keep one of them.")
 
 
+def _switches_are_given(arguments: Arguments) -> Iterator[Problem]:
+    """A forgotten `enable` would train something else: the whole model instead of adapters, no average.
+
+    Sections of `tools` change nothing that is learned, and MindSpeed-MM's own files give their keys without it.
+    """
+    for switch, _ in walk_fields():
+        path, _, name = switch.rpartition(".")
+        section = value_at(arguments, path) if name == "enable" and path.startswith("training.") else None
+        given = [key for key in section if key in section.model_fields_set] if isinstance(section, Section) else []
+        if given and name not in given:
+            yield Problem(
+                f"is given, but {switch} is not, and nothing in {path} has an effect without it",
+                key=f"{path}.{given[0]}",
+                way_out=f"Set {switch}: true; or false, to keep the keys without their effect.",
+            )
+
+
 _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _patterns_are_well_formed,
     _something_is_trained,
@@ -251,6 +268,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _prefetch_has_workers,
     tools_problems,
     _recompute_is_given_once,
+    _switches_are_given,
     speed_problems,
     pipeline_problems,
     lora_problems,
