@@ -36,13 +36,17 @@ def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | 
     return by_stem[near[0]] if near else None
 
 
+_FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".yaml", ".yml")
+
+
 def where_else(path: Path) -> str:
     """The way out for an input that does not exist: a similar name in the same folder, or a download if it looks like a
     name on a model hub, else where relative paths start."""
     near = near_path(with_home(path))
     if near is not None:
         return f"Did you mean '{near}'?"
-    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
+    may_be_on_hub = not path.is_absolute() and len(path.parts) == 2 and path.suffix not in _FILES
+    if may_be_on_hub and not path.parent.exists():
         name, folder = path.as_posix(), path.name
         return (
             f"If this is a name on a model hub, download it first (hf download {name} --local-dir {folder}, or "

@@ -42,6 +42,7 @@ def test_only_near_files_are_offered(missing: str, offered: str | None, tmp_path
 def test_a_name_on_a_hub_leads_to_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "hf download Qwen/Qwen3-VL-2B --local-dir Qwen3-VL-2B" in where_else(Path("Qwen/Qwen3-VL-2B"))
+    assert "hf download" not in where_else(Path("models/gemma.gguf"))
     assert where_else(Path("models/a/b")) == f"Relative paths start at '{tmp_path}'."
     (tmp_path / "runs").mkdir()
     assert "hf download" not in where_else(Path("runs/nothing"))

@@ -198,6 +198,13 @@ def test_training_inference_and_plain_transformers_see_the_same(
         assert bool(difference(case.trained(knows_nothing), case.asked())) == changes
 
 
+def test_fewer_tiles_are_seen_by_all(media: Path, tmp_path: Path) -> None:
+    case = Case("internvl", "image", media, tmp_path, {"image_max_tiles": 2})
+    trained = case.trained()
+    assert len(trained["pixel_values"]) == 3  # 640 × 260 in two tiles, and the whole
+    assert difference(trained, case.asked()) == difference(trained, case.plain()) == []
+
+
 def trained_from(base: Path, target: Path, only_template: bool = False, **keys: Any) -> Path:
     """The folder of a model, or of adapters, that was trained from `base` with these keys."""
     if only_template:

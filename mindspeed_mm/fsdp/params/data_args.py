@@ -263,6 +263,9 @@ class PreprocessParameters(OpenSection):
     says."""
     crop_to_patches: Flag | None = None
     """Cut each image into tiles, as InternVL does; null: as the processor's configuration says."""
+    image_max_tiles: Positive | None = None
+    """Maximum number of tiles of an image (InternVL's `max_dynamic_patch`), without the small view of the whole; null:
+    as the processor's configuration says."""
     use_audio_in_video: Flag = False
     """Feed the sound of videos to the model, interleaved with their frames; a video without sound is then a bad
     sample."""

@@ -27,10 +27,11 @@ class Registry:
     Args:
         kind: The configuration key whose value is looked up here, for messages (`model.model_id`).
         builtin: Gives id → module that registers it; asked, and the module imported, on first use.
+        advice: What an unknown name may do instead, a full sentence.
     """
 
-    def __init__(self, kind: str, builtin: Callable[[], Mapping[str, str]] = dict) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, builtin: Callable[[], Mapping[str, str]] = dict, advice: str = "") -> None:
+        self.kind, self._advice = kind, advice
         self._find_builtin = builtin
         self._entries: dict[str, Any] = {}
         self._config_keys: dict[str, Mapping[str, Any]] = {}
@@ -80,7 +81,7 @@ class Registry:
             raise ConfigError(
                 f"'{name}' is not registered",
                 key=self.kind,
-                way_out=f"{did_you_mean(name, self.names())}Registered: {', '.join(self.names())}. "
+                way_out=f"{did_you_mean(name, self.names())}{self._advice}Registered: {', '.join(self.names())}. "
                 "A plugin's package must be listed in training.plugin.",
             )
         return self._entries[name]

@@ -32,6 +32,7 @@ _TELLING_CHARACTERS = 300
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("false declarations", r"the row declares"),
+    ("marked rows", r"takes the whole row out of training|marks the answer as a bad one"),
     ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),
     ("fields", r"is not a (path|resolution|part of|tool call)|cannot be read as"),
     ("fields", r"no row format fits|several columns may hold|nothing answers it; the row|holds no list of messages"),

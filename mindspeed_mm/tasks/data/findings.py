@@ -123,6 +123,8 @@ _SENTENCES = {
     "missing media": "a file that they name does not exist",
     "media outside the roots": "they name media that may not be opened",
     "placeholders and media differ": "text and media do not match one to one",
+    "marked rows": "they say that they are not to be trained",
+    "other": "for another reason",
     "roles": "the turns are not in a valid order",
     "nothing is trained": "none of their tokens would be trained",
     "everything is trained": "the label mask covers the prompt too",

@@ -85,10 +85,13 @@ class TestFirstRows:
         with pytest.raises(DataError, match=r"rows.jsonl:1 .*the row has \['dialogue'\]"):
             build_mm_dataset(param(write_jsonl(tmp_path / "rows.jsonl", self.ROWS)))
 
-    def test_with_skip_the_mapping_is_blamed_when_none_fits(self, tmp_path: Path, param: Param) -> None:
+    def test_with_skip_the_first_fault_is_told_when_none_fits(self, tmp_path: Path, param: Param) -> None:
         path = write_jsonl(tmp_path / "rows.jsonl", self.ROWS)
-        with pytest.raises(DataError, match=r"attr  none of the first 3 rows fits: rows.jsonl:1"):
+        with pytest.raises(
+            DataError, match=r"none of the first 3 rows can be used; the first:\n +rows.jsonl:1 "
+        ) as caught:
             build_mm_dataset(param(path, on_bad_sample="skip"))
+        assert "on_bad_sample" not in str(caught.value)
         path = write_jsonl(tmp_path / "rows.jsonl", [*self.ROWS, *texts(1)])
         assert len(build_mm_dataset(param(path, on_bad_sample="skip"))[0]) == 4
 

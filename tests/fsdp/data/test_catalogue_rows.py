@@ -347,7 +347,7 @@ BAD_FILES = [
     Case(
         "33 an object over many lines", content(json.dumps(TALK, indent=1).encode(), "rows.json"), ("neither a list",)
     ),
-    Case("36 all rows", all_of({"speech": "x"}), ("none of the first 100 rows fits", "['speech']"), "attr"),
+    Case("36 all rows", all_of({"speech": "x"}), ("none of the first 100 rows can be used", "['speech']"), "attr"),
     Case("46 cut parquet", parquet([TALK], cut=True), ("0.parquet", "cannot be read as parquet")),
     Case(
         "46 schema",

@@ -414,6 +414,7 @@ def test_a_wrong_row_names_row_field_and_value(row: dict[str, Any], field: str, 
     [
         ({"instruction": "a"}, "data.dataset_param.attr.response", "'instruction' holds a question, and nothing"),
         ({"instruction": "a", "output": 3}, "output", "3 is not text"),
+        ({"question": "a", "answers": {"text": ["b"], "answer_start": [3]}}, "answers", "is not text"),
         ({"output": "a"}, "data.dataset_param.attr", "no row format fits: the row has ['output']"),
         ({"instruction": "", "input": "", "output": "a"}, "instruction", "'' is not an instruction"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "history", "not [question, answer]"),

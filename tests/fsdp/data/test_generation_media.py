@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
 from mindspeed_mm.fsdp.data.datasets.generation.rows import ColumnNames, GenerationRow, parse_row
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FURTHER_SOURCES, SOURCE_PICTURE
 from tests.fsdp.data.conftest import picture
+from tests.helpers.open_files import open_below
 from tests.helpers.tiny_media import brightness, picture_bytes, wav_bytes, write_video
 
 
@@ -183,11 +184,10 @@ def test_what_is_no_file(path: str, tmp_path: Path, pixels: Callable[..., torch.
 def test_files_are_closed_when_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(bytes(100))
     monkeypatch.setattr(media_module, "MAX_FILE_BYTES", 10)
-    held = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(5):
         with pytest.raises(DataError, match="has 100 bytes, more than 10"):
             MediaLoader(tmp_path).read("a.png")
-    assert len([*Path("/proc/self/fd").iterdir()]) == held
+    assert open_below(tmp_path) == []
 
 
 def test_a_picture_file_is_probed_by_its_header_alone(tmp_path: Path) -> None:

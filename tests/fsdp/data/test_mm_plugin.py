@@ -357,6 +357,24 @@ def test_tiles_of_internvl() -> None:
         plugin_of(build_processor("qwen3_vl"), crop_to_patches=True)
 
 
+def test_the_most_tiles_of_internvl() -> None:
+    """As transformers cuts with the same `max_patches`."""
+    processor, image = build_processor("internvl"), picture(160, 40)
+    asked = {"crop_to_patches": True, "min_patches": 1}
+    counts = []
+    for most in (1, 2, 4):
+        plugin = plugin_of(processor, crop_to_patches=True, image_max_tiles=most)
+        text, made = plugin.placeholders["image"].text, plugin.encode_image(image)
+        own = processor(text=[text], images=[image], images_kwargs={**asked, "max_patches": most}, return_tensors="pt")
+        check_equal(processor, plugin, text, [made], dict(own))
+        counts.append(len(made.tensors["pixel_values"]))
+    assert counts == [1, 3, 5]
+    with pytest.raises(ConfigError, match=r"image_max_tiles .* cuts no tiles\. Leave it out"):
+        plugin_of(build_processor("qwen3_vl"), image_max_tiles=2)
+    with pytest.raises(ConfigError, match="cuts no tiles without crop_to_patches"):
+        plugin_of(processor, crop_to_patches=False, image_max_tiles=2)
+
+
 def test_pan_and_scan_of_gemma3() -> None:
     processor = build_processor("gemma3")
     image = picture(600, 256)

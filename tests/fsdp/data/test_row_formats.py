@@ -167,3 +167,5 @@ def test_lists_of_data_sets(vlm_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             data_set(vlm_folder, tmp_path / "meta.json")
         assert caught.value.problems[0].key == key and "meta.json: zoo" in str(caught.value)
+        if key == "max_dynamic_patch":
+            assert "preprocess_parameters.image_max_tiles in the YAML" in str(caught.value)

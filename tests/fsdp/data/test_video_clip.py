@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, ClipRule, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, PixelBudget
 from tests.fsdp.data.conftest import picture
+from tests.helpers.open_files import open_below
 from tests.helpers.tiny_media import picture_bytes, write_video
 
 RAMP = [4 * i for i in range(60)]
@@ -159,13 +160,13 @@ def test_absurd_lengths_are_bounded_by_sampling() -> None:
 def test_files_are_closed(tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.mp4", RAMP)
     (tmp_path / "cut.mp4").write_bytes(path.read_bytes()[:500])
-    loader, before = MediaLoader(tmp_path), len(list(Path("/proc/self/fd").iterdir()))
+    loader = MediaLoader(tmp_path)
     for _ in range(5):
         loader.load_video("a.mp4")
         loader.probe("video", "a.mp4")
         with pytest.raises(DataError):
             loader.load_video("cut.mp4")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_below(tmp_path) == []
 
 
 def test_a_change_of_size_in_the_stream(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
 from mindspeed_mm.fsdp.data.data_utils.rows.marks import check_row_marks
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
-from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages, add_system, from_messages
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages, add_system, from_messages, has_role
 from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
@@ -136,8 +136,9 @@ def from_question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
     if not column:
         return sample
     answer = row.get(column)
-    if isinstance(answer, dict) or (isinstance(answer, list) and answer and isinstance(answer[0], dict)):
-        add_messages(sample, answer if isinstance(answer, list) else [answer], row_format, column)
+    turns = answer if isinstance(answer, list) else [answer]
+    if turns and isinstance(turns[0], dict) and has_role(turns[0], row_format):
+        add_messages(sample, turns, row_format, column)
     elif isinstance(answer, str):
         _add(sample, "assistant", answer)
     else:

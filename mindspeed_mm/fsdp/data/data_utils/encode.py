@@ -22,7 +22,6 @@ from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, Med
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span, without_marks
 from mindspeed_mm.fsdp.data.data_utils.sample import (
-    LEAVE_OUT,
     EncodedPair,
     EncodedSample,
     NothingTrainedError,
@@ -426,7 +425,7 @@ class SampleEncoder:
             raise NothingTrainedError(
                 f"no trainable token in: {without_marks(turns.text)[:2000]!r}",
                 key="labels",
-                way_out=f"Train some turn of the model (weight, train, mask_history){LEAVE_OUT}.",
+                way_out="Train some turn of the model (weight, train, mask_history).",
             )
         if self._options.train_on_prompt:
             return

@@ -5,22 +5,29 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, Problem
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
 _NOTE_SLOTS = 4096
-LEAVE_OUT = ", or leave such rows out: on_bad_sample: skip"
-"""The way out that training has beside another; commands without training do not tell of it."""
-REPAIR = f"Repair the row{LEAVE_OUT}."
+REPAIR = "Repair the row."
 """The way out where a row itself is broken."""
+_LEAVE_OUT = "such rows out: on_bad_sample: skip."
+
+
+def offer_skipping(problem: Problem) -> Problem:
+    """A problem of a row where it stops a training: leaving such rows out is a way out there."""
+    if problem.key.startswith("data.") or _LEAVE_OUT in problem.way_out:
+        return problem
+    way_out = f"{problem.way_out} Or leave {_LEAVE_OUT}" if problem.way_out else f"Leave {_LEAVE_OUT}"
+    return replace(problem, way_out=way_out)
 
 
 class RowLocation(NamedTuple):

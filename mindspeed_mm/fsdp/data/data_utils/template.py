@@ -33,7 +33,9 @@ MAX_RENDERED_CHARACTERS = 16 * 2**20
 Tools = list[dict[str, Any]]
 """Descriptions of the tools that a conversation may call."""
 
-TEMPLATES = Registry(f"{_BASIC}.template")
+TEMPLATES = Registry(
+    f"{_BASIC}.template", advice="Leave it out: rows are then rendered by the model's own chat template. "
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import TILE_BOUNDS, is_tiled, tile_bounds
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.params.value_types import Section
@@ -36,6 +37,7 @@ SHAPING_PREPROCESS = (
     "image_min_pixels",
     "image_do_pan_and_scan",
     "crop_to_patches",
+    "image_max_tiles",
     "video_max_pixels",
     "video_min_pixels",
     "video_fps",
@@ -166,7 +168,10 @@ def _image_settings(processor: object, preprocess: PreprocessParameters) -> list
     }
     if preprocess.crop_to_patches is False and hasattr(images, "crop_to_patches"):
         # Processors may ask for tiles whatever their image processor says: then let there be one.
-        asked |= {"min_patches": ("crop_to_patches", 1), "max_patches": ("crop_to_patches", 1)}
+        asked |= dict.fromkeys(TILE_BOUNDS, ("crop_to_patches", 1))
+    elif preprocess.image_max_tiles is not None and is_tiled(images):
+        bounds = tile_bounds(images, preprocess.image_max_tiles)
+        asked |= {name: ("image_max_tiles", value) for name, value in bounds.items()}
     for name, (key, value) in asked.items():
         if value is not None and hasattr(images, name):
             settings.append(Override("image_processor", name, value, getattr(images, name), key))

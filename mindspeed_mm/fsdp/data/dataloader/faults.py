@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
+from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skipping
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 
@@ -41,5 +41,7 @@ class Policy:
         """
         is_too_long = isinstance(error, TooLongError)
         if not (self._may_drop if is_too_long else self._may_skip):
+            if not is_too_long:
+                error.change_problems(offer_skipping)
             raise error
         return SampleFault("too long" if is_too_long else "bad", sample, str(error))

@@ -12,10 +12,10 @@ import numpy as np
 import torch.distributed as dist
 
 from mindspeed_mm.core.artifacts import process_age_s
-from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import find_sources
-from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
+from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, offer_skipping
 from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset
 from mindspeed_mm.fsdp.data.sample_cache.codec import unpack
 from mindspeed_mm.fsdp.data.sample_cache.encoding import encode_rows, find_keys, workers_for
@@ -184,7 +184,8 @@ class _Preparation:
             self._progress.advance(encoded.rows)
             self._bad |= encoded.bad
             if self._basic.on_bad_sample == "error":
-                self._stop_at(encoded.bad)
+                with told_as(offer_skipping):
+                    self._stop_at(encoded.bad)
             if self._basic.truncation == "error":
                 self._stop_at(encoded.too_long)
         took_s, size_gib = time.monotonic() - began, self._folder.size_bytes() / 2**30

@@ -15,7 +15,6 @@ from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text
 from mindspeed_mm.fsdp.data.data_utils.rows.placeholders import without_media
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import (
-    LEAVE_OUT,
     MEDIA_KINDS,
     MediaItem,
     NotesReported,
@@ -159,12 +158,11 @@ def read_questions(
 
 
 def as_asked(problem: Problem) -> Problem:
-    """A problem of rows in the words of a command that asks a model: rows are not left out while asking, and keys of a
-    YAML are out of reach until an option names one."""
-    way_out = problem.way_out.replace(LEAVE_OUT, "")
-    if _YAML_SECTION in way_out + problem.key:
-        way_out = f"{way_out} This is a key of a YAML: --config YAML names it.".strip()
-    return replace(problem, way_out=way_out)
+    """A problem of rows in the words of a command that asks a model: keys of a YAML are out of reach until an option
+    names one."""
+    if _YAML_SECTION not in problem.way_out + problem.key:
+        return problem
+    return replace(problem, way_out=f"{problem.way_out} This is a key of a YAML: --config YAML names it.".strip())
 
 
 def _read_question(

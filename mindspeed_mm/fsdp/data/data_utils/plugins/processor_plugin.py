@@ -283,19 +283,37 @@ def video_metadata(header: ClipHeader) -> VideoMetadata:
     )
 
 
-def _image_options(processor: object, preprocess: PreprocessParameters) -> dict[str, bool]:
-    """Steps of image processors that the configuration turns on and off."""
+def _image_options(processor: object, preprocess: PreprocessParameters) -> dict[str, int]:
+    """Steps of image processors that the configuration turns on and off, and bounds of tiles."""
     steps = {"crop_to_patches": "crop_to_patches", "do_pan_and_scan": "image_do_pan_and_scan"}
     images = setting_of(processor, object, "image_processor")
     known = setting_of(setting_of(images, type, "valid_kwargs"), dict, "__annotations__") or {}
-    options = {}
+    options: dict[str, int] = {}
     for step, key in steps.items():
         asked = preprocess[key]
         if step in known and asked is not None:
             options[step] = asked
         elif asked:
             raise ConfigError(f"{type(images).__name__} has no such step", key=f"{_KEY}.{key}", way_out="Leave it out.")
+    if preprocess.image_max_tiles is not None:
+        if not is_tiled(images) or preprocess.crop_to_patches is False:
+            what = f"{type(images).__name__} cuts no tiles" + (" without crop_to_patches" if is_tiled(images) else "")
+            raise ConfigError(what, key=f"{_KEY}.image_max_tiles", way_out="Leave it out.")
+        options |= tile_bounds(images, preprocess.image_max_tiles)
     return options
+
+
+def is_tiled(images: object) -> bool:
+    """Whether an image processor cuts images into tiles, as many as its `min_patches` and `max_patches` allow."""
+    return all(setting_of(images, int, name) is not None for name in TILE_BOUNDS)
+
+
+def tile_bounds(images: Any, most: int) -> dict[str, int]:
+    """The settings of a tiling image processor under which an image has at most so many tiles."""
+    return {"min_patches": min(images.min_patches, most), "max_patches": most}
+
+
+TILE_BOUNDS = ("min_patches", "max_patches")
 
 
 def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

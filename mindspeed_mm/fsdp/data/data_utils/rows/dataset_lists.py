@@ -21,6 +21,8 @@ _FILES = ("annotation", "annotation_path", "json_path", "dataset_path")
 _ROOTS = ("root", "data_path", "image_folder", "media_dir")
 _IGNORED = ("name", "length", "data_augment", "repeat_time", "sampling_strategy", "sampling_rate")
 _KEYS = frozenset({*_FILES, *_ROOTS, *_IGNORED})
+_OF_THE_RUN = {"max_dynamic_patch": "data.dataset_param.preprocess_parameters.image_max_tiles"}
+"""Keys of a list that hold for the whole run here."""
 _NAMED = re.compile("|".join(f'"?{name}"?\\s*:' for name in _FILES).encode())
 _FIRST = re.compile(r"(?:first:)?(\d+)")
 
@@ -89,13 +91,13 @@ def _given(entry: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 def _listed(name: str, entry: Mapping[str, Any], listed_in: Path) -> ListedSet:
     where = f"{listed_in}: {name}"
-    for key in entry:
+    for key, value in entry.items():
         if key not in _KEYS:
             raise ConfigError(
-                f"{entry[key]!r} is not obeyed",
+                f"{value!r} is not obeyed",
                 where=where,
                 key=str(key),
-                way_out="Take it out, and set what it is for in the YAML of the run.",
+                way_out=f"Take it out, and set {_OF_THE_RUN.get(key, 'what it is for')} in the YAML of the run.",
             )
     if entry.get("data_augment"):
         raise ConfigError("pictures are not augmented", where=where, key="data_augment", way_out="Set it to false.")

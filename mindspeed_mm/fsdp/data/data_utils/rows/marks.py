@@ -65,7 +65,7 @@ def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
             f"'{says[0]}' {short(row[says[0]])} takes the whole row out of training",
             where=str(place),
             key=says[0],
-            way_out="Leave the row out of the file, or leave out such rows: on_bad_sample: skip.",
+            way_out="Leave the row out of the file.",
         )
     bad = [] if ranking else [name for name in _LABELS if row.get(name) is False]
     if bad:

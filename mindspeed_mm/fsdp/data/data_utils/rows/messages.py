@@ -143,6 +143,11 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     return read, weight
 
 
+def has_role(content: Row, row_format: RowFormat) -> bool:
+    """Whether an object says who speaks: then it is a message."""
+    return any(role_tag in content for role_tag in (row_format.role_tag, *(role for role, _ in _TAGS)))
+
+
 def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[str, str]:
     """Configured tags, else those of the two usual spellings; the content of a turn with tool calls may be left out."""
     configured = (row_format.role_tag, row_format.content_tag)

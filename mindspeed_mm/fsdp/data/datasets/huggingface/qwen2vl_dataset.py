@@ -33,6 +33,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     RowLocation,
     Sample,
     SampleSize,
+    offer_skipping,
 )
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import (
@@ -284,7 +285,7 @@ class Qwen2VLDataset(MMDataset):
             )
 
     def _check_first_rows(self) -> None:
-        """Raise when none of the first rows converts: then it is the mapping that is off, not the rows."""
+        """Raise when none of the first rows can be used: then they are not alone."""
         if not self.has(0):
             raise DataError("there are no rows", key=f"{_BASIC}.dataset", way_out="Give files with rows.")
         first: DataError | None = None
@@ -295,13 +296,12 @@ class Qwen2VLDataset(MMDataset):
                 return
             except DataError as error:
                 if self.on_bad_sample == "error":
+                    error.change_problems(offer_skipping)
                     raise
                 first, tried = first or error, tried + 1
-        raise DataError(
-            f"none of the first {tried} rows fits: {first}",
-            key="data.dataset_param.attr",
-            way_out="Check the columns and tags in attr.",
-        )
+        assert first is not None
+        first.retell(f"none of the first {tried} rows can be used; the first:", first.problems)
+        raise first
 
 
 _SHAPING_BASIC = {
