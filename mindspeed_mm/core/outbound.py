@@ -324,6 +324,9 @@ class Server:
         encoding = heads.get(b"content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise self.failed(f"sends a compressed answer ({encoding[:40]}), which was not asked for")
+        announced = heads.get(b"content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self.limits.most_bytes:
+            raise self._too_large()
 
     def _blocks(self, stream: Iterable[bytes]) -> Iterator[bytes]:
         size = 0
@@ -331,8 +334,11 @@ class Server:
             for block in stream:
                 size += len(block)
                 if size > self.limits.most_bytes:
-                    raise self.failed(f"sends more than {self.limits.most_bytes:,} bytes")
+                    raise self._too_large()
                 yield block
+
+    def _too_large(self) -> OutboundError:
+        return self.failed(f"sends more than {self.limits.most_bytes:,} bytes")
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

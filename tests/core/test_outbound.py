@@ -133,6 +133,16 @@ def test_rewards_too_large_for_a_mean_are_refused(score: float) -> None:
         del BEHAVIOURS["a large score"]
 
 
+def test_an_answer_that_announces_too_much_is_not_waited_for() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000001\r\n\r\n"
+    BEHAVIOURS["announced"] = lambda _server, _request: iter([head])
+    try:
+        with hostile("announced") as server, pytest.raises(OutboundError, match="sends more than 1,000,000 bytes"):
+            Server(server.url, RequestLimits(30, most_bytes=1_000_000)).ask("GET")
+    finally:
+        del BEHAVIOURS["announced"]
+
+
 def test_an_answer_without_end_is_cut_at_the_largest_size() -> None:
     BEHAVIOURS["endless"] = lambda _server, _request: iter(lambda: b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 65536, b"")
     try:

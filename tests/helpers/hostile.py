@@ -70,6 +70,7 @@ BEHAVIOURS: dict[str, Callable[[Hostile, bytes], Iterator[bytes]]] = {
     "a status out of range": _once(b"HTTP/1.1 99999 OK\r\nContent-Length: 2\r\n\r\n{}"),
     "a head without end": _once(b"HTTP/1.1 200 OK\r\nX: " + b"a" * 300_000),
     "a body that drips": _drip(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
+    "a great length": _drip(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999999\r\n\r\n", b""),
     "a head that drips": _drip(b"HTTP/1.1 200 OK\r\nX: ", b"a"),
     "silence": _drip(b"", b""),
     "a redirect": _redirect,

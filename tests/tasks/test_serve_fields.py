@@ -297,6 +297,30 @@ def test_answers_follow_a_schema(client: OpenAI) -> None:
     assert said(client, response_format={"type": "text"}) == said(client)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
+@pytest.mark.parametrize("kind", ["batches", "continuous"])
+def test_an_answer_that_no_token_goes_on_is_refused_alone(kind: str, tmp_path: Path) -> None:
+    """llguidance ends such an answer where it stands; it came as "" or a half, with the reason `stop`."""
+    if kind == "continuous" and not is_new_enough():
+        pytest.skip("this transformers is too old for it")
+    folder = make_tiny_qwen3(tmp_path / "model", seed=3, initializer_range=0.4)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    assert text.count('"~": ') == 1
+    (folder / "tokenizer.json").write_text(text.replace('"~": ', '"never said": '), encoding="utf-8")
+    generator = load_generator(folder)
+    worker = ContinuousWorker(generator, most_rows=8) if kind == "continuous" else None
+    with served(AnswerEngine(generator, worker=worker)) as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        alone = said(client, max_tokens=40)
+        with ThreadPoolExecutor(4) as pool:
+            beside = pool.submit(said, client, max_tokens=40)
+            for value in ("~", "a~b"):
+                error = refused(client, response_format=formats({"const": value}), max_tokens=40)
+                assert error.param == "response_format" and "no answer fits the schema" in error.message
+        assert beside.result() == alone
+        assert said(client, response_format=formats({"const": "ab"}), max_tokens=40) == '"ab"'
+
+
 def test_a_schema_without_the_library_is_refused(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_mm.fsdp.sampling.answers.steering.find_spec", lambda _: None)
     for asked in ({"type": "json_object"}, formats(SCHEMA)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -121,7 +122,7 @@ class AnswerEngine:
         """The answer of each row, or why it has none."""
         try:
             return self._answer(rows)
-        except NotFiniteError as error:
+        except (NotFiniteError, UsageError) as error:
             return [row.answer or row.failure or error for row in rows]
 
     def _fits(self, batch: Sequence[LiveAnswer], row: LiveAnswer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.tasks.serve.limits import RefusedError
 
@@ -17,6 +18,8 @@ def failure_of(error: Exception) -> RefusedError:
     """
     if isinstance(error, RefusedError):
         return error
+    if isinstance(error, UsageError):
+        return RefusedError.of(error)
     if isinstance(error, NotFiniteError):
         sys.stderr.write(f"{error}\n")
         what = error.problems[0].what.rstrip(".")

@@ -200,7 +200,7 @@ def test_file_beats_name_beats_own(tokenizer: Any, tmp_path: Path) -> None:
     assert rendered(template="empty") == "Hi"
     assert rendered(template="shout-for-test") == "HI"
     assert rendered(template="shout-for-test", chat_template=str(tmp_path / "t.jinja")) == "hi"
-    with pytest.raises(ConfigError, match="Did you mean 'qwen3_vl'.* Leave it out: rows are"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'qwen3_vl'.* Leave it out: rows are"):
         rendered(template="qwen3_vll")
     with pytest.raises(DataError, match="does not exist"):
         rendered(chat_template=str(tmp_path / "none.jinja"))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
@@ -225,6 +225,7 @@ class Generator:
         Raises:
             NotFiniteError: The scores for some rows are not finite. These rows have a `failure`; the others are
                 finished and have their `answer`.
+            UsageError: Some rows are not what their schema asks for; as above.
         """
         (adapter,) = {row.adapter for row in rows}
         with self._using(adapter):
@@ -233,15 +234,18 @@ class Generator:
                 raise self.fail([row for row in rows if row.ending == "failed"])
         return answers
 
-    def fail(self, rows: Sequence[LiveAnswer]) -> NotFiniteError:
-        """Give rows whose scores are not finite their `failure`; that of the first one."""
+    def fail(self, rows: Sequence[LiveAnswer]) -> MMError:
+        """Give rows without a `failure` that of scores that are not finite; that of the first row."""
         found: dict[int, NotFiniteError] = {}
         for row in rows:
+            if row.failure is not None:
+                continue
             token = len(row.token_ids) + 1
             if token not in found:
                 found[token] = not_finite(f"the scores of token {token} of the answer", {"": self.model})
             row.failure = found[token]
-        return found[len(rows[0].token_ids) + 1]
+        assert rows[0].failure is not None
+        return rows[0].failure
 
     def _using(self, adapter: str | None) -> AbstractContextManager[object]:
         """The model with these adapters alone."""
@@ -273,14 +277,28 @@ class Generator:
             self._search(inputs, rows, beams)
         else:
             self._generate(inputs, rows)
-        return [self.end(row) for row in rows if row.ending != "failed"]
+        answers = []
+        for row in rows:
+            if row.ending != "failed":
+                try:
+                    answers.append(self.end(row))
+                except UsageError as error:
+                    row.ending, row.failure = "failed", error
+        return answers
 
     def begin(self, row: LiveAnswer) -> None:
         """Forget what is there of an answer; `RuntimeError` where somebody has read a part of it."""
         row.begin(self._text_of, self.longest)
 
     def end(self, row: LiveAnswer) -> Answer:
-        """An answer whose tokens are all there; what of its text was held back is told."""
+        """An answer whose tokens are all there; what of its text was held back is told.
+
+        Raises:
+            UsageError: It is not what its schema asks for, though it is over.
+        """
+        grammar = row.sampling.steering.grammar
+        if grammar is not None and row.ending == "stop" and not row.stop:
+            self.grammars.check_followed(grammar, row.token_ids, thinks=self.thinks(row.question))
         return row.close(self._text_of)
 
     def thinks(self, question: EncodedQuestion) -> bool:

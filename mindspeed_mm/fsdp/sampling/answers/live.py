@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.steering import TokenLogProb
-from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 
 Ending = Literal["stop", "length", "given up", "failed"]
 Decode = Callable[[Sequence[int]], str]
@@ -68,7 +68,7 @@ class LiveAnswer:
     text: TextPieces | None = None
     answer: Answer | None = None
     """Once it is over, unless it failed."""
-    failure: NotFiniteError | None = None
+    failure: MMError | None = None
     """Once it is over: why there is no answer."""
     log_probs: list[TokenLogProb] = field(default_factory=list)
     """Once it is over, where they were asked for."""

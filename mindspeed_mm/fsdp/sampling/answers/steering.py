@@ -167,6 +167,32 @@ class Grammars:
 
         return GrammarFollower(LLMatcher(self.tokens, grammar), asked, self._tokenizer if thinks else None)
 
+    def check_followed(self, grammar: str, token_ids: Sequence[int], *, thinks: bool) -> None:
+        """Raise `UsageError` for an answer that ended before it was what the grammar asks for: llguidance ends it where
+        no token of the vocabulary goes on. One that ended within its thought is passed over.
+
+        Args:
+            grammar: Of `json_grammar`.
+            token_ids: Of the answer.
+            thinks: Whether it begins within a thought.
+        """
+        from llguidance import LLMatcher  # optional
+
+        said = [token for token in token_ids if token not in self._ends]
+        if thinks:
+            behind = (n for n in range(1, len(said) + 1) if _ends_thought(self._tokenizer, said[:n]))
+            if (start := next(behind, None)) is None:
+                return
+            said = said[start:]
+        matcher = LLMatcher(self.tokens, grammar)
+        if not (matcher.consume_tokens(said) and matcher.is_accepting()):
+            what = "no answer fits the schema: the model has no token that goes on as it asks"
+            raise UsageError(what, key="response_format")
+
+
+def _ends_thought(tokenizer: Any, token_ids: Sequence[int]) -> bool:
+    return END_THOUGHT in tokenizer.decode(list(token_ids[-_LONGEST_MARK:]))
+
 
 class GrammarFollower:
     """Excludes tokens that a grammar does not allow next. Reads the tokens so far, one wait for the device a token.
@@ -185,15 +211,14 @@ class GrammarFollower:
         new = ids_1L[0, self._read :].tolist()
         self._read += len(new)
         if self._thinking is not None:
-            if END_THOUGHT in self._thinking.decode(ids_1L[0, -_LONGEST_MARK:].tolist()):
+            if _ends_thought(self._thinking, ids_1L[0].tolist()):
                 self._thinking = None
                 new = []
             else:
                 return scores_1V
         if new and not self._matcher.is_stopped():
             self._matcher.consume_tokens(new)
-        if self._matcher.is_error():
-            raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}"[:300])
+        # Behind a token that leads nowhere the matcher allows an end alone; `check_followed` refuses what stands there.
         allowed = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
         allowed_V = torch.zeros(scores_1V.shape[1], dtype=torch.bool)
         count = min(len(allowed), len(allowed_V))
