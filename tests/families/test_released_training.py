@@ -174,6 +174,7 @@ def exported(run: Path, out: Path, *words: str) -> Path:
     return out
 
 
+@pytest.mark.edge("BN15")
 @every_family
 def test_a_run_resumes_to_the_bit_and_exports_what_is_released(name: str, root: Path, tmp_path: Path) -> None:
     yaml, folder = run_of(root, name), run_of(root, name).parent / "model"
@@ -194,6 +195,7 @@ def test_a_run_resumes_to_the_bit_and_exports_what_is_released(name: str, root: 
     assert any(not torch.equal(value, before[key]) for key, value in again.items()), "nothing was trained"
 
 
+@pytest.mark.edge("BN15")
 @every_family
 def test_adapters_merge_into_what_is_released(name: str, root: Path, tmp_path: Path) -> None:
     yaml, folder = run_of(root, name), run_of(root, name).parent / "model"

@@ -36,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.edge("BN15")
 def test_average_is_the_default_and_frozen_weights_stay(run: Path, tmp_path: Path) -> None:
     told = CliRunner().invoke(command, [str(run), str(tmp_path / "default")])
     assert "the average of the weights from" in told.output, told.output

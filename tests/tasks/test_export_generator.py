@@ -74,6 +74,7 @@ def test_whole_folder(family: str, request: pytest.FixtureRequest, tmp_path: Pat
     assert set(index["weight_map"]) == set(live) and len(set(index["weight_map"].values())) > 1
 
 
+@pytest.mark.edge("BN15")
 def test_the_average_is_what_is_written(flux: Trained, tmp_path: Path) -> None:
     run, engine = flux
     exported = export.run(run, tmp_path / "out", transformer_only=True)

@@ -133,6 +133,7 @@ def test_what_is_refused(lora: dict[str, Any], options: list[str], said: str, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.edge("BN15")
 @pytest.mark.parametrize("family", ["t2v", pytest.param("i2v", marks=pytest.mark.slow), "vace"])
 def test_a_single_file_is_the_trained_transformer(family: str, tmp_path: Path) -> None:
     base = tmp_path / "base"

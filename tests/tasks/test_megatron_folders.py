@@ -28,6 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.edge("BN15")
 def test_it_is_exported_to_the_bit(made: Path, tmp_path: Path) -> None:
     said = mm("export", made / "divided", tmp_path / "out")
     assert said.code == 0, said.err
@@ -40,6 +41,7 @@ def test_it_is_exported_to_the_bit(made: Path, tmp_path: Path) -> None:
     assert mm("check", made / "run.yaml", f"training.load={tmp_path / 'out'}").code == 0
 
 
+@pytest.mark.edge("BN15")
 def test_it_answers_as_the_model_folder(made: Path) -> None:
     words = ("--prompt", "What is it like?", "--image", made / "images" / "0_0.png", "--max-new-tokens", 8)
     answers = [mm("infer", made / name, *words) for name in ("model", "divided")]
@@ -47,6 +49,7 @@ def test_it_answers_as_the_model_folder(made: Path) -> None:
     assert answers[0].out.replace(str(made / "model"), "") == answers[1].out.replace(str(made / "divided"), "")
 
 
+@pytest.mark.edge("BN15")
 def test_its_loss_is_that_of_the_model_folder(made: Path, tmp_path: Path) -> None:
     from mindspeed_mm.core.json_file import read_json_object
 
@@ -70,6 +73,7 @@ def test_its_loss_is_that_of_the_model_folder(made: Path, tmp_path: Path) -> Non
     assert results[0] == results[1]
 
 
+@pytest.mark.edge("BN15")
 def test_adapters_trained_on_it_merge_answer_and_export(made: Path, tmp_path: Path) -> None:
     """As the same adapters on the model folder do, to the bit."""
     lora = [f"training.lora.{each}" for each in ("enable=true", "rank=2", "alpha=4")]

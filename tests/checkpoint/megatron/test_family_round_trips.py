@@ -97,6 +97,7 @@ REPEATS = set(LANGUAGE_MODELS) - {"qwen3_moe", "deepseek_v3"}
 """Models whose division is that of another one."""
 
 
+@pytest.mark.edge("BN15")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in REPEATS else n for n in NAMES])
 def test_a_model_passes_through_every_kind_of_layout_and_loses_nothing(name: str, saved: Callable[[str], Path]) -> None:
     folder = saved(name)
