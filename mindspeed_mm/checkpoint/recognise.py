@@ -66,7 +66,7 @@ def is_gguf(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
-    except OSError:
+    except (OSError, ValueError):  # a name with a NUL byte is none
         return False
 
 

@@ -46,16 +46,18 @@ def is_draft_file(path: Path) -> bool:
 
 @contextmanager
 def draft_file(folder: Path) -> Iterator[Path]:
-    """An empty file to write into, in an existing folder. Rename it once it is complete; what still has this name
-    afterwards is removed. The first draft in a folder also removes those that killed processes left there."""
+    """An empty file to write into, in an existing folder. Rename it once it is complete; an error removes it. The first
+    draft in a folder also removes those that killed processes left there."""
     _remove_dead_files_once(folder)
     draft = new_name(folder, FILE)
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _try_lock(descriptor)
         yield draft
-    finally:
+    except BaseException:
         draft.unlink(missing_ok=True)
+        raise
+    finally:
         os.close(descriptor)
 
 

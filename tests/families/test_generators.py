@@ -350,7 +350,7 @@ def check_samples(family: TinyFamily, model: Path, folder: Path) -> None:
     sampler = load_sampler(adapter, ModelSource(model), torch.device("cpu"))
     sampling = SamplingArguments(
         num_inference_steps=3, guidance_scale=3.0, height=family.side, width=family.side, num_frames=family.frames,
-        batch_size=1 if adapter.task in adapter.one_by_one else 2,
+        batch_size=1 if adapter.task in adapter.one_by_one else 2, fps=16.0,
     )  # fmt: skip
     files = files_to_show(adapter, family, folder)
     others = tuple((name, path) for name, path in files.items() if name != "image")
@@ -463,7 +463,7 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
     else:
         load_lora(beside, folder / "lora")
     side, scale = family.side, family.guidance
-    sampling = SamplingArguments(num_inference_steps=28, guidance_scale=scale, height=side, width=side)
+    sampling = SamplingArguments(num_inference_steps=28, guidance_scale=scale, height=side, width=side, fps=16.0)
     size = adapter.geometry.latent_shape(MediaSize(family.frames, family.side, family.side))
     latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
     files = files_to_show(adapter, family, folder)

@@ -265,7 +265,7 @@ MORE_ANSWERS = (
     Refusal(
         "a reward of no address",
         ("posttrain.rewards=[{name: json}, {name: http, settings: {url: localhost}}]",),
-        "is no http address",
+        "is not an http address",
         "posttrain.rewards[1].settings.url",
         base="answers",
     ),

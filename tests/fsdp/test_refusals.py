@@ -46,7 +46,7 @@ def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Pat
     yaml = spoiled(base(row.base), tmp_path / "run", row)
     words = words_of(row, yaml.parent)
     with first_of(row.ranks):
-        trained = mm("train", yaml, *words, "training.train_iters=2")
+        trained = mm("train", yaml, "training.train_iters=2", *words)
     assert (trained.code, row.said in trained.err, row.key in trained.err) == (row.code, True, True), trained.err
     checked = mm("check", yaml, *words, "--json", *(["--nproc", row.ranks] if row.ranks > 1 else []))
     findings = json.loads(checked.out)["findings"]

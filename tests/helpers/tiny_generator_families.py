@@ -143,7 +143,9 @@ def smaller_pictures() -> Iterator[None]:
 
     from mindspeed_mm.fsdp.models.qwen_image import modeling_qwen_image
 
-    ours, theirs = modeling_qwen_image.fitted_size, pipeline_qwenimage_edit.calculate_dimensions
+    # Where the plugin of that name was imported before, it has done so for this process.
+    ours = getattr(modeling_qwen_image.fitted_size, "__wrapped__", modeling_qwen_image.fitted_size)
+    theirs = pipeline_qwenimage_edit.calculate_dimensions
     also_theirs = pipeline_qwenimage_edit_plus.calculate_dimensions
     with (
         mock.patch.object(modeling_qwen_image, "fitted_size", lambda *size: ours(*size[:2], size[2] // 256)),

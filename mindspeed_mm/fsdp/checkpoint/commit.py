@@ -164,7 +164,7 @@ def _explained(action: Callable[[], Result], save: Path, needed_bytes: int) -> R
             raise _disk_full(save, needed_bytes) from error
         raise MachineError(
             f"could not be written: {error.strerror}",
-            where=str(error.filename or save),
+            where=str(error.filename2 or error.filename or save),
             key="training.save",
             way_out="Nothing was committed; earlier checkpoints are intact.",
         ) from error

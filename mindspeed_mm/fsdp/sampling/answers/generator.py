@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -332,7 +333,7 @@ class Generator:
         ends = {"eos_token_id": self.end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         finite = FiniteScores(len(rows))
         with self._without_gradients():
-            found_BL = self.model.generate(
+            found_BL = self._loop(
                 **inputs, **ends, **LIKELIEST, num_beams=beams, max_new_tokens=most, logits_processor=[finite]
             )
         answers_BL = found_BL[:, inputs["input_ids"].shape[1] :]
@@ -365,7 +366,7 @@ class Generator:
         # Where the ends do not end all rows, `generate` hears of none: each row is asked anyway.
         ends = [-1] if any(row.sampling.steering.ignores_end for row in rows) else self.end_ids
         with self._without_gradients():
-            self.model.generate(
+            self._loop(
                 **inputs,
                 **ONE_BY_ONE,
                 eos_token_id=ends or None,
@@ -376,6 +377,16 @@ class Generator:
             )
         for number, row in enumerate(rows):
             row.log_probs = chooser.log_probs(number, len(row.token_ids))
+
+    @property
+    def _loop(self) -> Callable[..., Any]:
+        """transformers' `generate` of text. Janus's own hands its logits processors on to pictures alone."""
+        if type(self.model).__name__ == "JanusForConditionalGeneration":
+            from transformers import GenerationMixin
+
+            return partial(GenerationMixin.generate, self.model, guidance_scale=None)
+        loop: Callable[..., Any] = self.model.generate
+        return loop
 
     def start(self, row: LiveAnswer, longest: int) -> RowStart:
         """Where the answer of a row begins, in a batch whose longest question has so many tokens."""
