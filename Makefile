@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 FLOOR_PYTHON ?= python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart quickstart-generation test test-device test-floor check bench clean
+.PHONY: install quickstart quickstart-generation test test-changed test-device test-floor check bench clean
 
 install: $(VENV)/installed
 
@@ -31,6 +31,13 @@ test test-floor: export PYTHONDONTWRITEBYTECODE =
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Those that prove what differs from a commit (`make test-changed SINCE=main`), the slow ones too with SLOW=1.
+SINCE ?= HEAD
+test-changed: export PYTHONDONTWRITEBYTECODE =
+test-changed: install
+	@files=$$($(BIN)/python -m tests.changed $(SINCE)); test -n "$$files" || { echo "no test is near the change"; exit 0; }; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(if $(SLOW),-m "slow or not slow") $$files
 
 # The same tests at the floors that pyproject.toml declares, in an environment of their own.
 test-floor: $(FLOOR)/installed

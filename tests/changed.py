@@ -1,0 +1,118 @@
+"""Which tests prove what was changed: `python -m tests.changed [COMMIT]` prints their files, `make test-changed` runs
+them.
+
+A test file proves a module when it imports it, or a module that imports it, or lies in the folder of the same name
+(`tests/fsdp/loss` for `mindspeed_mm/fsdp/loss`). Where no test is so near, it is one that names the module or its
+folder, else those of all families or, of an entry, those that lie in `tests`. Helpers, pages and examples are proved by
+the test files that import or name them. `python -m tests.changed --table` prints each module and how many test files
+prove it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "mindspeed_mm"
+EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", "tests/conftest.py")
+"""Files whose change asks for all tests."""
+
+
+def changed_files(since: str) -> list[str]:
+    """Files that differ from a commit, and new ones that git does not ignore; paths from the root."""
+    commands = (("git", "diff", "--name-only", since), ("git", "ls-files", "--others", "--exclude-standard"))
+    found = [subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in commands]
+    return sorted({line for text in found for line in text.splitlines()})
+
+
+@functools.cache
+def test_files() -> dict[str, tuple[frozenset[str], str]]:
+    """Test file → modules that it imports, in functions too, and its text."""
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if path.name == "test_changed.py":  # it names what it has nothing to do with
+            continue
+        text = path.read_text(encoding="utf-8")
+        found[str(path.relative_to(ROOT))] = (frozenset(_imports(ast.parse(text))), text)
+    return found
+
+
+def _imports(module: ast.Module) -> Iterable[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+@functools.cache
+def importers() -> dict[str, set[str]]:
+    """Module of the package → modules of the package that import it."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        module = module_of(str(path.relative_to(ROOT)))
+        for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, set()).add(module)
+    return found
+
+
+def module_of(path: str) -> str:
+    """`a/b.py` → `a.b`, and `a/__init__.py` → `a`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def tests_of_module(path: str) -> set[str]:
+    """Test files that prove a module of the package."""
+    module, folder = module_of(path), Path(path).parent
+    near = {module, *importers().get(module, ())}
+    proving = {file for file, (imports, _) in test_files().items() if near & imports}
+    mirror = f"tests{str(folder).removeprefix(PACKAGE)}"
+    proving |= {file for file in test_files() if str(Path(file).parent) == mirror != "tests"}
+    names = {Path(path).stem, folder.name} - {PACKAGE, "__init__"}
+    proving = proving or _named(re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b"))
+    widest = "tests/families" if "models" in folder.parts else "tests"
+    return proving or {file for file in test_files() if str(Path(file).parent) == widest}
+
+
+def tests_of_file(path: str) -> set[str]:
+    """Test files that prove a file."""
+    if path in EVERYTHING:
+        return set(test_files())
+    if Path(path).name.startswith("test_"):
+        return {path}
+    if path.startswith(f"{PACKAGE}/") and path.endswith(".py"):
+        return tests_of_module(path)
+    importing = {file for file, (imports, _) in test_files().items() if module_of(path) in imports}
+    return importing | _named(re.compile(re.escape(Path(path).name)))
+
+
+def _named(pattern: re.Pattern[str]) -> set[str]:
+    return {file for file, (_, text) in test_files().items() if pattern.search(text)}
+
+
+def modules() -> list[str]:
+    """Files of the package that hold code."""
+    found = (path for path in (ROOT / PACKAGE).rglob("*.py") if path.stat().st_size)
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def main(words: list[str]) -> int:
+    """Print what was asked for."""
+    if words == ["--table"]:
+        for path in modules():
+            print(f"{path:80} {len(tests_of_module(path))}")
+        return 0
+    (since,) = words or ["HEAD"]
+    print(*sorted({test for path in changed_files(since) for test in tests_of_file(path)}), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
