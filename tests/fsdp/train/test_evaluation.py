@@ -253,7 +253,7 @@ PLANS = {
     "bf16": (["parallel.fsdp_plan.param_dtype=bf16"], 7),
     "copies": (["parallel.fully_shard_parallel_size=1"], None),
     "average": (["training.ema.enable=true", "training.ema.decay=0.5"], 7),
-    "adapters": (["training.lora.enable=true", "training.lr=0.03"], None),
+    "adapters": (["training.lora.enable=true", "training.lr=0.1"], None),
     "one by one": (["training.evaluate.batch_size=1"], 7),
     "context": (["parallel.context_parallel_size=2"], None),
     "tensor": ([TP], None),

@@ -71,7 +71,7 @@ def run_of(folder: Path, name: str, data_ranks: int, words: list[str]) -> tuple[
 
 def drawn(folder: Path) -> list[Any]:
     found = []
-    for file in sorted((folder / "rollouts").glob("*.jsonl")):
+    for file in sorted((folder / "rollouts").glob("rollout_*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines()[1:]:
             record = json.loads(line)
             found.append((record["key"], record["token_ids"], round(record["advantage"], 6)))
