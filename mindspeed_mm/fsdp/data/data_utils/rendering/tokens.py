@@ -31,6 +31,8 @@ _OWN_VALUES = frozenset({"system", "user", "assistant", "tool", "text", "image",
 """Roles and types that conversions write: part of the structure, never text."""
 _SPELLINGS = 4096
 _BEGINNING = 3
+_LONGEST_WORD, _WORDS = 12, 1024
+"""Keys, roles and types of parts are looked at in every row: what was found in short texts is kept, of so many."""
 _FRONTS = ("\n", "0", "a", "~")
 
 
@@ -219,6 +221,7 @@ class _Texts:
         self.pattern = re.compile("|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))))
         self._texts, self._subsets = frozenset(texts), dict[frozenset[str], _Texts]()
         self._beginnings = tuple(sorted({text[:_BEGINNING] for text in texts}))
+        self._words: dict[str, bool] = {}
 
     def without(self, kept: frozenset[str]) -> _Texts:
         """The same but for some of them."""
@@ -228,6 +231,16 @@ class _Texts:
 
     def are_in(self, text: str) -> bool:
         """Whether a text holds one of them."""
+        if len(text) > _LONGEST_WORD:
+            return self._search(text)
+        found = self._words.get(text)
+        if found is None:
+            found = self._search(text)
+            if len(self._words) < _WORDS:
+                self._words[text] = found
+        return found
+
+    def _search(self, text: str) -> bool:
         for beginning in self._beginnings:
             if beginning in text:
                 return self.pattern.search(text) is not None
@@ -243,10 +256,14 @@ def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 def _holds(value: Any, texts: _Texts) -> bool:
     if isinstance(value, str):
         return texts.are_in(value)
-    if isinstance(value, Mapping):
-        return any(_holds(part, texts) for pair in value.items() for part in pair)
-    if isinstance(value, list | tuple):
-        return any(_holds(part, texts) for part in value)
+    if isinstance(value, dict | Mapping):  # loops: this is done for every message
+        for key, part in value.items():
+            if _holds(key, texts) or _holds(part, texts):
+                return True
+    elif isinstance(value, list | tuple):
+        for part in value:
+            if _holds(part, texts):
+                return True
     return False
 
 

@@ -31,6 +31,8 @@ def weight_of(message: Row, where: str, key: str) -> float:
     Raises:
         DataError: A mark is not of its kind, two weights differ, or parts of the turn are marked apart.
     """
+    if MARKS.isdisjoint(message):
+        return 1.0
     for name in _DETAILS:
         if message.get(name) not in (None, [], {}):
             raise DataError(
@@ -47,6 +49,7 @@ def weight_of(message: Row, where: str, key: str) -> float:
 
 _LABELS = ("label", "kto_tag")
 """KTO's: whether the answer is a good one (TRL, ms-swift; LLaMA-Factory)."""
+_OF_ROWS = frozenset({*_TRAINED, *_UNTRAINED, *_LABELS})
 
 
 def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
@@ -57,6 +60,8 @@ def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
         place: Where it stands.
         ranking: Whether rows are preference pairs.
     """
+    if _OF_ROWS.isdisjoint(row):
+        return
     says = [name for name in _TRAINED if row.get(name) is False] + [
         name for name in _UNTRAINED if row.get(name) is True
     ]
@@ -79,6 +84,8 @@ def check_row_marks(row: Row, place: RowLocation, *, ranking: bool) -> None:
 
 def trains_asked(message: Row) -> str | None:
     """A mark that asks to train a turn; None where there is none."""
+    if MARKS.isdisjoint(message):
+        return None
     return next((name for name in _TRAINED if message.get(name) is not None and message[name] in (True, 1)), None)
 
 

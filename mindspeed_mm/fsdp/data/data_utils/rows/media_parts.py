@@ -203,13 +203,13 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool 
         DataError: A column does not hold one medium for each placeholder or part without a source.
     """
     columns = {kind: _column(sample, row, row_format, kind) for kind in MEDIA_KINDS}
-    named = (row_format.images, row_format.videos, row_format.audios)
-    read = {name for name in (*named, row_format.prompt, row_format.query, row_format.response) if name}
     counts = {kind: len(sources) for kind, (_, sources) in columns.items()}
 
     def is_lost(kind: MediaKind) -> bool:
         """Media of a kind are in no column that is read, or in one that lists nothing but nulls."""
         value = row.get(columns[kind][0])
+        named = (row_format.images, row_format.videos, row_format.audios)
+        read = {name for name in (*named, row_format.prompt, row_format.query, row_format.response) if name}
         return seems_lost(row, kind, read) or (isinstance(value, list | tuple) and len(value) > 0)
 
     settle_placeholders(sample, counts, is_lost, draws=draws)
@@ -267,7 +267,8 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
     """The name of a kind's column, and the sources in it."""
     configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
     usual = (f"{kind}s", kind)
-    filled = {column: value for column, value in row.items() if not _is_blank(value)}
+    may_hold = (column for column in (configured, *usual) if column in row)
+    filled = {column: row[column] for column in may_hold if column and not _is_blank(row[column])}
     name = first_column(filled, configured, usual)  # an empty list does not hide the other usual column
     if name is None:
         return first_column(row, configured, usual) or configured or f"{kind}s", []
@@ -285,6 +286,8 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
 
 def _is_blank(value: object) -> bool:
     """Whether a column holds no media: null, "", or a list of nothing else."""
+    if value is None or isinstance(value, str):
+        return not value
     cells = value if isinstance(value, list | tuple) else (value,)
     return all(cell is None or (isinstance(cell, str) and not cell) for cell in cells)
 

@@ -32,8 +32,12 @@ def settle_placeholders(
             fit.
         draws: The model answers with media.
     """
+    of_kind: dict[str, list[JsonObject]] = {}
+    for part in _parts(sample.messages):
+        if "text" in part:
+            of_kind.setdefault(part["type"], []).append(part)
     for kind, count in counts.items():
-        written = [part for part in _parts(sample.messages) if part["type"] == kind and "text" in part]
+        written = of_kind.get(kind)
         if not written:
             continue
         in_answers = [] if draws else _written_in_answers(sample, kind)
