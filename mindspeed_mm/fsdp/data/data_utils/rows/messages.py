@@ -109,7 +109,7 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
         raise DataError(f"{short(message)} is not a message", where=where, key=key, way_out=REPAIR)
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
-    content, known = message.get(content_tag), {role_tag, content_tag, *MARKS}
+    content = message.get(content_tag)
     read: JsonObject = {"role": role}
     if role == _CALL:
         read = {"role": "assistant", **_spelled_call(content, where, f"{key}.{content_tag}")}
@@ -123,24 +123,33 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
         if calls:
             read["tool_calls"] = calls
     if role == "assistant":
-        known |= {*_CALLS, *_REASONING}
         read |= _reasoning(message, where, key)
     if role == "tool":
-        known |= {"name", "tool_call_id"}
-        for name in ("name", "tool_call_id"):
+        for name in _OF_RESULTS:
             if message.get(name) is None:
                 continue
             if not isinstance(message[name], str):
                 what = f"{short(message[name])} is not text"
                 raise DataError(what, where=where, key=f"{key}.{name}", way_out=REPAIR)
             read[name] = message[name]
-    note_unread(sample, "turn", message, known, key)
+    note_unread(sample, "turn", message, _known_fields(role, role_tag, content_tag), key)
     weight: float | None = weight_of(message, where, key)
     if read["role"] != "assistant" and weight == 1:
         weight = None
         if asked := trains_asked(message):  # such a turn is trained under `train_on_prompt` alone
             sample.note_unread(Unread("turn", f"{asked}: true of {read['role']}"))
     return read, weight
+
+
+_OF_RESULTS = ("name", "tool_call_id")
+"""Fields of what a tool gave back."""
+
+
+@lru_cache(maxsize=256)
+def _known_fields(role: str, role_tag: str, content_tag: str) -> frozenset[str]:
+    """Fields that are read of a turn."""
+    own = {"assistant": (*_CALLS, *_REASONING), "tool": _OF_RESULTS}.get(role, ())
+    return frozenset({role_tag, content_tag, *MARKS, *own})
 
 
 def has_role(content: Row, row_format: RowFormat) -> bool:
