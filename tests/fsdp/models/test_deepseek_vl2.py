@@ -219,6 +219,7 @@ def test_rows_of_more_pictures_are_refused(root: str, tmp_path: Path) -> None:
 
 class _Preprocess(dict[str, Any]):
     image_max_pixels, image_min_pixels, use_audio_in_video, audio_sampling_rate = 10**6, 0, False, None
+    image_max_tiles = None
 
     def __missing__(self, key: str) -> None:
         return None

@@ -219,7 +219,7 @@ class Qwen2VLDataset(MMDataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
-        shaping = {key for key in SHAPING_PREPROCESS if key not in TOKEN_KEYS or self._preprocess[key]}
+        shaping = {key for key in SHAPING_PREPROCESS if key not in _ADDED or self._preprocess[key]}
         settings = {
             "basic_parameters": self.basic_parameters.model_dump(mode="json", include=_SHAPING_BASIC),
             "preprocess_parameters": self._preprocess.model_dump(mode="json", include=shaping),
@@ -304,6 +304,8 @@ class Qwen2VLDataset(MMDataset):
         raise first
 
 
+_ADDED = (*TOKEN_KEYS, "image_max_tiles")
+"""Keys that older runs did not have: unset, they are no part of what is compared."""
 _SHAPING_BASIC = {
     "template",
     "chat_template",
