@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
+
+import pytest
 
 from tests.helpers.threads import collect_when_many
 
@@ -21,6 +25,16 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: looking through it over and over takes longer than most tests."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test, and every fixture that it makes, draws the same numbers, whatever the worker ran before."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_runtest_teardown() -> None:

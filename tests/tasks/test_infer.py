@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 import pytest
@@ -300,7 +301,9 @@ def test_the_command_answers_a_prompt(folder: Path, rows: Path) -> None:
     result = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
     answer = json.loads(result.output)
     assert len(answer["token_ids"]) <= 3
-    assert CliRunner().invoke(command, arguments).output == answer["text"] + "\n"
+    is_control = {sign: category(sign) == "Cc" and sign not in "\t\n" for sign in answer["text"]}
+    shown = "".join(f"\\x{ord(sign):02x}" if is_control[sign] else sign for sign in answer["text"])
+    assert CliRunner().invoke(command, arguments).output == shown + "\n"
 
 
 def test_marks_say_where_media_stand(rows: Path) -> None:
