@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mindspeed_mm"
@@ -31,15 +32,26 @@ def changed_files(since: str) -> list[str]:
     return sorted({line for text in found for line in text.splitlines()})
 
 
+class TestFile(NamedTuple):
+    """What a test file has to do with."""
+
+    folder: str
+    imports: frozenset[str]
+    """Modules that it imports, in functions too."""
+    text: str
+    words: frozenset[str]
+
+
 @functools.cache
-def test_files() -> dict[str, tuple[frozenset[str], str]]:
-    """Test file → modules that it imports, in functions too, and its text."""
+def test_files() -> dict[str, TestFile]:
+    """All test files by their path."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if path.name == "test_changed.py":  # it names what it has nothing to do with
             continue
-        text = path.read_text(encoding="utf-8")
-        found[str(path.relative_to(ROOT))] = (frozenset(_imports(ast.parse(text))), text)
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        words = frozenset(re.findall(r"\w+", text))
+        found[str(name)] = TestFile(str(name.parent), frozenset(_imports(ast.parse(text))), text, words)
     return found
 
 
@@ -72,13 +84,15 @@ def tests_of_module(path: str) -> set[str]:
     """Test files that prove a module of the package."""
     module, folder = module_of(path), Path(path).parent
     near = {module, *importers().get(module, ())}
-    proving = {file for file, (imports, _) in test_files().items() if near & imports}
     mirror = f"tests{str(folder).removeprefix(PACKAGE)}"
-    proving |= {file for file in test_files() if str(Path(file).parent) == mirror != "tests"}
     names = {Path(path).stem, folder.name} - {PACKAGE, "__init__"}
-    proving = proving or _named(re.compile(rf"\b({'|'.join(map(re.escape, sorted(names)))})\b"))
     widest = "tests/families" if "models" in folder.parts else "tests"
-    return proving or {file for file in test_files() if str(Path(file).parent) == widest}
+    files = test_files().items()
+    return (
+        {name for name, file in files if near & file.imports or file.folder == mirror != "tests"}
+        or {name for name, file in files if names & file.words}
+        or {name for name, file in files if file.folder == widest}
+    )
 
 
 def tests_of_file(path: str) -> set[str]:
@@ -89,12 +103,8 @@ def tests_of_file(path: str) -> set[str]:
         return {path}
     if path.startswith(f"{PACKAGE}/") and path.endswith(".py"):
         return tests_of_module(path)
-    importing = {file for file, (imports, _) in test_files().items() if module_of(path) in imports}
-    return importing | _named(re.compile(re.escape(Path(path).name)))
-
-
-def _named(pattern: re.Pattern[str]) -> set[str]:
-    return {file for file, (_, text) in test_files().items() if pattern.search(text)}
+    module, name = module_of(path), Path(path).name
+    return {test for test, file in test_files().items() if module in file.imports or name in file.text}
 
 
 def modules() -> list[str]:

@@ -10,13 +10,14 @@ import sys
 
 import pytest
 
-from tests.helpers.threads import collect_when_many
+from tests.helpers.threads import collect_rarely, collect_when_many
 
 
 def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
     stopping send these signals. Sums over another number of threads differ in the last bit, and ranks have one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    collect_rarely()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

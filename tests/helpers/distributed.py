@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+from tests.helpers.threads import collect_rarely
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS_GRACE_S = 3.0
@@ -203,6 +204,7 @@ def _text(path: Path) -> str:
 
 def _rank_main(job: Job, rank: int) -> None:
     gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
+    collect_rarely()
     with (job.folder / f"stack{rank}.txt").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         faulthandler.dump_traceback_later(job.timeout_s + LAST_RESORT_S, exit=True, file=stack_file)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS, TEXT_COLUMN, RowFormat, recognised
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import TEXT_COLUMN, RowFormat, recognised
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
 from mindspeed_mm.fsdp.data.data_utils.rows.marks import check_row_marks
@@ -59,7 +59,8 @@ def convert_row(
             read.discard(f"rejected_{OBJECTS}")
         for each in sample.rejected.unread:
             sample.note_unread(each)
-    note_columns(sample, row, read | _columns_read(row, row_format, sample), rewarded=rewarded)
+    read.update(row_format.columns, _further_columns(row, row_format, sample))
+    note_columns(sample, row, read, rewarded=rewarded)
     return sample
 
 
@@ -106,22 +107,16 @@ def _of_rejected(row: Row, row_format: RowFormat) -> tuple[Row, RowFormat]:
     return own, replace(row_format, **named)
 
 
-def _columns_read(row: Row, row_format: RowFormat, sample: Sample) -> set[str]:
-    """Columns of a recognised format."""
-    keys = [*_COLUMN_KEYS, *(PAIRS if row_format.ranking else ())]
+def _further_columns(row: Row, row_format: RowFormat, sample: Sample) -> Iterator[str]:
+    """Columns that are read of this row, beside those of its format."""
     if isinstance(row.get(row_format.prompt or ""), str):
-        keys += ["query", "history"]  # beside a list of turns they are nothing
-    read = {vars(row_format)[key] for key in keys}
+        yield from filter(None, (row_format.query, row_format.history))  # beside a list of turns they are nothing
     if sample.text is not None:
-        read.add(TEXT_COLUMN)
+        yield TEXT_COLUMN
     if sample.objects is not None:
-        read.add(OBJECTS)
+        yield OBJECTS
     if any(options_of(item.source) for item in sample.media):
-        read.add(CLIP)
-    return read
-
-
-_COLUMN_KEYS = ("messages", "prompt", "response", "system", "tools", "images", "videos", "audios")
+        yield CLIP
 
 
 # --- row formats -----------------------------------------------------------------------------------------------------

@@ -65,11 +65,8 @@ class Turns(NamedTuple):
     """(L,) float32: how much each token counts; 0 where it is not trained."""
     media_spans: list[Span]
     """The tokens of each item, in order of place."""
-
-    @property
-    def has_fractions(self) -> bool:
-        """Whether some trained token counts for other than 1."""
-        return bool(((self.weights != 0) & (self.weights != 1)).any())
+    has_fractions: bool
+    """Whether some turn counts for other than 0 or 1."""
 
 
 class EncodedQuestion(NamedTuple):
@@ -269,7 +266,7 @@ class SampleEncoder:
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
         pictures = sum(item.kind == "image" for item in sample.media)
-        most = setting_of(self._plugin, int, "pictures_seen_alone")
+        most = setting_of(self._plugin, int, "pictures_seen_alone") if pictures > 1 else None
         if most is not None and pictures > most:
             raise DataError(
                 f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise than one",
@@ -379,7 +376,8 @@ class SampleEncoder:
         is_told_apart = list(map(self._is_told_apart, messages, weights))
         text, spans = self._rendering.render_with_spans(messages, is_told_apart, self._tokens.protect(sample.tools))
         placed, encoding = self._tokenised(sample, end, text, expansions)
-        counts = np.full(len(encoding.ids), float(self._options.train_on_prompt), dtype=np.float32)
+        start = np.ones if self._options.train_on_prompt else np.zeros
+        counts = start(len(encoding.ids), dtype=np.float32)
         # A weight of 0 is written too: with train_on_prompt everything counts that no weight takes out.
         for span, weight in zip(spans, compress(weights, is_told_apart), strict=True):
             first, last = token_span(encoding, placed.moved(span))
@@ -387,7 +385,9 @@ class SampleEncoder:
         ids = np.array(encoding.ids, dtype=np.int64)
         places = self._places.token_places(placed, encoding)
         ids, counts, media_spans = _with_media(ids, counts, places, trained=self._options.train_media)
-        return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED_LABEL), counts, media_spans)
+        labels = np.where(counts != 0, ids, IGNORED_LABEL)
+        has_fractions = any(weight not in (None, 0, 1) for weight in weights)
+        return Turns(placed.text, ids, labels, counts, media_spans, has_fractions)
 
     def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
         """Whether a turn counts otherwise than what stands around it."""
@@ -420,7 +420,7 @@ class SampleEncoder:
 
     def _check_mask(self, turns: Turns, sample: Sample, end: int) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
-        trained = int((turns.labels[1:] != IGNORED_LABEL).sum())
+        trained = np.count_nonzero(turns.labels[1:] != IGNORED_LABEL)
         if not trained:
             raise NothingTrainedError(
                 f"no trainable token in: {without_marks(turns.text)[:2000]!r}",
@@ -430,9 +430,11 @@ class SampleEncoder:
         if self._options.train_on_prompt:
             return
         has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
-        untrained = turns.labels == IGNORED_LABEL
-        of_media = sum(int(untrained[first:last].sum()) for first, last in turns.media_spans)
-        if has_prompt and trained >= len(turns.labels) - 1 - of_media:
+        untrained = len(turns.labels) - 1 - trained
+        if untrained > sum(last - first for first, last in turns.media_spans):
+            return
+        of_media = sum(np.count_nonzero(turns.labels[first:last] == IGNORED_LABEL) for first, last in turns.media_spans)
+        if has_prompt and untrained <= of_media:
             raise DataError(
                 f"every token would be trained although there is a prompt in: {without_marks(turns.text)[:2000]!r}",
                 key="labels",
@@ -493,7 +495,10 @@ def _with_media(
     for (first, last), item_ids in places:
         id_pieces += [ids[position:first], item_ids]
         own = weights[first] if trained and last > first else 0.0
-        weight_pieces += [weights[position:first], np.full(len(item_ids), own, dtype=np.float32)]
+        of_item = np.zeros(len(item_ids), dtype=np.float32)
+        if own:
+            of_item.fill(own)
+        weight_pieces += [weights[position:first], of_item]
         length += max(first - position, 0) + len(item_ids)
         spans.append((length - len(item_ids), length))
         position = last

@@ -29,6 +29,7 @@ PROTECTED = _OPEN
 """In front of a special token that is text."""
 _OWN_VALUES = frozenset({"system", "user", "assistant", "tool", "text", "image", "video", "audio", "function"})
 """Roles and types that conversions write: part of the structure, never text."""
+_OWN_KEYS = frozenset({"role", "content", "type", "text"})
 _SPELLINGS = 4096
 _BEGINNING = 3
 _LONGEST_WORD, _WORDS = 12, 1024
@@ -115,7 +116,7 @@ class Tokens:
         begins = self._of_processor and not text.startswith(self._begins)
         if _OPEN in text or _CLOSE in text:
             return self._in_pieces(text, begins)
-        return self._backend.encode(text, add_special_tokens=begins)
+        return _Whole(self._backend.encode(text, add_special_tokens=begins))
 
     def protect(self, value: Any) -> Any:
         """A text, or the texts of tools, with special tokens marked as text; the very same value where it has none."""
@@ -258,7 +259,9 @@ def _holds(value: Any, texts: _Texts) -> bool:
         return texts.are_in(value)
     if isinstance(value, dict | Mapping):  # loops: this is done for every message
         for key, part in value.items():
-            if _holds(key, texts) or _holds(part, texts):
+            if isinstance(part, str) and part in _OWN_VALUES and key in ("role", "type"):
+                continue
+            if (key not in _OWN_KEYS and _holds(key, texts)) or _holds(part, texts):
                 return True
     elif isinstance(value, list | tuple):
         for part in value:
@@ -284,6 +287,16 @@ def _with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
 def without_marks(text: str) -> str:
     """The text without the marks of `protect`."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+class _Whole:
+    """An encoding of the `tokenizers` library, its ids asked for once: it makes a new list of them each time."""
+
+    __slots__ = ("char_to_token", "ids", "token_to_chars")
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.ids = encoding.ids
+        self.char_to_token, self.token_to_chars = encoding.char_to_token, encoding.token_to_chars
 
 
 class _Pieces:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError
@@ -63,6 +63,28 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "audios": ("audios", "audio"),
 }
 """Columns that a row of any format may have: key of `attr` → the usual names."""
+
+CALL = "function_call"
+"""The role of a turn that is nothing but tool calls, written as text."""
+USUAL_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "observations": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    CALL: CALL,
+    "tool_call": CALL,
+}
+"""Who speaks, as rows of all tools write it → the role that chat templates know."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +148,34 @@ class RowFormat:
 
     def of_stage(self, stage: str) -> RowFormat:
         """The format with `ranking` decided by `basic_parameters.stage`, unless it is given."""
-        return self if self.ranking is not None else replace(self, ranking=stage == "rm")
+        if self.ranking is not None:
+            return self
+        return self._of_pairs if stage == "rm" else self._of_answers
+
+    @cached_property
+    def _of_pairs(self) -> RowFormat:
+        return replace(self, ranking=True)
+
+    @cached_property
+    def _of_answers(self) -> RowFormat:
+        return replace(self, ranking=False)
+
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """Columns that every row of this format, which is known, may have."""
+        keys = ("messages", "prompt", "response", *EXTRAS, *(PAIRS if self.ranking else ()))
+        return frozenset(vars(self)[key] for key in keys if key != "history")
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Who speaks, as rows write it → the role that chat templates know."""
+        return USUAL_ROLES | {
+            self.user_tag: "user",
+            self.assistant_tag: "assistant",
+            self.system_tag: "system",
+            self.observation_tag: "tool",
+            self.function_tag: CALL,
+        }
 
     @property
     def needed_columns(self) -> tuple[str, ...]:

@@ -28,8 +28,10 @@ def read_objects(row: Row, sample: Sample) -> Boxes | None:
         DataError: `objects` is of another shape, or has more or fewer entries than there are marks.
     """
     objects = row.get(COLUMN)
+    if not objects:
+        return None
     marks = [mark for text in _texts(sample) for mark in _MARK.findall(text)]
-    if not objects or not marks:
+    if not marks:
         return None
     where = str(sample.place)
     if not isinstance(objects, Mapping) or not objects.keys() <= _FIELDS:

@@ -266,7 +266,9 @@ def _parts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[JsonObject]:
 def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
     """The name of a kind's column, and the sources in it."""
     configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
-    usual = (f"{kind}s", kind)
+    usual = _USUAL_COLUMNS[kind]
+    if configured not in row and row.keys().isdisjoint(usual):
+        return configured or usual[0], []
     may_hold = (column for column in (configured, *usual) if column in row)
     filled = {column: row[column] for column in may_hold if column and not _is_blank(row[column])}
     name = first_column(filled, configured, usual)  # an empty list does not hide the other usual column
@@ -282,6 +284,9 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
             raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
         sources.append(_source(item, kind, sample, f"{name}[{number}]"))
     return name, sources
+
+
+_USUAL_COLUMNS = {kind: (f"{kind}s", kind) for kind in MEDIA_KINDS}
 
 
 def _is_blank(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import CALL, USUAL_ROLES, RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, trains_asked, weight_of
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text, text_of_part
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of
@@ -21,28 +21,8 @@ from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample, Unread
 
 _TAGS = (("role", "content"), ("from", "value"))
-_CALL = "function_call"
-"""The role of a turn that is nothing but tool calls, written as text."""
-_USUAL_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "observations": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    _CALL: _CALL,
-    "tool_call": _CALL,
-}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_CALLS = ("tool_calls", _CALL)
+_CALLS = ("tool_calls", CALL)
 _SPEAKERS = {"user": ("human", "user"), "assistant": ("assistant", "gpt", "bot")}
 """Role → keys of a turn that holds a question and its answer at once (ShareGPT's older rows)."""
 
@@ -111,7 +91,7 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
     role = _role(message[role_tag], row_format, where, key)
     content = message.get(content_tag)
     read: JsonObject = {"role": role}
-    if role == _CALL:
+    if role == CALL:
         read = {"role": "assistant", **_spelled_call(content, where, f"{key}.{content_tag}")}
     else:
         lifted = _lifted(content, where, f"{key}.{content_tag}") if role == "assistant" else {}
@@ -172,28 +152,16 @@ def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[st
 
 
 def _role(tag: object, row_format: RowFormat, where: str, key: str) -> str:
-    roles = _role_words(row_format)
     if isinstance(tag, str):
-        found = roles.get(tag) or _USUAL_ROLES.get(tag.lower().replace("-", "_"))
+        found = row_format.roles.get(tag) or USUAL_ROLES.get(tag.lower().replace("-", "_"))
         if found is not None:
             return found
     raise DataError(
         f"unknown role {short(tag)}",
         where=where,
         key=key,
-        way_out=f"Known: {', '.join(roles)}. Others: {ATTR_KEY}.user_tag, assistant_tag and so on.",
+        way_out=f"Known: {', '.join(row_format.roles)}. Others: {ATTR_KEY}.user_tag, assistant_tag and so on.",
     )
-
-
-@lru_cache(maxsize=64)
-def _role_words(row_format: RowFormat) -> dict[str, str]:
-    return _USUAL_ROLES | {
-        row_format.user_tag: "user",
-        row_format.assistant_tag: "assistant",
-        row_format.system_tag: "system",
-        row_format.observation_tag: "tool",
-        row_format.function_tag: _CALL,
-    }
 
 
 def _content(content: object, may_be_absent: bool, sample: Sample, key: str) -> str | list[JsonObject]:

@@ -93,7 +93,6 @@ class Qwen2VLDataset(MMDataset):
         self._rows: Any = open_table(basic_param, dataset_param.attr)
         self.parts = self._rows.parts
         self._check_pairs()
-        self._formats = {each: each.of_stage(basic_param.stage) for each in self._rows.formats}
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
         self._notes = NotesReported()
@@ -135,7 +134,8 @@ class Qwen2VLDataset(MMDataset):
         row, place = self.conversation(index), self._rows.place(index)
         if self._is_text:
             return convert_text(row, place)
-        row_format, is_prompt = self._formats[self._rows.row_format(index)], self.basic_parameters.stage == "prompt"
+        stage = self.basic_parameters.stage
+        row_format, is_prompt = self._rows.row_format(index).of_stage(stage), stage == "prompt"
         if is_prompt:
             row, row_format = with_answer(row, row_format, place)
         sample = convert_row(
