@@ -5,6 +5,7 @@ Writers ask here before they touch anything, so nothing is opened but small file
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -96,7 +97,14 @@ def is_run(folder: Path) -> bool:
     record = _read_json(folder / "run.json")
     if isinstance(record, dict) and record.keys() >= _RECORD_KEYS:
         return True
-    return any(has_own_manifest(step) for step in folder.glob("iter_*"))
+    return any(has_own_manifest(folder / name) for name in _names_in(folder) if name.startswith("iter_"))
+
+
+def _names_in(folder: Path) -> list[str]:
+    """What lies in a folder; nothing where it is none or cannot be read."""
+    with suppress(OSError, ValueError):  # a NUL in its name
+        return os.listdir(folder)  # noqa: PTH208 (folders above may hold thousands)
+    return []
 
 
 def has_own_manifest(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "•••"
@@ -65,6 +66,7 @@ _SHORTEST = 6
 _known: set[str] = set()
 
 
+@lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Whether a key of this name holds a secret: `key`, `X-Api-Key`, `hfToken`, `token`; not `eos_token`,
     `max_new_tokens`, `image_key`, `api_key_env`."""
