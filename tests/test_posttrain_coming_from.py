@@ -48,7 +48,6 @@ def test_our_keys_exist(theirs: str, ours: str) -> None:
 
 
 def test_settings_of_trl_exist() -> None:
-    pytest.importorskip("trl", reason="pip install --no-deps trl accelerate datasets")
     from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
     prepare_for_transformers()

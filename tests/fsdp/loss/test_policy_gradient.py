@@ -188,8 +188,9 @@ def trl_trainer() -> type:
     from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
     prepare_for_transformers()
-    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed: pip install 'trl>=1.16'")
-    return module.GRPOTrainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return GRPOTrainer
 
 
 class _One:

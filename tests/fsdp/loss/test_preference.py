@@ -4,7 +4,6 @@ gives the same.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -142,7 +141,6 @@ def test_every_loss_that_can_be_named_is_there() -> None:
     assert set(PAIR_LOSSES) == {*PAIR_LOSS, "sft"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed (pip install trl)")
 @pytest.mark.parametrize("name", [name for name in PAIR_LOSSES if name not in ("simpo", "orpo")])
 @pytest.mark.parametrize("ld_alpha", [None, 0.3])
 def test_losses_and_gradients_are_those_of_trl(name: str, ld_alpha: float | None) -> None:
