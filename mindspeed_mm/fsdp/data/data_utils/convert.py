@@ -132,13 +132,19 @@ def from_question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample
         return sample
     answer = row.get(column)
     turns = answer if isinstance(answer, list) else [answer]
-    if turns and isinstance(turns[0], dict) and has_role(turns[0], row_format):
+    if turns and isinstance(turns[0], dict) and _is_turn(turns[0], row_format, of_several=turns is answer):
         add_messages(sample, turns, row_format, column)
     elif isinstance(answer, str):
         _add(sample, "assistant", answer)
     else:
         raise wrong_field(column, answer, row, place, "text")
     return sample
+
+
+def _is_turn(content: Row, row_format: RowFormat, *, of_several: bool) -> bool:
+    """Whether an object is a message: it says who speaks. One of a list that is no part of a content is meant as one,
+    so that the error names the tags."""
+    return has_role(content, row_format) or (of_several and "type" not in content)
 
 
 def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
