@@ -30,7 +30,7 @@ allows; full: over all pairs. MFU does not count recomputation, HFU does.
 """
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on alone
     """HEIGHTxWIDTH in pixels."""
 
     name = "HxW"

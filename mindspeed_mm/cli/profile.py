@@ -20,7 +20,7 @@ Examples:
 """
 
 
-class Steps(click.ParamType):
+class Steps(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on alone
     """`A:B`, steps A to B - 1."""
 
     name = "A:B"
