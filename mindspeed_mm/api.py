@@ -342,7 +342,7 @@ def _loss_of(
     out: Path | None,
     shown: dict[str, Any],
 ) -> LossEvaluation:
-    """The cross-entropy of answers."""
+    """Measure the cross-entropy of known answers, as `mm evaluate --loss` does; nothing is generated."""
     from mindspeed_mm.tasks.evaluate import loss
 
     size = batch_size or loss.BATCH_SIZE

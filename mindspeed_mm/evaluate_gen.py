@@ -17,7 +17,7 @@ def refuse() -> None:
 
 
 def main() -> None:
-    """End with a line."""
+    """Run the script, which ends with a message and the exit code of a usage error."""
     run_entry(refuse)
 
 

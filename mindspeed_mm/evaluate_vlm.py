@@ -56,7 +56,7 @@ def evaluate_rows() -> None:
 
 
 def main() -> None:
-    """Evaluate."""
+    """Run `evaluate_rows` as a script: an error becomes a message and an exit code."""
     run_entry(evaluate_rows)
 
 

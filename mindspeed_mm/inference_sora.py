@@ -42,7 +42,7 @@ def draw() -> None:
 
 
 def main() -> None:
-    """Draw."""
+    """Run `draw` as a script: an `MMError` ends the process with its message and exit code."""
     run_entry(draw)
 
 

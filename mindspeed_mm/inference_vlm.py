@@ -41,7 +41,7 @@ def infer() -> None:
 
 
 def main() -> None:
-    """Answer."""
+    """Run `infer` as a script: an `MMError` ends the process with its message and exit code."""
     run_entry(infer)
 
 

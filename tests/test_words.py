@@ -96,6 +96,33 @@ def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
     assert unreadable_help(text)
 
 
+# --- docstrings ------------------------------------------------------------------------------------------------------
+
+
+def short_docstrings(source: str) -> list[str]:
+    """Names of what is documented in four words or fewer: they say what the name says. A method that overrides another
+    and needs no more is marked with `@override` and has no docstring."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node)
+            if text is not None and len(text.split()) <= 4:
+                found.append(getattr(node, "name", "the module"))
+    return found
+
+
+def test_every_docstring_says_more_than_the_name() -> None:
+    found = {str(path): short_docstrings(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ['"""For the log."""', 'def f():\n    """See `g`."""', 'class A:\n    async def f():\n    \t"""They."""']
+)
+def test_a_docstring_of_few_words_is_found(source: str) -> None:
+    assert short_docstrings(source) and not short_docstrings(source.replace('."', ' and of the terminal that it is."'))
+
+
 # --- class names ------------------------------------------------------------------------------------------------------
 
 

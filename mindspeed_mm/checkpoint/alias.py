@@ -10,6 +10,8 @@ from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
+from typing_extensions import override
+
 
 class AliasFinder(MetaPathFinder):
     """Answers for `alias.x` with the module `package.x`."""
@@ -37,15 +39,15 @@ class AliasLoader(InspectLoader):
         self.real = real
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The one module."""
+        """Import the module under its own name and return it: the alias gets no copy."""
         return importlib.import_module(self.real.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run; but the import system has put the alias's specification on the module by now."""
         module.__spec__ = self.real
 
+    @override
     def get_source(self, fullname: str) -> str | None:
-        """Source text, for tracebacks."""
         return self.real.loader.get_source(self.real.name) if isinstance(self.real.loader, InspectLoader) else None
 
     def get_code(self, fullname: str) -> CodeType | None:

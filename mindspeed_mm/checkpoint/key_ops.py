@@ -298,7 +298,7 @@ class InsertZeros(Op):
 
 @dataclass(frozen=True)
 class Drop(Op):
-    """Leaves column `position` out."""
+    """Leaves the column at `position` out. Its inverse inserts a column of zeros there."""
 
     position: int
 

@@ -28,7 +28,7 @@ _LEFT = re.compile(re.escape(PREFIX) + r"(iter_\d{7,})\.(?:draft|former)")
 
 
 def checkpoint_folder(save: Path, iteration: int) -> Path:
-    """`<save>/iter_0000123`."""
+    """Return the path of an iteration's checkpoint inside a run folder: `<save>/iter_0000123`."""
     return save / f"iter_{iteration:07d}"
 
 

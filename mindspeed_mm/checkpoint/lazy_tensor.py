@@ -147,7 +147,7 @@ class Selected(LazyTensor):
 
 
 class Transposed(LazyTensor):
-    """Two dims swapped."""
+    """A tensor whose dimensions `dim0` and `dim1` are swapped."""
 
     def __init__(self, base: LazyTensor, dim0: int, dim1: int) -> None:
         super().__init__(_swapped(base.shape, dim0, dim1), base.dtype, [base])
@@ -334,7 +334,7 @@ class Computed(LazyTensor):
 
 
 class HeldTensor(LazyTensor):
-    """A tensor in memory."""
+    """A tensor that is in memory already, behind the interface of lazy ones."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)

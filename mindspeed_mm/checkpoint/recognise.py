@@ -32,7 +32,7 @@ _ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")
 
 
 def told_ways() -> str:
-    """`WAYS` for a person."""
+    """Return the conversions in `WAYS` as one line of text for messages and help."""
     ways = [f"{kind} → {' or '.join(layouts)}" for kind, layouts in WAYS.items()]
     return f"{', '.join(ways)}; between others by way of hf"
 

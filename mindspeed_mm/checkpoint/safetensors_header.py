@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies."""
+    """Describes one tensor of a safetensors file: its key, its file, dtype and shape."""
 
     key: str
     file: Path
@@ -53,7 +53,7 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes that the tensor takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

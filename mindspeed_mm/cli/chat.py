@@ -1,4 +1,4 @@
-"""`mm chat`."""
+"""The command `mm chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def show(chat: Conversation, kind: Literal["image", "video", "audio"], words: st
 
 
 def begin_anew(chat: Conversation, system: str) -> str:
-    """Forget the turns."""
+    """Set the system prompt, forget all turns, and return the line to print."""
     chat.system = system
     chat.reset()
     return "a new conversation"

@@ -1,4 +1,4 @@
-"""`mm check`."""
+"""The command `mm check`: finds mistakes in a YAML file before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm config`."""
+"""The command `mm config`: shows the resolved configuration and the origin of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm convert`."""
+"""The command `mm convert`: converts a checkpoint to another layout."""
 
 from __future__ import annotations
 

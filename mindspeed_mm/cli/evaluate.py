@@ -1,4 +1,4 @@
-"""`mm evaluate`."""
+"""The command `mm evaluate`: scores a model on held-out rows, on a published set, or through a harness."""
 
 from __future__ import annotations
 
@@ -310,10 +310,10 @@ class Result(Protocol):
     """What every way of measuring returns."""
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the result as JSON values, for `--json`."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines that are printed where `--json` is not given."""
 
 
 def _tell(result: Result, as_json: bool) -> None:

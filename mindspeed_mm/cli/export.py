@@ -1,4 +1,4 @@
-"""`mm export`."""
+"""The command `mm export`: writes a run as a folder that libraries load."""
 
 from __future__ import annotations
 

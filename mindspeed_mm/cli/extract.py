@@ -1,4 +1,4 @@
-"""`mm extract`."""
+"""The command `mm extract`: encodes media and captions once, before a generator is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm flops`."""
+"""The command `mm flops`: counts the FLOPs of a training step by module."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from typing_extensions import override
 
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.terminal import say, say_json
@@ -31,12 +32,12 @@ allows; full: over all pairs. MFU does not count recomputation, HFU does.
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on alone
-    """HEIGHTxWIDTH in pixels."""
+    """Type of an option whose value is a size in pixels, `HEIGHTxWIDTH`, converted to (height, width)."""
 
     name = "HxW"
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """(height, width)."""
         if isinstance(value, tuple):
             return value
         found = re.fullmatch(r"(\d+)[x×](\d+)", value)

@@ -1,4 +1,4 @@
-"""`mm infer`."""
+"""The command `mm infer`: generates answers or samples with a model."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.os_errors import explained_os_error
@@ -71,8 +72,8 @@ class LazyGroup(click.Group):
         """The verbs, in the order of the table."""
         return list(VERBS)
 
+    @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a verb."""
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(f"mindspeed_mm.cli.{cmd_name}").command

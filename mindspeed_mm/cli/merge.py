@@ -1,4 +1,4 @@
-"""`mm merge`."""
+"""The command `mm merge`: merges adapters into a model's weights."""
 
 from __future__ import annotations
 

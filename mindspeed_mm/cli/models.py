@@ -1,4 +1,4 @@
-"""`mm models`."""
+"""The command `mm models`: lists the families of models and what is proven of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm posttrain`."""
+"""The command `mm posttrain` with its subcommands: trains on preferences or rewards, and prepares such training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm profile`."""
+"""The command `mm profile`: shows where the time of training steps goes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import click
+from typing_extensions import override
 
 from mindspeed_mm.core.terminal import say, say_json
 
@@ -25,10 +26,10 @@ class Steps(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
     name = "A:B"
 
+    @override
     def convert(
         self, value: str | tuple[int, int], param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, int]:
-        """Read the two numbers."""
         if isinstance(value, tuple):
             return value
         found = re.fullmatch(r"(\d+):(\d+)", value)

@@ -1,4 +1,4 @@
-"""`mm report`."""
+"""The command `mm report`: writes one HTML page about runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm route`."""
+"""The command `mm route`: finds the models and commands that lead to a wish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm schema`."""
+"""The command `mm schema`: explains a configuration key, or prints the JSON schema."""
 
 from __future__ import annotations
 

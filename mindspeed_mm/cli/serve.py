@@ -1,4 +1,4 @@
-"""`mm serve`."""
+"""The command `mm serve`: answers clients of OpenAI's interface over HTTP."""
 
 from __future__ import annotations
 

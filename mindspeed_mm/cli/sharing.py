@@ -22,7 +22,7 @@ Options = dict[str, Any]
 
 
 def chosen(options: Options, *names: str) -> Options:
-    """Some of the options."""
+    """Return only the options with these names, each of which must be there."""
     return {name: options[name] for name in names}
 
 

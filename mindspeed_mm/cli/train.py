@@ -1,4 +1,4 @@
-"""`mm train`."""
+"""The command `mm train`: trains a model from one YAML file."""
 
 from __future__ import annotations
 

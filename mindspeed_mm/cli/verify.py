@@ -1,4 +1,4 @@
-"""`mm verify`."""
+"""The command `mm verify`: compares what a parallel plan computes with what one process computes."""
 
 from __future__ import annotations
 

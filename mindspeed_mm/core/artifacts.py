@@ -64,7 +64,7 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write_bytes` of UTF-8 text."""
+    """Replace a file by `text`, encoded as UTF-8, as `atomic_write_bytes` does."""
     atomic_write_bytes(path, text.encode())
 
 
@@ -180,7 +180,7 @@ class LockOwner:
 
     @classmethod
     def this_process(cls, run_id: str) -> LockOwner:
-        """The calling process."""
+        """Describe the calling process as the owner of a run folder, under `run_id`."""
         pid = os.getpid()
         return cls(socket.gethostname(), boot_id(), pid, _start_ticks(pid), run_id, _pid_namespace())
 

@@ -57,7 +57,7 @@ def key_of(steps: Iterable[str | int]) -> str:
 
 
 def steps_of(key: str) -> list[str | int]:
-    """Back from `key_of`."""
+    """Split a dotted key into names and places in lists, the inverse of `key_of`."""
     steps: list[str | int] = []
     for place, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", key):
         steps.append(name or int(place))

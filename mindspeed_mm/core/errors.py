@@ -176,7 +176,7 @@ class UsageError(MMError):
 
 
 class ConfigError(MMError):
-    """The configuration is off."""
+    """The configuration is wrong: a key, a value, or several that do not go together."""
 
     exit_code = ExitCode.USAGE
 

@@ -54,7 +54,7 @@ class Unreachable(OutboundError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Bounds of one request."""
+    """Limits of one request: how long it may take, and how large its answer may be."""
 
     total_s: float
     """From the first byte sent to the last one received."""
@@ -66,7 +66,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer."""
+    """An answer that was read whole: its HTTP status and its body."""
 
     status: int
     body: bytes

@@ -1,4 +1,4 @@
-"""`megatron.core.enums`."""
+"""Stands in for `megatron.core.enums`: `ModelType` with its members, which decide nothing here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def get_num_microbatches() -> int:
 
 
 def get_micro_batch_size() -> int:
-    """Samples of a micro-batch."""
+    """Return the number of samples in a micro-batch. Raises `ConfigError` where no training is under way."""
     return live_trainer("get_micro_batch_size").arguments.training.micro_batch_size
 
 

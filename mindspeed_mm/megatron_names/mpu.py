@@ -23,7 +23,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """They."""
+    """Return the group of ranks that read different samples; `with_context_parallel` changes nothing."""
     return get_parallel_state().axis_group("dp")
 
 
@@ -48,12 +48,12 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Ranks of the pipeline."""
+    """Return the number of ranks along the pipeline."""
     return get_parallel_state().axis_size("pp")
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """They."""
+    """Return the group of ranks that make up this rank's pipeline."""
     return get_parallel_state().axis_group("pp")
 
 

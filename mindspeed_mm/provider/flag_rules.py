@@ -349,7 +349,7 @@ def samples(reading: Reading) -> None:
 
 
 def framework(reading: Reading) -> None:
-    """PyTorch alone."""
+    """Report a problem where `--ai-framework` names a framework other than PyTorch."""
     if reading.value("ai_framework") not in (None, "pytorch"):
         what = f"'{reading.value('ai_framework')}' is not built"
         reading.draft.problem(what, reading.place("ai_framework"), "Leave it out: the suite runs on PyTorch.")

@@ -51,7 +51,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Launch(NamedTuple):
-    """What a launch starts."""
+    """Holds what a launch starts: the entry script, its flags, and notes on how they were read."""
 
     entry: str
     """The script's name; empty where there are flags alone."""

@@ -52,12 +52,13 @@ def text_config(config: HubConfig) -> HubConfig:
 
 
 def compare_language_model(reading: Reading, entry: MappingEntry | None, config: HubConfig, where: str) -> None:
-    """Sizes of `text_decoder`."""
+    """Report each size of `text_decoder` that differs from the language model's in the folder's config.json."""
     compare(reading, entry, LANGUAGE_SIZES, text_config(config), "text_decoder", where)
 
 
 def compare_tower(reading: Reading, entry: MappingEntry | None, config: HubConfig, where: str) -> None:
-    """Sizes of `vision_encoder`."""
+    """Report each size of `vision_encoder` that differs from `vision_config` in the folder's config.json. Nothing is
+    compared where the file has no such section."""
     inner = config.get("thinker_config", config)
     vision = inner.get("vision_config") if isinstance(inner, Mapping) else None
     if isinstance(vision, Mapping):

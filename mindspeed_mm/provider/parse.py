@@ -200,5 +200,5 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def count_of(problems: Sequence[Problem]) -> str:
-    """`1 problem`, `2 problems`."""
+    """Return the number of problems in words, `1 problem` or `2 problems`."""
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

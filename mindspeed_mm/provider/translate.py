@@ -94,7 +94,7 @@ class Translated:
 
     @property
     def arguments(self) -> Arguments:
-        """The checked configuration."""
+        """The checked configuration as `Arguments`, the same object as `config.arguments`."""
         return self.config.arguments
 
 

@@ -57,7 +57,7 @@ class FlopsReport:
     speed: Speed | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return all fields as a dictionary for JSON, the speed included."""
         return asdict(self)
 
 

@@ -20,7 +20,7 @@ from mindspeed_mm.tasks.given.run_as_model import load_of_run
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended."""
+    """Reports how a run ended: the last step, the exit code, and the run folder if there is one."""
 
     iteration: int
     exit_code: int

@@ -167,7 +167,7 @@ class LanguageModelEngine(BaseEngine):  # type: ignore[misc]
         return loss, {"model_output": shown, "loss": loss.detach().item(), "metrics": metrics}
 
     def optimizer_zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset the gradients of the trained parameters; does nothing where there is no optimizer."""
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 

@@ -44,7 +44,7 @@ class ParallelConfig(_Config):
 
 
 class HfConfig(_Config):
-    """A Hugging Face folder."""
+    """Names the Hugging Face folder that a conversion reads."""
 
     hf_dir: Path
     """The folder with config.json and the safetensors."""

@@ -49,7 +49,7 @@ class TensorRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes, computed from shape and dtype."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     @classmethod
@@ -104,7 +104,7 @@ class OutputFile(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors of the file together, in bytes, without headers."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 

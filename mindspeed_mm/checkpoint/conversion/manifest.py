@@ -307,7 +307,7 @@ def _share(records: Records, part: int, parts: int) -> Records:
 
 
 def _sizes(records: Records) -> Iterator[int]:
-    """Bytes of each tensor."""
+    """Yield the size in bytes of every tensor of every file."""
     for found in records.values():
         for record in found.values():
             yield record.size_bytes

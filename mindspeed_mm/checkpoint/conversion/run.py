@@ -63,7 +63,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
+    """Result of a conversion: the folder, how much was written, and how long it took."""
 
     folder: Path
     tensors: int

@@ -118,7 +118,7 @@ class MegatronLayout:
 
     @property
     def chunk_keys(self) -> list[str]:
-        """`model_key` of every chunk."""
+        """Keys under which a file holds the tensors of its chunks: `model_key` of every chunk."""
         return list(map(self.model_key, range(self.chunks)))
 
     def folder_name(self, rank: MegatronRank) -> str:
@@ -157,7 +157,7 @@ class MegatronLayout:
             raise UsageError("the division does not fit the model", problems=problems)
 
     def to_json(self) -> dict[str, object]:
-        """For `layout.json`."""
+        """Return the division as a JSON object for `layout.json`, which `from_json` reads."""
         content: dict[str, object] = {"tp_size": self.tp, "ep_size": self.ep}
         for tower, stages in self.layers.items():
             content[FLAG_OF_TOWER[tower]] = _as_lists(stages)

@@ -27,7 +27,7 @@ Entry = tuple[str, Sequence[int], Sequence[int], int, int, int]
 
 
 class PtIndex(TypedDict):
-    """What a file holds."""
+    """Lists the tensors, numbers and text that a file of `torch.save` holds."""
 
     tensors: dict[str, dict[str, Entry]]
     """Top-level key → dotted name below it → tensor; only keys whose value holds tensors."""

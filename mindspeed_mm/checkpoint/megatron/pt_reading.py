@@ -23,7 +23,7 @@ _BROKEN = "Copy the file again."
 
 @dataclass(frozen=True)
 class PtContent:
-    """What one file holds."""
+    """Content of one file of `torch.save`, whose tensors are read when they are needed."""
 
     path: Path
     tensors: dict[str, dict[str, Stored]]

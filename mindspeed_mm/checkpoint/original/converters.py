@@ -93,7 +93,7 @@ class MMCommands(OriginalCommands):
         return self._convert(cfg, Naming.MM, Naming.DIFFUSERS)
 
     def resplit(self, cfg: ConvertGeneratorConfig) -> Converted:
-        """Divide MindSpeed-MM's weights anew."""
+        """Divide MindSpeed-MM's weights anew, as target_parallel_config says."""
         return self._convert(cfg, Naming.MM, Naming.MM)
 
     def merge_lora_to_base(

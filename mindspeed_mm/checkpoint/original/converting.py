@@ -49,7 +49,7 @@ class GeneratorTarget:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA to merge."""
+    """A LoRA to merge into the weights, and how it is scaled."""
 
     path: Path
     """A safetensors file, a folder with one, or MindSpeed-MM's folder of one rank."""

@@ -1,1 +1,1 @@
-"""Helpers of data providers."""
+"""Helpers that data providers of training scripts import."""

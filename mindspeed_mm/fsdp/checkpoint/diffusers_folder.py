@@ -134,7 +134,7 @@ def component_folders(source: Path) -> Iterator[Path]:
 
 
 def components_bytes(source: Path) -> int:
-    """What `copy_components` writes."""
+    """Return the size in bytes of the component folders that `copy_components` copies."""
     size = 0
     for folder in component_folders(source):
         size += sum(path.stat().st_size for path in folder.rglob("*"))

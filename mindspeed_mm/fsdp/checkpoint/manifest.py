@@ -39,13 +39,13 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Measure a file."""
+        """Record the size and the SHA-256 of a file on the disk."""
         return cls(path.stat().st_size, sha256_file(path))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of `MANIFEST.json`."""
+    """Content of `MANIFEST.json`: the files of a committed checkpoint, and the run that wrote it."""
 
     iteration: int
     world_size: int
@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files of the checkpoint together, in bytes, without the manifest."""
         return sum(record.size for record in self.files.values())
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.model_kinds import ModelKind
@@ -194,68 +196,68 @@ class DatasetView(MMDataset):
         return index
 
     @property
+    @override
     def origin(self) -> Any:
-        """That of the other."""
         return self._whole.origin
 
+    @override
     def place(self, index: int) -> Any:
-        """As the other tells."""
         return self._whole.place(self._number(index))
 
+    @override
     def measure(self, index: int) -> SampleSize | None:
-        """As the other tells."""
         return self._whole.measure(self._number(index))
 
+    @override
     def row(self, index: int) -> dict[str, Any]:
-        """As the other tells."""
         return self._whole.row(self._number(index))
 
+    @override
     def sample(self, index: int) -> Sample:
-        """As the other tells."""
         return self._whole.sample(self._number(index))
 
+    @override
     def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
-        """As the other tells."""
         return self._whole.outline(self._number(index))
 
+    @override
     def describe(self, index: int) -> SampleDescription:
-        """As the other tells."""
         return self._whole.describe(self._number(index))
 
+    @override
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator | None:
-        """That of the other."""
         return self._whole.build_collator(collate_param, packs=packs)
 
+    @override
     def fingerprint(self) -> dict[str, Any]:
-        """That of the other."""
         return self._whole.fingerprint()
 
+    @override
     def view_notes(self) -> list[str]:
-        """Those of the other."""
         return self._whole.view_notes()
 
+    @override
     def row_notes(self) -> list[str]:
-        """Those of the other."""
         return self._whole.row_notes()
 
+    @override
     def caption_lengths(self) -> CaptionLengths | None:
-        """As the other measures them."""
         return self._whole.caption_lengths()
 
+    @override
     def null_text(self) -> dict[str, torch.Tensor] | None:
-        """That of the other."""
         return self._whole.null_text()
 
+    @override
     def draw_captions(self, seed: int) -> None:
-        """The other draws them."""
         self._whole.draw_captions(seed)
 
+    @override
     def check_encoders(self) -> None:
-        """Those of the other."""
         self._whole.check_encoders()
 
+    @override
     def row_changes(self) -> list[Problem]:
-        """Those of the other."""
         return self._whole.row_changes()
 
 
@@ -282,8 +284,8 @@ class WrappedDataset(MMDataset):
         return self._wrapped[index]
 
     @property
+    @override
     def origin(self) -> Any:
-        """What is wrapped."""
         return self._wrapped
 
 

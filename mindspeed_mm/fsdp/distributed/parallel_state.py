@@ -84,7 +84,7 @@ class ParallelState:
         return self._axes[axis].get_group()
 
     def axis_size(self, axis: Axis) -> int:
-        """How many they are."""
+        """Return the number of ranks along an axis."""
         return self._axes[axis].size()
 
     def axis_rank(self, axis: Axis) -> int:
@@ -146,7 +146,7 @@ class ParallelState:
     # Two axes at once.
 
     def get_hsdp_device_mesh(self) -> DeviceMesh:
-        """Two-dimensional mesh (copies, shards)."""
+        """Return the two-dimensional mesh (copies, shards) for hybrid sharding."""
         return self.shard_mesh["dp_replicate", "fsdp"]
 
     def build_copies_device_mesh(self) -> DeviceMesh:

@@ -51,7 +51,7 @@ class WithCodePredictor:
         return self._objective.tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """The objective's, and codes."""
+        """Return the objective's counts, and the number of codes behind the first codebook."""
         return {**self._objective.count(batches), self.term: sum(batch[_COUNT] for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
@@ -67,5 +67,5 @@ class WithCodePredictor:
         return terms
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: the objective's own, and the factor of the further codebooks."""
         return f"{self._objective.describe()}; codebooks behind the first, factor {self._factor:g}"

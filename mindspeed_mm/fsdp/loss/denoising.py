@@ -112,7 +112,8 @@ class DenoisingObjective:
         return prepared
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Samples."""
+        """Count samples, without blank rows; with `prior_loss_weight`, those that preserve the prior are counted
+        apart."""
         samples = sum(map(real_rows, batches))
         if self._arguments.prior_loss_weight is None:
             return {self.term: samples}
@@ -126,7 +127,7 @@ class DenoisingObjective:
         return BatchTokens(whole, whole)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return the phrase of the noise path for the log."""
         return self._path.describe()
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:

@@ -51,7 +51,7 @@ class RewardObjective:
         return counts
 
     def tokens(self, batch: Batch) -> BatchTokens:
-        """Latent tokens."""
+        """Count the latent tokens of all samples, each of which is trained."""
         each = self._denoise.adapter.geometry.tokens(tuple(batch["latents"].shape[1:]))
         whole = each * len(batch["sample_ids"])
         return BatchTokens(whole, whole)
@@ -84,7 +84,7 @@ class FlowPolicyObjective(RewardObjective):
         self._arguments = arguments
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: the clipping, and the weight of the KL divergence where there is a reference."""
         described = f"policy gradient of sampling steps, clipped at 1 ± {self._arguments.clip_range:g}"
         if self._arguments.ratio_norm:
             described += ", ratios normalised"
@@ -93,7 +93,7 @@ class FlowPolicyObjective(RewardObjective):
         return described
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """Sums over the micro-batch."""
+        """Return the sums over samples of the clipped loss and, with a reference, of the weighted KL divergence."""
         x, step = batch["latents"], batch["_step"]
         density = step.density(x, self._denoise(model, x, batch["_time"], batch))
         advantage, old = batch["_advantages"], batch["_old_log_probs"]
@@ -134,12 +134,13 @@ class NftObjective(RewardObjective):
         self._arguments, self._most = arguments, most
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: β, and the weight of the KL divergence where there is a reference."""
         described = f"negative-aware fine-tuning, β {self._arguments.beta:g}"
         return f"{described}, KL × {self._kl_weight:g}" if self.needs_reference else described
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """Sums over the micro-batch."""
+        """Return the sums over samples of the DiffusionNFT loss and, with a reference, of the weighted distance from
+        its v."""
         latents, noise, time = batch["latents"], batch["_noise"], batch["_time"]
         noisy = self._denoise.adapter.noise_path.mix(latents, noise, time.view(-1, *[1] * (latents.dim() - 1)))
         v = self._denoise(model, noisy, time, batch)

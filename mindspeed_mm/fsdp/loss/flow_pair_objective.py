@@ -74,7 +74,7 @@ class FlowPairObjective:
         return batch | {"_pair_weights": weights}
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Pairs."""
+        """Count the pairs, without blank rows; the number is the same for every term."""
         names = [self.term, "rewards/margins", "rewards/accuracies", "errors/chosen", "errors/rejected"]
         if self._dpo.pref_ftx:
             names.append(self.sft_term)
@@ -86,7 +86,7 @@ class FlowPairObjective:
         return BatchTokens(2 * of_one.real, 2 * of_one.trained)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: beta, how steps and pairs are weighed, the reference, and the noise path."""
         described = f"preferences, beta {self._beta:g}{_WEIGHED_STEPS[self._dpo.timestep_weight]}"
         if self._dpo.pref_ftx:
             described += f" + {self._dpo.pref_ftx:g} · errors of the chosen"

@@ -56,7 +56,7 @@ class LigerKernel:
         return LossSums(found.loss - z_loss, z_loss)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log, with the package's version."""
         return f"liger-kernel {metadata.version('liger-kernel')}, fused linear cross-entropy where tokens count alike"
 
 

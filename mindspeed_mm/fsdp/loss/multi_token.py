@@ -81,7 +81,7 @@ class WithMultiToken:
         return terms
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: the objective's own, the number of further tokens, and the factor of each."""
         return f"{self._objective.describe()}; {len(self._depths)} further tokens, factor {self._scale:g} each"
 
 

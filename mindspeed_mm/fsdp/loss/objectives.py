@@ -142,7 +142,7 @@ class TokenCrossEntropy:
         return prepared
 
     def tokens(self, batch: Batch) -> BatchTokens:
-        """Real tokens and labels."""
+        """Count the tokens that are not padding, and the labels."""
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -172,7 +172,7 @@ class TokenCrossEntropy:
         return dict(zip(self._terms(), sums, strict=False))
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: what counts alike, and the head's loss."""
         kind = "cross-entropy" if self._share == "token" else f"cross-entropy by {self._share.replace('_', '-')}"
         return f"{kind}, {self._head.describe()}"
 
@@ -224,11 +224,12 @@ class ModelLoss:
         return batch | {"_weight": weight, "_items": weight}
 
     def tokens(self, batch: Batch) -> BatchTokens:
-        """Real tokens and labels."""
+        """Count the tokens that are not padding, and the labels."""
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Label tokens, or micro-batches."""
+        """Sum the weights of the micro-batches: 1 each where they count alike, else label tokens or, without labels,
+        samples."""
         return {self.term: sum(batch.get(MICRO_BATCHES, _own_weight(batch)) for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
@@ -240,7 +241,7 @@ class ModelLoss:
         return {self.term: loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight}
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: what the model's own loss is a mean over."""
         over = "micro-batches" if self._per_micro_batch else "label tokens"
         described = f"the model's own, as the mean over {over}"
         return f"{described}, which is given their number" if self._tells_count else described

@@ -48,7 +48,7 @@ class ReferenceModel(Protocol):
         ...
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a short name of the reference for the log."""
         ...
 
 
@@ -69,7 +69,7 @@ class KnownAnswers(Protocol):
         ...
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a short name of the reference for the log."""
         ...
 
 
@@ -198,7 +198,7 @@ class PairObjective:
         return self._sums(batch, found)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: the losses with their weights, beta, the reference, and the head's loss."""
         names = []
         for name, weight in self._loss_weights.items():
             names.append(name if weight == 1 else f"{weight:g} · {name}")

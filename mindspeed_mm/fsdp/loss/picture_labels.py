@@ -34,7 +34,7 @@ class WithPictureLabels:
         self._objective = objective
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """As the objective does."""
+        """Prepare a batch in the same way as the objective of words."""
         return self._objective.prepare(batch, training=training)
 
     def tokens(self, batch: Batch) -> BatchTokens:
@@ -46,7 +46,7 @@ class WithPictureLabels:
         return self._objective.count(batches)
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """The objective's."""
+        """Return the objective's sums, after labels that stand for pictures have become the pictures' tokens."""
 
         def say(model: Any, args: Args, kwargs: Kwargs) -> CallArguments:
             pixels = kwargs.pop("pixel_values", None)
@@ -64,7 +64,7 @@ class WithPictureLabels:
             hook.remove()
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: the objective's own, and that pictures are answers, too."""
         return f"{self._objective.describe()}; of pictures in answers, too"
 
 

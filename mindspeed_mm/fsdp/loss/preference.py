@@ -38,7 +38,8 @@ class PairScores:
 
     @property
     def margin(self) -> Tensor:
-        """h."""
+        """The margin h = r_c − r_j, (P,): how much the policy prefers the chosen answer more than the reference
+        does."""
         return self.chosen_ratio - self.rejected_ratio
 
     @property
@@ -81,7 +82,7 @@ def _smoothed(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _sigmoid(pair: PairScores, given: PairSettings) -> Tensor:
-    """arXiv:2305.18290, equation 7."""
+    """Return the DPO loss −log σ(β · h), smoothed by ε (arXiv:2305.18290, equation 7)."""
     return _smoothed(given.beta * pair.margin, given.label_smoothing)
 
 
@@ -91,7 +92,7 @@ def _sigmoid_norm(pair: PairScores, given: PairSettings) -> Tensor:
 
 
 def _hinge(pair: PairScores, given: PairSettings) -> Tensor:
-    """arXiv:2305.10425, section 2.3."""
+    """Return the hinge loss max(0, 1 − β · h) (arXiv:2305.10425, section 2.3)."""
     return torch.relu(1 - given.beta * pair.margin)
 
 
@@ -115,7 +116,7 @@ def _exo_pair(pair: PairScores, given: PairSettings) -> Tensor:
 
 
 def _nca_pair(pair: PairScores, given: PairSettings) -> Tensor:
-    """arXiv:2402.05369."""
+    """Return the NCA loss −log σ(β · r_c) − ½ log σ(−β · r_c) − ½ log σ(−β · r_j) (arXiv:2402.05369)."""
     chosen, rejected = given.beta * pair.chosen_ratio, given.beta * pair.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
@@ -149,7 +150,7 @@ def _discopop(pair: PairScores, given: PairSettings) -> Tensor:
 
 
 def _simpo(pair: PairScores, given: PairSettings) -> Tensor:
-    """arXiv:2405.14734, equation 6."""
+    """Return the SimPO loss −log σ(β · (s_c / n_c − s_j / n_j) − γ) (arXiv:2405.14734, equation 6)."""
     chosen, rejected = pair.means
     return -F.logsigmoid(given.beta * (chosen - rejected) - given.simpo_gamma)
 
@@ -163,7 +164,7 @@ def _orpo(pair: PairScores, given: PairSettings) -> Tensor:
 
 
 def _log_of_rest(log_p: Tensor) -> Tensor:
-    """log(1 − p)."""
+    """Return log(1 − p) of log p, which is clamped below 0 so that the result is finite."""
     return torch.log(-torch.expm1(log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)))
 
 

@@ -154,15 +154,15 @@ class WithRouterAux:
         self._where = ", its statistics on the host" if offload else ""
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """As the objective does."""
+        """Prepare a batch on the host as the inner objective does."""
         return self._objective.prepare(batch, training=training)
 
     def tokens(self, batch: Batch) -> BatchTokens:
-        """As the objective counts them."""
+        """Count the tokens of a prepared batch as the inner objective does."""
         return self._objective.tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """The objective's, and real tokens."""
+        """Return the inner objective's denominators, and the number of real tokens for the routers' term."""
         real_tokens = sum(self._objective.tokens(batch).real for batch in batches)
         return self._objective.count(batches) | {TERM: real_tokens}
 
@@ -182,7 +182,7 @@ class WithRouterAux:
         return terms | {TERM: self._coefficient * share}
 
     def _summed(self, logits: Sequence[torch.Tensor]) -> RouterSums:
-        """Of all layers so far."""
+        """Return the sums over all layers that have run, those of earlier stages included."""
         before = None
         if self._passing is not None and self._passing.received is not None:
             before = RouterSums.parted(self._passing.received)
@@ -196,7 +196,7 @@ class WithRouterAux:
         return before
 
     def describe(self) -> str:
-        """For the log."""
+        """Return the inner objective's description with the balancing coefficient, for the log."""
         return f"{self._objective.describe()}; router balance {self._coefficient:g}{self._where}"
 
 
@@ -209,16 +209,16 @@ class RouterSums(NamedTuple):
     """(E,), differentiable."""
 
     def plus(self, other: RouterSums) -> RouterSums:
-        """Of both."""
+        """Return the sums over the layers of both."""
         return RouterSums(self.counts + other.counts, self.probabilities_E + other.probabilities_E)
 
     def joined(self, dtype: torch.dtype) -> torch.Tensor:
-        """(2 E + 2,) as it passes between stages."""
+        """Return counts and probabilities in one tensor, (2 E + 2,), which passes between stages."""
         return torch.cat([self.counts.to(dtype), self.probabilities_E.to(dtype)])
 
     @classmethod
     def parted(cls, numbers: torch.Tensor) -> RouterSums:
-        """The way back."""
+        """Rebuild the sums from the tensor that `joined` makes; the counts are detached."""
         counted = len(numbers) // 2 + 1
         return cls(numbers[:counted].detach().double(), numbers[counted:])
 

@@ -57,11 +57,11 @@ class SdeSteps:
         return self._diffusion(index) * math.sqrt(-self.delta(index))
 
     def ode(self, x: torch.Tensor, v: torch.Tensor, index: int) -> torch.Tensor:
-        """x' of the ODE."""
+        """Return x' after the ODE's Euler step, x + v Δ, in the shape of x."""
         return x + v * self.delta(index)
 
     def density(self, x: torch.Tensor, v: torch.Tensor, index: int) -> StepDensity:
-        """Of x'.
+        """Return the density of x' after a step.
 
         Args:
             x: (B, …) at the step's upper level.
@@ -93,11 +93,11 @@ class SdeStep:
 
     @property
     def delta(self) -> float:
-        """Δ, negative."""
+        """Δ = σ' − σ of this step, which is negative."""
         return self.steps.delta(self.index)
 
     def density(self, x: torch.Tensor, v: torch.Tensor) -> StepDensity:
-        """Of x', see `SdeSteps.density`."""
+        """Return the density of x' given x and v; see `SdeSteps.density`."""
         return self.steps.density(x, v, self.index)
 
 

@@ -66,14 +66,15 @@ class Slices:
     """Choose the size by the rows there are: as few slices as `rows` allows, all alike."""
 
     def size(self, rows: int) -> int:
-        """Of the slices of so many rows; the last one may be shorter. It depends on nothing else."""
+        """Return the rows of a slice when the head gets `rows` rows; the last slice may be shorter. The size depends on
+        nothing else."""
         if not self.is_dynamic:
             return self.rows
         slices = max(1, -(-rows // self.rows))
         return max(1, -(-rows // slices))
 
     def describe(self) -> str:
-        """For the log."""
+        """Return the size of the slices in words, for the log."""
         return f"equal slices of at most {self.rows} rows" if self.is_dynamic else f"slices of {self.rows} rows"
 
 

@@ -69,7 +69,7 @@ def _by_loop(rows_SI: torch.Tensor, weight_GIO: torch.Tensor, counts_G: torch.Te
 
 
 class _Loop(torch.autograd.Function):
-    """One product a group."""
+    """Computes one matrix product after the other, one for each group."""
 
     @staticmethod
     def forward(

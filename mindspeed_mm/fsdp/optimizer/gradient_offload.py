@@ -74,7 +74,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """As `zero_grad`."""
+    """Drop the gradients on the host, as `zero_grad` does on the device; their memory is kept."""
     for parameter in parameters:
         kept = offloaded(parameter)
         if kept is not None:

@@ -45,7 +45,7 @@ class LossScale:
             self.value, self.good_steps = min(self.value * GROWTH, LARGEST), 0
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return what a checkpoint keeps of the scale; `load_state` reads it."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state(self, state: dict[str, float]) -> None:

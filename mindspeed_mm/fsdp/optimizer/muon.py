@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
@@ -56,8 +57,8 @@ class Muon(StreamedAdamW):
         self._momentum, self._steps, self._matched_rms = momentum, steps, matched_rms
 
     @property
+    @override
     def kind(self) -> str:
-        """What its state is."""
         return "Muon"
 
     def _update_all(self) -> None:

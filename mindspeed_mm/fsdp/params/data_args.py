@@ -141,7 +141,7 @@ Files = Annotated[str | tuple[str | DataEntry, ...] | None, BeforeValidator(_fil
 
 
 class MixPlan(Section):
-    """Shares of several datasets."""
+    """Weights by which several datasets are sampled, and their unit."""
 
     weights: dict[str, Annotated[Number, Field(ge=0)]] = Field(default_factory=dict)
     """Sampling weight of each dataset, under its name as written in `dataset`."""
@@ -226,7 +226,7 @@ class BasicParameters(OpenSection):
 
     @property
     def packs(self) -> bool:
-        """Whether samples share rows."""
+        """Whether several samples share a row: `packing` or `neat_packing` is set."""
         return self.packing or self.neat_packing
 
 
@@ -284,7 +284,7 @@ class PreprocessParameters(OpenSection):
 
 
 class DatasetParam(OpenSection):
-    """One dataset."""
+    """Settings of one dataset: its class, its columns, its rows and the processor."""
 
     dataset_type: str = "huggingface"
     """Registered id of the dataset class that reads the rows."""

@@ -107,7 +107,7 @@ class ChunkMbsPlan(Section):
 
 
 class EpBalancePlan(Section):
-    """Copies of busy experts."""
+    """Limits on the copies of busy experts that `enable_ep_balance` makes."""
 
     max_dup_experts_num: Natural = 2
     """Maximum number of copies of other ranks' experts that a rank holds."""

@@ -11,7 +11,7 @@ from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, P
 
 
 class Generation(Section):
-    """How answers are generated."""
+    """How answers are generated: their length, the choice of tokens, and the cache."""
 
     max_new_tokens: Positive = 512
     """Maximum number of tokens in an answer."""

@@ -89,7 +89,7 @@ class TpPlan(Section):
 
 
 class PpPlan(Section):
-    """Pipeline parallelism."""
+    """Pipeline parallelism: where the model is cut into stages, and in which order they run."""
 
     split_points: Names = ()
     """Name of the first module of each further stage; a module behind the layers (`model.norm`) makes a last stage
@@ -106,7 +106,7 @@ class PpPlan(Section):
 
 
 class EpPlan(Section):
-    """Expert parallelism."""
+    """Expert parallelism: which modules hold experts, and how tokens reach them."""
 
     apply_modules: Patterns = ()
     """Patterns of the expert modules; empty: the model's own."""

@@ -38,7 +38,7 @@ def _listed(value: Any) -> Any:
 
 
 class LrScaling(Section):
-    """One entry of `lr_scaling_plan`."""
+    """One entry of `lr_scaling_plan`: a factor on the learning rate of the parameters that match."""
 
     match: str
     """Regular expression that is searched in parameter names."""
@@ -47,7 +47,7 @@ class LrScaling(Section):
 
 
 class QuantizationPlan(Section):
-    """Low-precision matrix products."""
+    """Matrix products in low precision: the recipe, and the modules that it applies to."""
 
     recipe_name: str | None = None
     """Name of the recipe, e.g. mxfp8."""

@@ -77,7 +77,7 @@ class Section(BaseModel):
         return self._entries().keys()
 
     def values(self) -> ValuesView[Any]:
-        """Values of all keys."""
+        """Return the values of all keys, those that plugins added last."""
         return self._entries().values()
 
     def items(self) -> ItemsView[str, Any]:

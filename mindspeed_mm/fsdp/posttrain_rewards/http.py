@@ -190,7 +190,7 @@ def _sample(name: str, prompt: str, completion: Any, row: Row) -> dict[str, Any]
 
 
 def picture_as_base64(picture: Image.Image) -> str:
-    """A picture as PNG."""
+    """Encode a picture as PNG, and that as base64 text."""
     stream = io.BytesIO()
     picture.save(stream, format="PNG")
     return base64.b64encode(stream.getvalue()).decode("ascii")

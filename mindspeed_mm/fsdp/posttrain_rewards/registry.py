@@ -287,7 +287,7 @@ def _keywords(made: Callable[..., object]) -> list[str]:
 
 
 def _needed(judge: Callable[..., object]) -> list[str]:
-    """Parameters without a default."""
+    """Return the names of parameters without a default; `*args` and `**kwargs` do not count."""
     named = set(_keywords(judge))
     return [each.name for each in _parameters(judge) if each.name in named and each.default is each.empty]
 

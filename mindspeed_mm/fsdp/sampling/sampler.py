@@ -48,7 +48,7 @@ _POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma", "rotary")
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """One sample to make."""
+    """One sample to make: its prompt, and which of that prompt's samples it is."""
 
     prompt: Prompt
     number: int

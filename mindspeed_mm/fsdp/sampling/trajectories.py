@@ -109,7 +109,7 @@ class Trajectories:
 
     @classmethod
     def joined(cls, rows: Sequence[Trajectories]) -> Trajectories:
-        """The other way round."""
+        """Stack the trajectories of single samples along a new batch axis: the inverse of `of_row`."""
         found = cls(torch.stack([row.latents for row in rows]))
         for name, kept in rows[0].by_step.items():
             for index in kept:

@@ -35,7 +35,7 @@ def merged(*sets: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Time covered in all."""
+    """Return the time that all intervals cover together."""
     return float((intervals[:, 1] - intervals[:, 0]).sum())
 
 
@@ -48,7 +48,7 @@ def minus(one: Intervals, other: Intervals) -> Intervals:
 
 
 def common(one: Intervals, other: Intervals) -> Intervals:
-    """The moments of both."""
+    """Return the moments that are in both sets, as an interval set."""
     if not len(one) or not len(other):
         return NONE
     # For each of `one`, the range of `other` that touches it; then all pairs at once.

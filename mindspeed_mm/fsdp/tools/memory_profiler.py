@@ -69,7 +69,7 @@ class MemoryProfiler:
         """What has begun and is to be ended: the tracker, and after its report the history."""
 
     def start(self, next_step: int) -> None:
-        """Begin before `next_step`."""
+        """Begin to record, just before step `next_step`. Raises `MachineError` when the folder cannot be written."""
         make_writable_folder(self._folder)
         self._first = next_step
         if self._history is not None:

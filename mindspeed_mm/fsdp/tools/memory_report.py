@@ -34,11 +34,11 @@ class MemoryReport:
     """The same as an accelerator's allocator counts it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return all fields by name, nested ones too, for a JSON file."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """A table."""
+        """Return the peak as a table for the log, line by line."""
         first, last = self.steps
         peak = self.peak
         steps = f"step {first}" if first == last else f"steps {first} to {last}"

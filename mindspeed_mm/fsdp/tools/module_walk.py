@@ -68,7 +68,7 @@ class ModuleWalk:
 
     @property
     def in_backward(self) -> bool:
-        """Whether gradients flow."""
+        """Whether a backward pass is running. Asking also counts a pass that has begun since the last question."""
         running = torch._C._current_graph_task_id()
         if running > self._pass:  # the numbers only rise; a pass that goes on after an inner one has the smaller
             self._pass = running

@@ -20,7 +20,7 @@ _SETTINGS = tuple(name for name in StaticProfile.model_fields if name not in ("s
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is asked for."""
+    """What a `profile.json` asks for: which steps are recorded, and how."""
 
     settings: StaticProfile
     steps: int

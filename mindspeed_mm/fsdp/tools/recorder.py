@@ -78,7 +78,7 @@ class Window:
 
     @property
     def has_memory(self) -> bool:
-        """Whether allocations are recorded."""
+        """Whether allocations are recorded: `with_memory`, or a level of 2 or more."""
         return self.settings.with_memory or self.settings.level >= 2
 
     @property

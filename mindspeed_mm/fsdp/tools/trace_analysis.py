@@ -47,7 +47,7 @@ class Seconds(dict[str, float]):
             self[name] += seconds
 
     def top(self, count: int) -> list[tuple[str, float]]:
-        """The largest, largest first."""
+        """Return the `count` largest entries as (name, seconds), the largest first."""
         return sorted(self.items(), key=lambda item: -item[1])[:count]
 
 
@@ -113,7 +113,7 @@ class Analysis:
 
     @property
     def total(self) -> Times:
-        """All ranks added up."""
+        """Times of all ranks, added up name by name."""
         total = Times()
         for times in self.ranks.values():
             total.add(times)
@@ -132,7 +132,7 @@ class Analysis:
         return max(busy) / mean - 1 if mean else 0.0
 
     def to_dict(self, top: int) -> dict[str, object]:
-        """For machines."""
+        """Return the analysis as JSON values, with the `top` largest operators, kernels and modules of each rank."""
         return {
             "files": self.files,
             "slowest_rank": self.slowest,
@@ -203,7 +203,7 @@ def analyse_files(paths: Sequence[Path]) -> Analysis:
 
 
 def analyse_columns(columns: TraceColumns) -> Times:
-    """Analyse one file."""
+    """Analyse the events of one trace file; all times are in seconds."""
     nesting = nest(columns)
     window, steps = _window(columns)
     times = Times(window=intervals.length(window), steps=steps, has_device=columns.has_device)

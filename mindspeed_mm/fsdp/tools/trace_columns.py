@@ -19,7 +19,7 @@ MICROSECOND = 1e-6
 
 
 class Kind(IntEnum):
-    """What an event is."""
+    """Kind of an event in a trace: where it ran, and what it did."""
 
     OTHER = 0
     OPERATOR = 1

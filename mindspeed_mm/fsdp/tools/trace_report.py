@@ -46,7 +46,7 @@ _MEANING = {
 
 
 def bottleneck(analysis: Analysis) -> Bottleneck:
-    """Name it."""
+    """Name what holds the steps up most, with advice; `compute-bound` where no wait is worth naming."""
     total = analysis.total
     share = total.shares_of_window
     worst = max((DATA, COPY_IN, COPY_OUT, COMMUNICATION, IDLE), key=lambda name: share[name])

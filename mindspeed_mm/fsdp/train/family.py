@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
@@ -166,8 +167,8 @@ class LanguageFamily(Family):
             return build_simulated_pairs(self.arguments, outline.model, head)
         return build_language_objective(self.arguments, outline.model, head, lambda: ())
 
+    @override
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
-        """The model answers prompts."""
         from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
         from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
 
@@ -196,8 +197,8 @@ class GeneratorFamily(Family):
         device: Where its encoders run.
     """
 
+    @override
     def trial_options(self, model: nn.Module) -> str | None:
-        """What they draw from."""
         return "--prompt 'a prompt' --out samples"
 
     def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:

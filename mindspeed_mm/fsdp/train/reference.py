@@ -47,7 +47,7 @@ class AdaptersOff:
             return self._head.log_probs(model, inputs, rows, targets, suppressed, temperature=temperature)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return which model the reference is, for the log."""
         return _ADAPTERS_OFF
 
 
@@ -78,7 +78,7 @@ class FrozenModel:
         return self._head.log_probs(self.model, inputs, rows, targets, suppressed, temperature=temperature)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return which model the reference is, for the log."""
         return self._described
 
 
@@ -105,12 +105,12 @@ class FollowingModel:
         *,
         temperature: float = 1.0,
     ) -> Tensor:
-        """(n,) of the copy."""
+        """Return the (n,) log-probabilities of the labelled tokens by the copy."""
         with self._copy.applied():
             return self._head.log_probs(model, inputs, rows, targets, suppressed, temperature=temperature)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return which model the reference is, for the log."""
         return self._described
 
 

@@ -59,7 +59,7 @@ class ReferenceRun:
 
     @torch.no_grad()
     def of_all_ranks(self, batches: Sequence[Batch], facts: dict[str, str]) -> StoredLogProbs:
-        """Of a step's micro-batches."""
+        """Score the pairs of a step's micro-batches and merge those of all data ranks. Called by every rank."""
         prepared = [self._objective.prepare(batch, training=False) for batch in batches]
         self._let_towers_agree(prepared)
         found = StoredLogProbs(facts)

@@ -152,7 +152,7 @@ class StoredReference:
         return torch.tensor(found, dtype=torch.float64).t().reshape(-1)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log, with the number of pairs whose log-probabilities are stored."""
         return f"stored log-probabilities of {len(self._stored.log_probs):,} pairs"
 
 

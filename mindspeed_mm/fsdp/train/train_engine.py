@@ -74,14 +74,14 @@ class Hook:
     """Something that happens around steps. Every method is optional."""
 
     def on_train_begin(self, engine: TrainEngine) -> None:
-        """Before the first step."""
+        """Called once when training begins, before the first step of this start."""
 
     def on_gradients(self, engine: TrainEngine, norm: torch.Tensor) -> None:
         """Between the backward passes of a step and its update: gradients are whole and not clipped, `norm` is
         theirs."""
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step with its result, also where the update was skipped."""
 
     def on_train_end(self, engine: TrainEngine) -> None:
         """After the last step, or after a stop that was asked for."""

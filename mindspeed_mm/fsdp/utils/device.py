@@ -214,7 +214,8 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore the random-number state that `rng_state` returned: torch's on the CPU and, where the state has one, the
+    accelerator's."""
     torch.set_rng_state(state["cpu"])
     if "device" in state and get_device_type() != "cpu":
         get_torch_device().set_rng_state(state["device"])

@@ -11,7 +11,7 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 
 
 class PeakMemory(NamedTuple):
-    """Bytes."""
+    """Peak memory of this process in bytes, since `take_peak_memory` was last called."""
 
     allocated: int
     """Bytes held by tensors; on a CPU, by the whole process since it began, because the kernel does not reset it."""

@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.utils.device import CopyStream, get_device_type
 
 
 class HostCopies:
-    """One queue of copies."""
+    """Copies tensors between device and host in one queue, in parallel with the computation."""
 
     def __init__(self) -> None:
         self._queue: CopyStream | None = None

@@ -44,7 +44,7 @@ def log_mel(samples: np.ndarray, *, rate: int, bands: int, frame_ms: float, shif
 
 @cache
 def _window(length: int) -> np.ndarray:
-    """Hamming's, symmetric."""
+    """Return the symmetric Hamming window of `length` samples, (length,) float64."""
     mean, swing = _HAMMING
     return mean - swing * np.cos(2 * np.pi * np.arange(length) / (length - 1))
 

@@ -28,7 +28,7 @@ _BT601, _LIMITED_RANGE = 6, 1
 
 @dataclass(frozen=True)
 class SoundTrack:
-    """Sound that was generated."""
+    """Holds generated sound: the samples of each channel and their rate."""
 
     samples: np.ndarray
     """(channels, N) float32 in -1..1, one channel or two."""

@@ -53,7 +53,7 @@ class WorkProgress:
         self._began = self._told = time.monotonic()
 
     def note(self, text: str) -> None:
-        """A line of prose."""
+        """Print a line of text on rank 0, in place of the bar."""
         if self._speaks:
             self._clear()
             print(visible(text), file=self._stream, flush=True)
@@ -72,7 +72,7 @@ class WorkProgress:
             self._tell(now - self._began)
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar from the terminal, if one is shown; called when work is over or stops."""
         self._clear()
 
     def _tell(self, seconds: float) -> None:
@@ -97,7 +97,7 @@ class WorkProgress:
 
 
 def clock(seconds: float) -> str:
-    """Seconds → `h:mm:ss`."""
+    """Format a duration in seconds as `hh:mm:ss`, rounded to whole seconds."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{seconds_left:02}"

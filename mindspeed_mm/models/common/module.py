@@ -26,7 +26,7 @@ class MultiModalModule(nn.Module):
 
     @property
     def module(self) -> Self:
-        """The model itself."""
+        """The model itself, for code that reaches through a wrapper's `module`."""
         return self
 
     def set_input_tensor(self, input_tensor: torch.Tensor | Sequence[torch.Tensor] | None) -> None:

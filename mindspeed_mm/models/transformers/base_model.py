@@ -77,7 +77,8 @@ class FSDP2Mixin:
         return True
 
     def _pre_fully_shard(self, process_group: object, fsdp2_config_path: object, **kwargs: Any) -> None:
-        """Set `fsdp2_kwargs` and `fsdp2_config`."""
+        """Set `fsdp2_kwargs`, the arguments of torch's `fully_shard`, and `fsdp2_config` from the engine's plan;
+        `kwargs` override single arguments."""
         plan, state = _plan_of(process_group), get_parallel_state()
         several = state.axis_size("dp_replicate") > 1
         mesh = state.get_hsdp_device_mesh() if several else state.axis_mesh("fsdp")
@@ -127,7 +128,7 @@ class NormalInitMixin:
                 module.weight[module.padding_idx].zero_()
 
     def init_weights(self) -> None:
-        """Set all of them."""
+        """Call `_init_weights` for every module of the model, the model itself included."""
         for module in cast(nn.Module, self).modules():
             self._init_weights(module)
 

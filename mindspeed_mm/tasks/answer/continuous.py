@@ -96,7 +96,7 @@ class ContinuousWorker:
 
     @property
     def waiting(self) -> int:
-        """Rows without a token."""
+        """Number of rows, at work or held back, whose first token has not come."""
         return sum(not place.has_begun for place in (*self._places.values(), *self._held))
 
     def submit(self, row: LiveAnswer) -> Future[Answer]:
@@ -268,7 +268,7 @@ class ContinuousWorker:
             self._send()
 
     def _leave(self, name: str, *, is_done: bool = False) -> None:
-        """Free a place."""
+        """Free the place of a request, and cancel the request unless `is_done`; does nothing for an unknown name."""
         with self._lock:
             if self._places.pop(name, None) is None:
                 return

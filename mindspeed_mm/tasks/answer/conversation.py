@@ -25,7 +25,7 @@ _is_saved = first_line_has("messages", *_COLUMNS.values())
 
 
 class Talker(Protocol):
-    """What answers."""
+    """Answers conversations: a model of this process, or one that a server answers for."""
 
     def answer(
         self,
@@ -60,7 +60,11 @@ class LoadedModel:
         sampling: Sampling,
         tell: Callable[[str], None],
     ) -> Answer:
-        """As `Talker` says."""
+        """Answer the last turn with this process's model; `tell` is called with each piece of the answer.
+
+        Raises:
+            MMError: A medium cannot be read, or the model takes none of its kind.
+        """
         place = RowLocation("chat", sum(message["role"] == "user" for message in messages))
         encoder = self.generator.encoder
         loader = encoder.media(Path.cwd(), [Path(item.source).parent for item in media])

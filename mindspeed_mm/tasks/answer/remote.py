@@ -218,7 +218,8 @@ def _with_media(messages: Sequence[dict[str, Any]], media: Sequence[MediaItem]) 
 
 
 def _as_part(item: MediaItem) -> dict[str, Any]:
-    """A file as data."""
+    """Encode a media file in base64, as a content part of OpenAI's interface. Raises `MachineError` where the file
+    cannot be read."""
     path = Path(str(item.source))
     try:
         data = base64.b64encode(path.read_bytes()).decode()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong."""
+    """One problem that `mm check` found, with its stage and the exit code that a run would end with."""
 
     stage: str
     problem: Problem
@@ -57,7 +57,8 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """What a check found."""
+    """Holds what `mm check` found in a configuration: stages passed and skipped, problems, warnings and predicted
+    memory."""
 
     path: Path
     passed: list[str] = field(default_factory=list)

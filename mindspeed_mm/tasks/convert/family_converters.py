@@ -87,7 +87,8 @@ class _FamilyConverter(GenericDCPConverter):
 
 
 def _name_in_model(key: str) -> str:
-    """`base_model.model.x.lora_A.weight` → `x.lora_A.default.weight`."""
+    """Return the model's name for a tensor of PEFT adapters: `base_model.model.x.lora_A.weight` →
+    `x.lora_A.default.weight`."""
     name = key.removeprefix(_PEFT)
     stem, dot, last = name.rpartition(".")
     if ".lora_" not in name:

@@ -32,7 +32,7 @@ _COMPARED_ROWS = 16
 
 @dataclass
 class DataCheck:
-    """What was found."""
+    """Holds what `mm data check` found: counts of rows, findings, histograms and the bad rows."""
 
     path: Path
     rows: int = 0

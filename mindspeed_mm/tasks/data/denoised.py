@@ -201,7 +201,7 @@ def denoised_stats(tally: RowStatistics) -> DenoisedStats | None:
 
 
 def denoised_lines(stats: DenoisedStats) -> list[str]:
-    """The statistics for people."""
+    """Return lines of text with the statistics of a generator's samples: sizes, captions, frames and roles."""
     buckets = stats["buckets"]
     total = sum(buckets.values())
     lines = []

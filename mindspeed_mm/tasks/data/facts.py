@@ -131,7 +131,7 @@ class DenoisedFacts:
 
 @dataclass(slots=True)
 class RowFacts:
-    """One row."""
+    """Facts of one row as a worker reads it: sizes, media and, where it cannot be used, the fault."""
 
     index: int
     place: str

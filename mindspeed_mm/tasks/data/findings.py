@@ -21,7 +21,7 @@ _ROUND_TO = 64
 
 @dataclass(frozen=True)
 class Fix:
-    """Something to change."""
+    """A change that helps against a finding, and how many rows it saves."""
 
     what: str
     """The change, as one would type or make it."""
@@ -256,7 +256,7 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
 
 
 def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[DataFinding]:
-    """Copies of earlier rows."""
+    """Yield a warning of this kind if any row repeats an earlier one, with example places."""
     if found.count:
         yield DataFinding(
             "warning",
@@ -294,7 +294,7 @@ def notes(tally: RowStatistics) -> Iterator[DataFinding]:
 
 
 def empty_answers(tally: RowStatistics) -> Iterator[DataFinding]:
-    """Answers without a word."""
+    """Yield a warning if usable rows have a trained turn of the model without text."""
     if tally.empty_answers:
         rows = len(tally.empty_answers)
         has = "has" if rows == 1 else "have"
@@ -340,10 +340,10 @@ def _ways_out(found: Iterable[str]) -> Iterator[str]:
 
 
 def rows_told(rows: int) -> str:
-    """`1 row`, `1,200 rows`."""
+    """Return the number of rows in words: `1 row`, `1,200 rows`."""
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 
 def to_dict(finding: DataFinding) -> dict[str, object]:
-    """For machines."""
+    """Return the finding and its fixes as plain dictionaries, for JSON."""
     return asdict(finding)

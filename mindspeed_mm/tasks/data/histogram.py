@@ -22,7 +22,7 @@ class Bin(NamedTuple):
 
 
 def as_dicts(bins: Sequence[Bin]) -> list[dict[str, int]]:
-    """For machines."""
+    """Return each bin as a dictionary with `low`, `high` and `rows`, for JSON."""
     return [each._asdict() for each in bins]
 
 

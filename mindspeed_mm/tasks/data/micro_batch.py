@@ -26,7 +26,7 @@ class PackedDocument:
 
 @dataclass(frozen=True)
 class MicroBatchView:
-    """One micro-batch."""
+    """Describes a micro-batch: its rows, the documents in them, and the shapes of its tensors."""
 
     rows: int
     length: int
@@ -43,7 +43,7 @@ class MicroBatchView:
         return real / max(self.rows * self.length, 1)
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the view as a dictionary for JSON, with `fill` rounded to four digits."""
         return {
             "rows": self.rows,
             "length": self.length,
@@ -89,7 +89,7 @@ def _padded(batch: Batch) -> Iterator[PackedDocument]:
 
 
 def _labels(batch: Batch) -> torch.Tensor:
-    """What the loss counts."""
+    """Return the (rows, length) labels of the loss; without `shift_labels` in the batch, all are `IGNORED_LABEL`."""
     found = batch.get("shift_labels")
     return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED_LABEL)
 

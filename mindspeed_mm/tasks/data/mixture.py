@@ -13,7 +13,7 @@ from mindspeed_mm.tasks.data.tally import RowStatistics
 
 @dataclass(frozen=True)
 class SourceShare:
-    """One source."""
+    """Share of one source in a mixture: by rows, by tokens and by its weight."""
 
     name: str
     rows: int
@@ -25,7 +25,7 @@ class SourceShare:
     """Share by the configured weights; None without weights."""
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the share as a dictionary for JSON, with measured shares rounded to four digits."""
         return {
             "name": self.name,
             "rows": self.rows,

@@ -31,7 +31,7 @@ class OpenedData:
 
     @property
     def arguments(self) -> Arguments:
-        """The configuration."""
+        """The checked configuration, as `Arguments`, that the data was opened with."""
         return self.config.arguments
 
     @property

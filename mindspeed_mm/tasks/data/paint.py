@@ -32,7 +32,7 @@ class Paint:
         return click.style(text, **style) if self.colour else text
 
     def bad(self, text: str) -> str:
-        """What stops a run."""
+        """Return text in bold red, for what would stop a run; unchanged without colour."""
         return self._styled(text, fg="red", bold=True)
 
     def odd(self, text: str) -> str:
@@ -48,7 +48,7 @@ class Paint:
         return self._styled(text, dim=True)
 
     def head(self, text: str) -> str:
-        """A heading."""
+        """Return text in bold, for a heading; unchanged without colour."""
         return self._styled(text, bold=True)
 
     def trained(self, text: str) -> str:

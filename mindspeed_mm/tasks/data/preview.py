@@ -58,7 +58,7 @@ class TokenizedConversation:
     shrunk: bool
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the conversation as a dictionary for JSON: counts, token ids, labels, weights and text stretches."""
         stretches = []
         for each in self.stretches:
             stretches.append({"text": each.text, "first": each.first, "tokens": each.tokens, "weight": each.weight})
@@ -76,7 +76,7 @@ class TokenizedConversation:
 
 @dataclass
 class ShownRow:
-    """One row."""
+    """One row of a preview: its tokenised answers and media, or why it cannot be used."""
 
     index: int
     place: str
@@ -91,7 +91,7 @@ class ShownRow:
     """Notes on a generator's sample: its size, what is done to the medium, its captions."""
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the row as a dictionary for JSON; each medium is given by kind, name and number of tokens."""
         media = []
         for item, tokens in self.media:
             media.append({"kind": item.kind, "name": media_name(item.source), "tokens": tokens})
@@ -107,7 +107,7 @@ class ShownRow:
 
 @dataclass
 class Preview:
-    """What is shown."""
+    """Holds what `mm data preview` shows: some rows of a data set and the first micro-batch of training."""
 
     path: Path
     rows: int
@@ -121,7 +121,7 @@ class Preview:
     """The loader that opens them, where the data set has one."""
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return the preview as a dictionary for JSON, with None where there is no micro-batch."""
         return {
             "path": str(self.path),
             "rows": self.rows,

@@ -15,7 +15,8 @@ _STRIP_CHARACTERS = 64
 
 
 def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list[str]:
-    """Everything shown."""
+    """Return a preview as lines of text: a title, each row, and the first micro-batch or the reason why it is
+    missing."""
     title = f"{found.path}: {len(found.shown)} of {found.rows:,} rows"
     if any(row.answers for row in found.shown):
         title += "; trained tokens are coloured" if paint.colour else "; trained tokens stand between « and »"

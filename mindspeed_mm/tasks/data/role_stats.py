@@ -71,7 +71,7 @@ def shares(values: Sequence[float]) -> dict[str, float]:
 
 
 def role_lines(stats: Mapping[str, RoleStats]) -> list[str]:
-    """The statistics for people."""
+    """Return lines of text with the statistics of each role: kinds, sizes, frames, seconds and share cut away."""
     lines = []
     for role, told in stats.items():
         lines.append(f"  {role.replace('_', ' ')}: {', '.join(times_each(told['kinds']))}")
@@ -92,7 +92,7 @@ def percentile_line(title: str, values: Mapping[str, float]) -> list[str]:
 
 
 def named_numbers(values: Mapping[str, float]) -> str:
-    """`median 12, largest 1,200`."""
+    """Join names and numbers in one line of text, such as `median 12, largest 1,200`."""
     return ", ".join(f"{name} {value:,}" for name, value in values.items())
 
 
@@ -102,5 +102,5 @@ def times_each(counts: Mapping[_Key, int]) -> list[str]:
 
 
 def with_counts(counts: Mapping[_Key, int]) -> list[str]:
-    """`640×480 (1,200)` of each."""
+    """Return each key with its count as text, such as `640×480 (1,200)`."""
     return [f"{name} ({count:,})" for name, count in counts.items()]

@@ -88,7 +88,7 @@ class DataStats:
     """Statistics of a generator's samples."""
 
     def to_dict(self) -> dict[str, object]:
-        """For machines."""
+        """Return all statistics as a dictionary for JSON; bins and nested statistics become dictionaries, too."""
         return vars(self) | {
             "path": str(self.path),
             "shares": [each.to_dict() for each in self.shares],

@@ -26,7 +26,8 @@ class BadRow:
     fault: RowFault
 
     def to_dict(self) -> dict[str, object]:
-        """A line of `--bad-rows`."""
+        """Return the dictionary that `--bad-rows` writes as one JSON line; rows left out at opening have None as
+        `index`."""
         file, _, row = self.place.rpartition(":")
         return {
             "index": self.index if self.index >= 0 else None,
@@ -86,14 +87,14 @@ class RowStatistics:
 
     @classmethod
     def of(cls, facts: Iterable[RowFacts]) -> RowStatistics:
-        """Everything added up."""
+        """Add up the facts of all rows in new statistics."""
         tally = cls()
         for each in facts:
             tally.add(each)
         return tally
 
     def add(self, facts: RowFacts) -> None:
-        """One more row."""
+        """Add the facts of one row, whether usable or bad."""
         self.rows += 1
         if facts.content:
             self.contents.append(facts.content)
@@ -196,7 +197,7 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Copies of earlier rows."""
+    """Number of rows that repeat an earlier one, with the places of a few examples."""
 
     count: int
     examples: tuple[tuple[str, str], ...]

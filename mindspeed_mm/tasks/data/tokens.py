@@ -43,7 +43,7 @@ class TokenSpan:
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """Text of all pieces, joined; a repeated special token appears once."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
@@ -58,7 +58,7 @@ class TokenSpan:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Number of tokens in the span, repetitions of a special token included."""
         return self.repeated or sum(len(piece.ids) for piece in self.pieces)
 
 

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, MadeSample, Sam
 
 @dataclass(frozen=True)
 class DrawJob:
-    """One sample to make."""
+    """One sample that a request asks for, with the sampling settings that were prepared for it."""
 
     order: SampleOrder
     sampling: SamplingArguments

@@ -81,7 +81,7 @@ class GenerateOutcome:
     notes: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """For people."""
+        """Return a sentence about the folder, how many samples were made and how many were already there."""
         samples = "sample" if self.made == 1 else "samples"
         told = f"{self.out}: {self.made} {samples} made"
         if self.kept:
@@ -140,7 +140,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
 
 @dataclass(frozen=True)
 class _Work:
-    """What one rank does."""
+    """Makes one rank's share of the samples and writes those that are missing to the folder."""
 
     generator: RankSampler
     sampling: SamplingArguments

@@ -49,7 +49,7 @@ class PairedTest:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Return all fields by name, as a dictionary for JSON."""
         return asdict(self)
 
 
@@ -128,7 +128,7 @@ def _errors_of(samples: Sequence[Record]) -> list[tuple[int, int]]:
 
 
 def _rightness_of(samples: Sequence[Record]) -> dict[str, float]:
-    """By place."""
+    """Return 1.0 for each right and 0.0 for each wrong answer, by the sample's position as text."""
     return {str(place): float(bool(sample["correct"])) for place, sample in enumerate(samples)}
 
 

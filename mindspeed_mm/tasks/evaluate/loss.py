@@ -58,7 +58,7 @@ _NO_PERPLEXITY = math.log(1e300)
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """Over some rows."""
+    """Mean loss over some rows, with the numbers of rows and of trained tokens."""
 
     loss: float
     """Mean cross-entropy of the trained tokens, in nats; tokens count as their messages' weights say."""
@@ -94,16 +94,16 @@ class LossEvaluation:
 
     @property
     def loss(self) -> float:
-        """Of all rows."""
+        """Mean cross-entropy of the trained tokens of all rows, in nats."""
         return self.overall.loss
 
     @property
     def perplexity(self) -> float:
-        """Of all rows."""
+        """Perplexity over all rows, exp of `loss`; infinite where the loss is too large."""
         return self.overall.perplexity
 
     def to_dict(self) -> dict[str, object]:
-        """What `loss.json` holds."""
+        """Return the content of `loss.json`: losses by task and overall, rows left out, and the facts."""
         tasks = {name: mean.to_dict() for name, mean in self.tasks.items()}
         return {"tasks": tasks, "overall": self.overall.to_dict(), "left_out": self.left_out, **self.facts}
 

@@ -55,7 +55,7 @@ ContentKind = Literal["model", "adapters", "generator", "transformer", "single_f
 
 @dataclass(frozen=True)
 class ExportContents:
-    """What will be written."""
+    """Describes what an export will write: its kind, sizes in bytes, and the function that writes it."""
 
     kind: ContentKind
     tensors: int

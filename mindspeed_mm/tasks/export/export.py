@@ -28,7 +28,7 @@ from mindspeed_mm.tasks.export.source import NAME_MODEL, ExportSource, resolve_s
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Reports what `mm export` wrote: the folder, the checkpoint that it came from, and the size of its weights."""
 
     folder: Path
     checkpoint: Path

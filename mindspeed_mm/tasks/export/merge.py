@@ -32,7 +32,7 @@ _KEY = "ADAPTER"
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Reports what `mm merge` wrote: the folder, the adapters that it merged, and the size of its weights."""
 
     folder: Path
     merged: tuple[str, ...]

@@ -62,7 +62,7 @@ class WorkBatch:
 
     @property
     def decoded_bytes(self) -> int:
-        """Memory for its pixels."""
+        """Memory in bytes for the decoded pixels of all rows and views, three bytes a pixel."""
         return self.views * 3 * self.size.frames * self.size.height * self.size.width * len(self.rows)
 
 

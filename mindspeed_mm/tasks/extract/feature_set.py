@@ -87,7 +87,7 @@ class ExtractOutcome:
     """Samples with an empty caption."""
 
     def sentence(self) -> str:
-        """For people."""
+        """Return a sentence about the set: samples, speed, rows kept or skipped, and captions cut or empty."""
         told = f"{self.out}: {self.samples} samples"
         if self.kept:
             told += f", {self.kept} rows were already done"
@@ -116,13 +116,13 @@ class Encoders:
 
     @property
     def precision(self) -> str | None:
-        """For `Description.dtype`."""
+        """Type and quantisation that the encoders run in, as `Description.dtype` records them; None: as stored."""
         kind = self.adapter.quantize_encoders
         return self._dtype if kind is None else f"{self._dtype or 'as stored'}, encoders in {kind}"
 
     @cached_property
     def encode(self) -> BatchEncoder:
-        """Decoded batches → features."""
+        """Encoder of decoded batches into features; the first access loads the models onto the device."""
         pipeline = load_encoders(self.adapter, self._device, torch_dtype(self._dtype))
         return BatchEncoder(self.adapter, pipeline, self._device)
 

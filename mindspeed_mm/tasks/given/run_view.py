@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import checkpoint_folder, list_iterations
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker
@@ -45,14 +47,14 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Step → committed checkpoint."""
+        """Folders of the run's checkpoints by step, in ascending order; empty for a run without a folder."""
         if self.folder is None:
             return {}
         return {step: checkpoint_folder(self.folder, step) for step in list_iterations(self.folder)}
 
     @property
     def last(self) -> Path | None:
-        """The newest checkpoint."""
+        """Folder of the newest checkpoint; None where the run has no checkpoint."""
         return next(reversed(self.checkpoints.values()), None)
 
     @property
@@ -108,8 +110,8 @@ class RecordsInMemory(Tracker):
         self.records: list[Record] = []
 
     def begin(self, run: TrackedRun) -> None:
-        """Nothing is needed."""
+        """Do nothing, because memory needs no preparation for a run."""
 
+    @override
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Keep them."""
         self.records.append({"step": step, **numbers})

@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
 @dataclass(frozen=True)
 class ReferenceOutcome:
-    """What was written."""
+    """Reports what `mm posttrain reference` wrote: the file, and how many pairs it holds."""
 
     path: str
     pairs: int

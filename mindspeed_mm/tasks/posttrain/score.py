@@ -33,7 +33,7 @@ _AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """What was written."""
+    """Reports what `mm posttrain score` wrote: the file, its number of rows, and the mean scores."""
 
     path: str
     rows: int

@@ -22,7 +22,7 @@ MOST_BYTES = 8_000_000
 
 @dataclass(frozen=True)
 class Round:
-    """Samples of one step."""
+    """Samples that a generator made at one step of its training."""
 
     step: int
     folder: Path

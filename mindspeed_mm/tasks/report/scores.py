@@ -13,7 +13,7 @@ OVERALL = "overall"
 
 @dataclass(frozen=True)
 class Line:
-    """One measured value."""
+    """One measured value of a run on a task, as a line of a `ScoreTable`."""
 
     task: str
     series: int

@@ -56,7 +56,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What an answer is."""
+    """Form that a request demands of an answer: free text, a JSON object, or JSON by a schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

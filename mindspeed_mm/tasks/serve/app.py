@@ -72,7 +72,7 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
 
 
 def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
-    """All that is answered."""
+    """Return all routes of the server: those of every engine, and those of this engine's kind."""
     return [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 
 

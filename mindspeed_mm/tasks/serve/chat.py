@@ -42,7 +42,7 @@ Call = TypeVar("Call")
 
 @dataclass(frozen=True)
 class ChatRoutes:
-    """What answers conversations."""
+    """Answers requests for chat completions, text completions and transcripts with the model of an engine."""
 
     engine: AnswerEngine
     gate: MediaGate

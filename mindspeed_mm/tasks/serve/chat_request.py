@@ -57,7 +57,7 @@ refused: an answer that pays no regard to what was asked would look like one tha
 
 @dataclass(frozen=True)
 class ChatCall(AnswerCall):
-    """What is asked."""
+    """A checked request for a chat completion: the conversation, and how to answer it."""
 
     sample: Sample = field(kw_only=True)
     """The conversation; its media are as the client named them."""

@@ -43,7 +43,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class CompletionCall(AnswerCall):
-    """What is asked."""
+    """A checked request for completions of text: the prompts, and how to go on with them."""
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
 

@@ -52,7 +52,7 @@ class Connections:
         return True
 
     def leave(self, gone: BoundedProtocol) -> None:
-        """A connection is closed."""
+        """Remove a connection from those of its address, which makes room for another; unknown ones are ignored."""
         own = self._of.get(gone.address, {})
         own.pop(gone, None)
         if not own:
@@ -98,7 +98,7 @@ class BoundedProtocol(H11Protocol):
             self.refuse(self._limits.reached("max_connections_per_address", what, 429))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place."""
+        """Give up the connection's place and cancel its timers, then let uvicorn end it."""
         self._connections.leave(self)
         for timer in (self._head_timer, self._request_timer):
             if timer is not None:
@@ -124,7 +124,7 @@ class BoundedProtocol(H11Protocol):
             self._watch_head()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing more has come."""
+        """Close a kept-alive connection that sends no further request, and abort it `_AFTER_S` seconds later."""
         super().timeout_keep_alive_handler()
         self._abort_later()
 

@@ -72,11 +72,13 @@ class DrawRoutes:
     metrics: Metrics
 
     async def images(self, request: Request) -> Response:
-        """Pictures."""
+        """Answer a request for pictures with JSON that holds each as base64. Raises `RefusedError` where the request is
+        refused."""
         return await self._draw(request, is_clip=False)
 
     async def videos(self, request: Request) -> Response:
-        """Clips."""
+        """Answer a request for clips with JSON that holds each as base64. Raises `RefusedError` where the request is
+        refused."""
         return await self._draw(request, is_clip=True)
 
     async def _draw(self, request: Request, *, is_clip: bool) -> Response:

@@ -48,7 +48,8 @@ class Guard:
         """Requests whose bodies have arrived and whose answers have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Check an HTTP request and pass it to the application. Refusals and errors become responses, and each request
+        is counted."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -162,7 +163,7 @@ class _Body:
             raise self._limits.reached("max_requests", "the bodies of other requests fill the memory for them", 429)
 
     def free(self) -> None:
-        """The request is over."""
+        """Release the memory that is reserved for the body; called when the request is over."""
         self._hold(0)
 
     async def _block(self) -> bytes:

@@ -50,7 +50,7 @@ class RefusedError(Exception):
         return cls(400, problem.what.rstrip(".") + ".", param=param or key or None, code="invalid_value")
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's errors are."""
+        """Return the error in the form of OpenAI's errors, as the JSON body of a response."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -107,5 +107,5 @@ class Limits:
 
 
 def option_of(name: str) -> str:
-    """`max_body_mib` → `--max-body-mib`."""
+    """Return the option of `mm serve` that sets a limit: `max_body_mib` gives `--max-body-mib`."""
     return f"--{name.replace('_', '-')}"

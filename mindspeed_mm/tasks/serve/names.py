@@ -42,6 +42,6 @@ class Names:
         raise RefusedError(404, message, param="model", code="model_not_found")
 
     def listed(self) -> list[dict[str, Any]]:
-        """As `/v1/models` lists them."""
+        """Return an entry of `/v1/models` for the model and for each of its adapters."""
         facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm", "routes": list(self.routes)}
         return [{"id": name, **facts} for name in (self.shown, *self.adapters)]

@@ -35,7 +35,7 @@ _URL_KINDS = {"image": "image/png", "video": "video/mp4"}
 
 @dataclass(frozen=True)
 class PassingRoutes:
-    """What passes requests on."""
+    """Checks and rewrites requests, and passes them on to the server behind this one."""
 
     backend: Backend
     gate: MediaGate
@@ -43,12 +43,12 @@ class PassingRoutes:
     names: Names
 
     async def complete(self, request: Request) -> Response:
-        """A chat completion."""
+        """Check a request for a chat completion, pass it on, and stream the backend's answer."""
         fields = await to_thread.run_sync(self._checked, await request.body())
         return await self._passed("/v1/chat/completions", json.dumps(fields).encode(), "application/json")
 
     async def complete_text(self, request: Request) -> Response:
-        """A completion of text."""
+        """Check a request for a completion of text, pass it on, and stream the backend's answer."""
         body = await request.body()
         call, fields = read_completion(body, self.limits), read_fields(body, CompletionFields)
         self.names.check(call.model)

@@ -65,7 +65,7 @@ class ServeRequest:
 
     @property
     def is_own(self) -> bool:
-        """Whether this package answers."""
+        """Whether this package answers itself, instead of an engine such as vLLM."""
         return self.engine in (OWN, BATCHES, CONTINUOUS)
 
 

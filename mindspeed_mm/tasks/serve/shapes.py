@@ -32,7 +32,7 @@ class Shape(Protocol):
     id_prefix: str
 
     def whole(self, index: int, row: LiveAnswer, answer: Answer) -> Choice:
-        """A whole answer."""
+        """Return the choice of a complete answer, with the reason for its end and its log-probabilities."""
 
     def begin(self, index: int) -> list[Choice]:
         """What is sent before the first piece."""
@@ -60,7 +60,7 @@ class ChatShape:
         self._parts: dict[int, SpokenPieces] = {}
 
     def whole(self, index: int, row: LiveAnswer, answer: Answer) -> Choice:
-        """See `Shape`."""
+        """Return the choice of a complete answer, with thoughts and tool calls in fields of their own."""
         spoken = take_apart(answer.text, thinks=self._thinks, calls=self._calls)
         message: dict[str, Any] = {"role": "assistant", "content": spoken.words}
         if spoken.thoughts:
@@ -71,16 +71,16 @@ class ChatShape:
         return {"index": index, "message": message, "finish_reason": reason, "logprobs": self._log_probs(row.log_probs)}
 
     def begin(self, index: int) -> list[Choice]:
-        """See `Shape`."""
+        """Prepare to read the answer's pieces, and return a delta that names the assistant's role."""
         self._parts[index] = SpokenPieces(thinks=self._thinks, calls=self._calls)
         return [_delta(index, role="assistant", content="")]
 
     def pieces(self, index: int, piece: str) -> list[Choice]:
-        """See `Shape`."""
+        """Return deltas of the thoughts and words that a piece makes certain; the rest is held back."""
         return _deltas(index, self._parts[index].take(piece))
 
     def end(self, index: int, row: LiveAnswer) -> list[Choice]:
-        """See `Shape`."""
+        """Return deltas of the text held back and of tool calls, and the reason for the end."""
         parts = self._parts[index]
         last = _deltas(index, parts.close())
         if parts.calls:
@@ -121,21 +121,21 @@ class TextShape:
         self._tokens = tokens
 
     def whole(self, index: int, row: LiveAnswer, answer: Answer) -> Choice:
-        """See `Shape`."""
+        """Return the choice of a complete answer, with log-probabilities where the row has them."""
         choice = _text(index, answer.text) | {"finish_reason": _reason(row)}
         said = [each for each in row.log_probs if each.token not in self._tokens.end_ids]
         return choice | {"logprobs": self._log_probs(said) if row.log_probs else None}
 
     def begin(self, index: int) -> list[Choice]:
-        """See `Shape`."""
+        """Return no choice, because a stream of text begins with its first piece."""
         return []
 
     def pieces(self, index: int, piece: str) -> list[Choice]:
-        """See `Shape`."""
+        """Return the piece as one choice; nothing is held back."""
         return [_text(index, piece)]
 
     def end(self, index: int, row: LiveAnswer) -> list[Choice]:
-        """See `Shape`."""
+        """Return one choice with empty text and the reason for the end."""
         return [_text(index, "") | {"finish_reason": _reason(row)}]
 
     def _log_probs(self, said: Sequence[TokenLogProb]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class TranscriptionCall:
-    """What is asked."""
+    """A checked request for a transcript: the sound file, and how to transcribe it."""
 
     file: bytes
     model: str = ""

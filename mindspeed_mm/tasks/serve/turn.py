@@ -50,7 +50,7 @@ class Desk:
             raise RefusedError(503, "the server is ending.", code="ending") from error
 
     def told(self, question: EncodedQuestion, answer: Answer) -> None:
-        """Count an answer."""
+        """Count the tokens of a question and of its answer in the server's metrics."""
         told = "Tokens read and written."
         self.metrics.count("tokens", told, len(question.input_ids), kind="prompt")
         self.metrics.count("tokens", told, len(answer.token_ids), kind="answer")

@@ -41,7 +41,7 @@ class Deviation(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Step and parameter."""
+        """The step of the deviation and, where there is one, its parameter, in words."""
         if not self.name:
             return f"step {self.step}"
         return f"step {self.step}, {self.name}"

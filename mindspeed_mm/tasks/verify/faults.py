@@ -45,7 +45,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """One mistake."""
+    """A mistake that `mm verify --inject` can plant, and the plans under which it shows."""
 
     what: str
     """What goes wrong, for `--help`."""

@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended."""
+    """Describes why a rank ended: an error that a person can act on, or the report of a bug."""
 
     rank: int
     error: MMError | None
@@ -91,7 +91,7 @@ def run_ranks(world_size: int, function: str, job: object, heard: Tell) -> list[
 
 @dataclass(frozen=True)
 class _Process:
-    """Where a process belongs."""
+    """Rank of a process, the number of ranks, and the folder of their meeting file and logs."""
 
     rank: int
     world_size: int

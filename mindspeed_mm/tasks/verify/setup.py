@@ -296,7 +296,7 @@ def _told_changes(before: Arguments, now: Arguments) -> Iterator[str]:
 
 
 def change_line(key: str, old: object, new: object) -> str:
-    """`key: before → now`."""
+    """Return a changed setting as one line of text: `key: before → now`. Long values are shortened."""
     return f"{key}: {_short(old)} → {_short(new)}"
 
 

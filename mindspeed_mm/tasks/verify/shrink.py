@@ -33,7 +33,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A smaller configuration."""
+    """A configuration that was made smaller, and the settings that changed."""
 
     config: Config
     changes: dict[str, tuple[Any, Any]]
@@ -155,7 +155,7 @@ def _counts_in(part: Config, keys: Sequence[str]) -> list[str]:
 
 
 def _first_count(part: Config, keys: Sequence[str]) -> str | None:
-    """The first of them."""
+    """Return the first of these keys whose value is a positive integer; None without one."""
     for key in keys:
         if _is_count(part.get(key)):
             return key

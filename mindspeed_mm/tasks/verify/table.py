@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `mm verify` found."""
+    """Holds what `mm verify` found: the plan, the model, and one row per compared quantity."""
 
     path: Path
     plan: str
@@ -59,7 +59,7 @@ class Verification:
         return [row for row in self.rows if row.is_missed]
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return a dictionary for JSON with all rows and the number of those that deviate."""
         return {
             "config": str(self.path),
             "plan": self.plan,
@@ -72,7 +72,7 @@ class Verification:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report as lines of text: verdict, plan, changes, table and each row that deviates."""
         lines = [f"{self.path}: {self._verdict()}", f"  plan   {self.plan}", f"  model  {self.model}"]
         lines += ["  changed to make runs comparable:", *(f"    {line}" for line in self.changes)]
         lines += ["", *_table(self.rows), ""]

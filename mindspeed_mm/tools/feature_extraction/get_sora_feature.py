@@ -47,7 +47,7 @@ def compute_type(model: dict[str, Any]) -> str | None:
 
 
 def main() -> None:
-    """Encode."""
+    """Run `extract_features` as a script: an `MMError` ends the process with its message and exit code."""
     run_entry(extract_features)
 
 

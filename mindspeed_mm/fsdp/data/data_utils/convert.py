@@ -148,7 +148,7 @@ def _is_turn(content: Row, row_format: RowFormat, *, of_several: bool) -> bool:
 
 
 def _question(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
-    """Everything before the answer."""
+    """Convert everything that stands before the answer: earlier exchanges and the question."""
     sample, prompt = Sample(place), row_format.prompt or ""
     if isinstance(row.get(prompt), list):
         add_messages(sample, row[prompt], row_format, prompt)

@@ -330,7 +330,7 @@ class PixelBudget:
         return max(1, int(height * factor)), max(1, int(width * factor))
 
     def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
-        """(H, W, 3) uint8."""
+        """Scale a picture to these numbers of pixels, bicubically, and return it as (H, W, 3) uint8."""
         if picture.size != (width, height):
             picture = picture.resize((width, height), Image.Resampling.BICUBIC)
         return np.asarray(picture)

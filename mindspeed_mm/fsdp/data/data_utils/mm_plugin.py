@@ -139,7 +139,7 @@ def _with_field(error: DataError, item: MediaItem) -> DataError:
 
 
 class TextOnlyPlugin:
-    """Of a text model: it takes no media.
+    """The plugin of a text model, which takes no media.
 
     Args:
         folder: Of the model: a medium is refused by the name of the file that is missing, where the folder lacks its
@@ -152,19 +152,19 @@ class TextOnlyPlugin:
         self._folder = folder
 
     def encode_image(self, image: Image.Image) -> MediaFeatures:
-        """Refuse."""
+        """Refuse a picture: raise `DataError`, or `ModelFolderError` where the folder lacks the model's processor."""
         raise self._refusal("an image")
 
     def encode_video(self, clip: object) -> MediaFeatures:
-        """Refuse."""
+        """Refuse a video, with the errors of `encode_image`."""
         raise self._refusal("a video")
 
     def encode_audio(self, sound: object) -> MediaFeatures:
-        """Refuse."""
+        """Refuse a sound, with the errors of `encode_image`."""
         raise self._refusal("an audio")
 
     def measure(self, kind: MediaKind, header: object) -> ItemSize | None:
-        """Refuse."""
+        """Refuse a medium of any kind, with the errors of `encode_image`."""
         raise self._refusal(f"{'a' if kind == 'video' else 'an'} {kind}")
 
     def _refusal(self, medium: str) -> DataError:
@@ -176,9 +176,9 @@ class TextOnlyPlugin:
         )
 
     def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
-        """Nothing to join."""
+        """Return no tensors: a batch of text has no media to join."""
         return {}
 
     def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """None."""
+        """Return no further inputs: a text model takes no marks of its tokens."""
         return {}

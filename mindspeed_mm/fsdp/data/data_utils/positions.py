@@ -55,15 +55,15 @@ class PositionRule(Protocol):
 
 
 class TextPositions:
-    """0, 1, 2 …"""
+    """Counts the tokens of a sample one by one: 0, 1, 2 …"""
 
     def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
-        """See `PositionRule`."""
+        """Return the positions 0 … L − 1 of a sample's tokens, (1, L) int64."""
         return torch.arange(len(input_ids))[None]
 
 
 class RopeIndexPositions:
-    """By a model class's `get_rope_index`, called on a stand-in that has nothing but the configuration.
+    """Applies a model class's `get_rope_index`, called on a stand-in that has nothing but the configuration.
 
     Args:
         owner: The class.
@@ -88,7 +88,8 @@ class RopeIndexPositions:
             )
 
     def __call__(self, input_ids: np.ndarray, inputs: Batch) -> torch.Tensor:
-        """See `PositionRule`."""
+        """Return the positions of one sample as the model's rule counts them, in the shape and type that `PositionRule`
+        names."""
         ids_1L = torch.as_tensor(input_ids)[None]
         arguments = {}
         for name in self._names:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
@@ -59,8 +61,8 @@ class SpokenRows(MMDataset):
         """Sample `index` as it is in the first epoch. Raises `DataError` for a row that does not fit."""
         return self.item(index, 0)  # type: ignore[no-any-return]
 
+    @override
     def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
         return self._rows.place(index)  # type: ignore[no-any-return]
 
     def row(self, index: int) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class SpokenRows(MMDataset):
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
 
     def settings(self) -> Mapping[str, Any]:
-        """What shapes samples."""
+        """Return what shapes samples besides `cutoff_len`, for the fingerprint. Subclasses implement it."""
         raise NotImplementedError
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:

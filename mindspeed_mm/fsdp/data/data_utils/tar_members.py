@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple
 
+from typing_extensions import override
+
 from mindspeed_mm.core.errors import DataError
 
 SUFFIX = ".tar"
@@ -69,12 +71,12 @@ class _Member(io.RawIOBase):
     def __init__(self, file: BinaryIO, span: MemberSpan) -> None:
         self._file, self._span, self._at = file, span, 0
 
+    @override
     def readable(self) -> bool:
-        """It is."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -95,6 +97,6 @@ class _Member(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """The archive too."""
+        """Close the archive together with the member."""
         self._file.close()
         super().close()

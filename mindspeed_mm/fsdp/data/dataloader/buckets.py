@@ -29,7 +29,7 @@ TOKENS_KEY = "data.dataloader_param.max_tokens_per_batch"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Samples of one size."""
+    """The samples of one size, which may share a micro-batch."""
 
     size: MediaSize
     tokens: int
@@ -245,7 +245,7 @@ class BucketOrder(Order):
 
 
 class _FullSteps(NamedTuple):
-    """Steps of one size."""
+    """Whole steps whose micro-batches all have one size; `rows` holds their samples, one step after the other."""
 
     bucket: Bucket
     steps: int

@@ -28,7 +28,7 @@ _MOST_SIZES = 20
 
 
 class Request(NamedTuple):
-    """One micro-batch to make."""
+    """Asks a worker for one micro-batch, made of these samples."""
 
     number: int
     picks: tuple[Pick, ...]

@@ -26,7 +26,7 @@ _POLL_S = 2.0
 
 
 class Measured(NamedTuple):
-    """What some rows cost."""
+    """Sizes of some rows, and the errors of those that cannot be used."""
 
     sizes: np.ndarray
     """(rows, 2) int32 tokens and patches."""
@@ -46,7 +46,7 @@ class Measurer:
         self.dataset, self._seed = dataset, seed
 
     def __call__(self, rows: Sequence[int]) -> Measured:
-        """Measure rows."""
+        """Measure rows by index; a row that cannot be used gets size 0 and its error."""
         sizes, errors = np.zeros((len(rows), 2), dtype=np.int32), {}
         for number, row in enumerate(rows):
             try:
@@ -92,7 +92,7 @@ class MeasuringProcess:
         theirs.close()
 
     def begin(self, rows: list[int]) -> None:
-        """Have rows measured."""
+        """Queue rows, by index, to be measured. `wait` returns the results in the order of these calls."""
         self._under_way.append(rows)
         if self._process is not None:
             with suppress(OSError):  # it died, which `wait` will tell
@@ -122,7 +122,7 @@ class MeasuringProcess:
         raise answer
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process, if there is one, and close the connection to it."""
         if self._process is not None:
             self._end()
             self._ours.close()

@@ -52,7 +52,7 @@ class DataPosition:
     """Where samples are answers to the drawn prompts: the position is the one behind the prompts of this rollout."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the position as plain values for a checkpoint, which `from_dict` reads; empty fields are left out."""
         state: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
         if self.pending:
             state["pending"] = list(map(list, self.pending))

@@ -35,7 +35,7 @@ class _OneSize(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Of an epoch."""
+        """Number of pairs in an epoch: that of the longer side's samples."""
         return max(len(self.subject), len(self.prior))
 
 

@@ -15,7 +15,7 @@ _WORD = 2**64
 
 
 class Pick(NamedTuple):
-    """One sample to take."""
+    """One sample to take from the data set, and the epoch that it belongs to."""
 
     epoch: int
     row: int

@@ -34,7 +34,7 @@ class FeatureSetContents:
 
 @dataclass(frozen=True)
 class Description:
-    """Content of `features.json`."""
+    """Content of `features.json`: what a feature set was made of, by which encoders and settings."""
 
     family: str
     """Class of the transformer that the features are for."""

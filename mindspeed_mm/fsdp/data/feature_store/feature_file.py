@@ -128,7 +128,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` → `float32`."""
+    """Return the name of a dtype without its module: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 

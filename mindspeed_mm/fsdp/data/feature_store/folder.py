@@ -100,7 +100,7 @@ class FeatureFolder:
         return self.path / f"shard-{first:06}-{last:06}.safetensors"
 
     def batch(self, number: int) -> Path:
-        """File of one batch."""
+        """Return the path of the file of one finished batch."""
         return self.work / f"batch-{number:06}.safetensors"
 
     def shards(self) -> list[Span]:

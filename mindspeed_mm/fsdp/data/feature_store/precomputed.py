@@ -129,7 +129,7 @@ class PrecomputedFeatures(UnmarkedFeatures):
         return latents, fps
 
     def _sound(self, name: Path) -> torch.Tensor:
-        """(C, L, M)."""
+        """Return a clip's latents of sound, (C, L, M). Raises `DataError` for another shape."""
         assert self._adapter.sound is not None
         path = self.folder / self._layout.audio / name
         latents = _tensor(load_table(path), path)

@@ -126,7 +126,7 @@ def component_problems(before: Components, now: Components, folder: Path) -> lis
 
 
 def from_json(content: Mapping[str, Any]) -> Components:
-    """Out of `features.json`."""
+    """Rebuild the components, with their files' marks, from the content of `features.json`."""
     components: dict[str, dict[str, FileMark]] = {}
     for name, files in content.items():
         components[name] = {file: FileMark(**mark) for file, mark in files.items()}

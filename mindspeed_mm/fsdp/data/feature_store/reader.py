@@ -122,7 +122,7 @@ class ShardedFeatureStore:
 
     @property
     def model_folder(self) -> str:
-        """Where the encoders were."""
+        """Folder of the model whose encoders made the features."""
         return self.description.model_folder
 
     @property

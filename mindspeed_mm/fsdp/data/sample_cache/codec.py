@@ -133,7 +133,7 @@ class _Writer:
 
 
 class _Reader:
-    """Builds what `_Writer` planned."""
+    """Builds a sample from a record, by the plan that `_Writer` made."""
 
     def __init__(self, record: bytearray, start: int, place: str) -> None:
         self._record, self._start, self._place = record, start, place
@@ -170,15 +170,13 @@ class _Reader:
         return torch.from_numpy(self.array(dtype, shape, stored, start))
 
     def list_(self, parts: list[Plan]) -> list[Any]:
-        """Its parts."""
         return [self.build(part) for part in parts]
 
     def tuple_(self, parts: list[Plan]) -> tuple[Any, ...]:
-        """Its parts."""
         return tuple(self.build(part) for part in parts)
 
     def media(self, parts: list[Plan]) -> MediaFeatures:
-        """Fields in their order."""
+        """Build media features from the plans of their fields, in the order of declaration."""
         return MediaFeatures(*[self.build(part) for part in parts])
 
     def place(self, rest: str) -> str:

@@ -103,7 +103,7 @@ class CacheFolder:
         return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
     def size_bytes(self) -> int:
-        """Of all segments."""
+        """Return the size of all segments on the disk together, in bytes."""
         return sum(path.stat().st_size for path in self.segments())
 
     @contextmanager

@@ -85,7 +85,7 @@ def settings_of(dataset_param: DatasetParam, plugin: object = None) -> dict[str,
 
 
 def digest_of(settings: dict[str, Any]) -> str:
-    """A name for settings."""
+    """Return a name for settings: 16 hexadecimal digits of the SHA-256 of their JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -100,7 +100,7 @@ class SampleKeys:
         self._folder = os.path.realpath(basic.dataset_dir or "")
 
     def key(self, sample: Sample) -> bytes:
-        """`KEY_BYTES` bytes."""
+        """Return the key of a sample: a BLAKE2b digest of `KEY_BYTES` bytes."""
         content = json.dumps(self._content(sample), ensure_ascii=True, default=_of_bytes)
         return hashlib.blake2b(content.encode(), digest_size=KEY_BYTES).digest()
 

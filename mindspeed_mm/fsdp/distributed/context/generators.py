@@ -337,7 +337,7 @@ def _refuse(dropout_p: float, is_causal: bool) -> None:
 
 
 def _functions_with(attend: Callable[..., Tensor]) -> ModuleType:
-    """`torch.nn.functional` with another attention."""
+    """Return a copy of `torch.nn.functional` in which `attend` replaces `scaled_dot_product_attention`."""
     functions = ModuleType(F.__name__)
     functions.__dict__.update(F.__dict__ | {_SDPA: attend})
     return functions

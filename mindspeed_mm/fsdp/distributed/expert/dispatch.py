@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.fsdp.distributed.expert.balance import BalancePlan, plan_balance
 from mindspeed_mm.fsdp.distributed.expert.collectives import (
@@ -40,7 +41,8 @@ class AllToAll(ExpertsForward):
         self.ranks = ranks
 
     def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """As of `ExpertsForward`: here the rows are sorted by rank too, since ranks own consecutive experts."""
+        """Send the rows to the ranks of their experts and bring the outputs back, in the same order. Ranks own
+        consecutive experts, so rows sorted by expert lie by rank, too."""
         sent_RL = counts_E.view(self.ranks.size, -1)
         received_RL = exchange_counts(sent_RL, self.ranks)
         send, receive = torch.stack([sent_RL.sum(dim=1), received_RL.sum(dim=1)]).tolist()  # the host waits, once
@@ -63,8 +65,8 @@ class BalancedAllToAll(AllToAll):
         super().__init__(ranks, real_tokens)
         self.most_copies = most_copies
 
+    @override
     def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """As of `ExpertsForward`."""
         loads = gather(counts_E[None], self.ranks).tolist()
         plan = plan_balance(loads, self.most_copies)
         traffic = torch.tensor(plan.sends(loads))  # on the host, [source, rank, expert]
@@ -115,10 +117,10 @@ class AllGather(AllToAll):
     """Every rank sees all tokens of the group and computes its own experts' part of the outputs, which are summed: two
     collectives of equal sizes, for groups of not many more ranks than a token has experts."""
 
+    @override
     def __call__(
         self, module: ExpertModule, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """As of `ExpertsForward`."""
         experts_TK, _ = self.without_padding(experts_TK, module.num_experts)
         tokens = len(hidden_TH)
         longest = int(gather(torch.tensor([tokens], device=hidden_TH.device), self.ranks).max())
@@ -146,7 +148,7 @@ class PluginExpertForward:
     named: Kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Call `ep_forward` with the given arguments; the group and plan that it asked for come first or by name."""
         return self.method(*self.leading, *args, **self.named, **kwargs)
 
 

@@ -88,7 +88,7 @@ class Watchdog:
         return "; ".join(self._lines(absent))
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching: the thread ends, and no phase has a limit any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.cut import (
@@ -94,8 +95,8 @@ class CarriedOutputs(Carried):
             elif module is not None:
                 module.register_forward_hook(self._note)
 
+    @override
     def begin(self, received: tuple[Tensor, ...]) -> None:
-        """As above."""
         super().begin(received)
         self._noted, self._handed_in = [], 0
 

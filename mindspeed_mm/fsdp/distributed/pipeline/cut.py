@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
@@ -47,8 +48,8 @@ class PlaceholderLayer(PlaceholderModule):
         """The hidden states among the arguments of a call."""
         return hidden_among(self.arguments, self.streams, args, kwargs)
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """What comes in."""
         streams = self.given(args, kwargs)
         return streams if len(self.streams) > 1 else streams[0]
 
@@ -57,7 +58,7 @@ class PlaceholderExit(PlaceholderLayer):
     """Stands for the first module of the next stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `StageExit`."""
+        """Raise `StageExit` with the hidden states among the arguments, which leaves the stage."""
         raise StageExit(*self.given(args, kwargs))
 
 
@@ -75,8 +76,8 @@ class PlaceholderFront(PlaceholderModule):
         self._of = (_without_memory(module, dtype),)  # in a tuple: it is no part of the stage
         self._dtype = dtype
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros."""
         device = tensors_among((args, kwargs))[0].device
         meta_args, meta_kwargs = tree_map_only(Tensor, partial(_on_meta, dtype=self._dtype), (args, kwargs))
         with torch.device("meta"):

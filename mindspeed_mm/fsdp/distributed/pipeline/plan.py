@@ -38,7 +38,7 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages, one more than there are borders."""
         return len(self.borders) + 1
 
     def layers_of(self, stage: int) -> range:

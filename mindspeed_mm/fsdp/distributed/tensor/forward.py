@@ -74,7 +74,7 @@ class LocalForward:
         self._module, self._ranks = module, ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the module's own forward while its parameters are replaced by what `local` returns."""
         own: dict[str, torch.Tensor | None] = {}
         for name, parameter in self._module.named_parameters(recurse=False, remove_duplicate=False):
             own[name] = self.local(name, parameter)
@@ -170,7 +170,7 @@ class EmbeddingForward(LocalForward):
         return sum_over_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0), self._ranks)
 
     def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's rows."""
+        """Return this rank's rows of the embedding's weight."""
         return local_part(parameter, self._ranks, 0)
 
 

@@ -68,7 +68,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A whole model's."""
+    """How a whole model is split under tensor parallelism, module by module."""
 
     rules: dict[str, SplitRule]
     """Module name → its part, in the order of `named_modules()`."""
@@ -80,7 +80,7 @@ class TensorPlan:
     """The same, of the modules that hold the parameters: a layer with adapters stands for its base and their halves."""
 
     def names(self, *styles: Style) -> list[str]:
-        """Modules of these styles."""
+        """Return the names of the modules that are split in one of these styles."""
         return [name for name, rule in self.rules.items() if rule.style in styles]
 
     def without(self, modules: Collection[str]) -> TensorPlan:

@@ -21,7 +21,7 @@ class Grid(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """Of all frames."""
+        """Number of patches of all frames together."""
         return self.frames * self.height * self.width
 
 
@@ -81,14 +81,14 @@ class Imbalance:
     teams: int = 1
 
     def add(self, costs: Sequence[int], homes: Sequence[int], taken: Sequence[int], teams: int) -> None:
-        """One call."""
+        """Add one call: the cost of each item, the team where it was, and the team that encoded it."""
         self.busiest += max(team_loads(costs, taken, teams))
         self.at_home += max(team_loads(costs, homes, teams))
         self.total += sum(costs)
         self.teams = teams
 
     def merge(self, other: Imbalance) -> None:
-        """Calls of another tower."""
+        """Add the calls that were counted for another tower."""
         self.busiest += other.busiest
         self.at_home += other.at_home
         self.total += other.total

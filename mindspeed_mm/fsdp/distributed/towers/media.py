@@ -201,7 +201,7 @@ class SharedMedia:
         return type(output)(**kept) if isinstance(output, dict) else kept
 
     def _all_grids(self, grids: Tensor) -> list[list[Grid]]:
-        """Of every stream."""
+        """Gather the grids of the media of every stream, in the order of the streams."""
         own = [Grid(*map(int, grid)) for grid in host_values(grids)]
         if self._sizes.streams == 1:
             return [own]

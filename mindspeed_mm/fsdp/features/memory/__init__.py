@@ -1,1 +1,1 @@
-"""Features that save memory."""
+"""Features that save memory in training: recomputation, offloading and slices of a micro-batch."""

@@ -142,7 +142,7 @@ class ActivationTraffic:
         return memo.setdefault(id(self), ActivationTraffic())
 
     def open(self, module: nn.Module) -> ModuleCall:
-        """A module begins."""
+        """Return a record of the call of a module that begins, linked to the call before it."""
         before = None
         if self._last is not None:
             before = self._last()
@@ -184,7 +184,7 @@ class ActivationTraffic:
         return empty.set_(moved.home.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _moved_storage(self, call: ModuleCall, tensor: torch.Tensor) -> MovedStorage | None:
-        """None for what stays."""
+        """Return the tensor's storage on its way to the host, started once; None for a tensor that stays."""
         if not _can_travel(tensor):
             return None
         storage = tensor.untyped_storage()

@@ -135,7 +135,7 @@ class SlicedForward:
         return sliced
 
     def _slices(self, args: Args, kwargs: Kwargs, rows: int) -> Iterator[CallArguments]:
-        """Arguments of each slice."""
+        """Yield the arguments of each slice. Raises `ConfigError` where numbers of rows contradict the plan."""
         sliced = self._sliced(args, kwargs)
         given: list[tuple[Key, object]] = [*enumerate(args), *kwargs.items()]
         for key, value in given:

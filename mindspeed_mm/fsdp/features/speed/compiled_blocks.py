@@ -120,7 +120,7 @@ class RemadeForward:
         self._remade = remake(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward returns."""
+        """Return what the forward, handed through the compiler, returns for these arguments."""
         return self._remade(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemadeForward:
@@ -195,7 +195,7 @@ class GraphCount:
 
     @property
     def graphs(self) -> int:
-        """How many."""
+        """Number of graphs compiled since the count began."""
         return _graphs() - self._graphs
 
     @property
@@ -204,7 +204,7 @@ class GraphCount:
         return _breaks() - self._breaks
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: graphs, cuts, and the three most frequent reasons of cuts."""
         breaks = self.breaks
         described = f"{self.graphs} graphs, {breaks.total()} cuts"
         if breaks:

@@ -104,7 +104,7 @@ class FusedGate:
         self._module, self._operators = module, operators
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, H)."""
+        """Return down(silu(gate(x)) · up(x)), (…, H), of an input (…, H)."""
         module: Any = self._module
         return module.down_proj(self._operators.silu_mul(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
 

@@ -142,7 +142,8 @@ def _lacks(name: str) -> str:
 
 
 def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
-    """Raise what `choose_attention` raises."""
+    """Raise `MachineError` for a kernel whose package is missing on CUDA, `ConfigError` for another type than bf16 or
+    fp16."""
     key, device_type, package = "model.attn_implementation", get_device_type(), _PACKAGES.get(name)
     if package is None:
         return

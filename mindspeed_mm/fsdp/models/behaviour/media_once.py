@@ -75,7 +75,7 @@ class RepeatingTower:
         return (pixels,), given
 
     def _after(self, _: nn.Module, _args: object, output: Any) -> Any:
-        """Features of all blocks."""
+        """Repeat the tower's features for all blocks of rows; None leaves the output as it is."""
         if self._copies == 1:
             return None
 

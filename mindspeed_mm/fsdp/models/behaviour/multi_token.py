@@ -110,7 +110,7 @@ class DecoderWatch:
 
     @contextmanager
     def watching(self) -> Iterator[Pass]:
-        """Filled while inside."""
+        """Yield a `Pass` that the decoder's forward passes fill until the context ends."""
         self._kept = Pass()
         try:
             yield self._kept

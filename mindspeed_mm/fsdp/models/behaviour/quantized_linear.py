@@ -60,7 +60,7 @@ class QuantizedLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes that hold one row of the weight: its codes, then its scales."""
         return self.code_bytes + self.inputs // self.block * _SCALE_BYTES
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class QuantizedForward:
         self._layer, self.packing = layer, packing
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As of `nn.Linear`."""
+        """Compute the linear layer from its packed weight, (…, inputs) → (…, outputs)."""
         packed = self._layer.weight
         if packed.dtype == torch.int8:
             packed = packed.view(torch.uint8)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -174,8 +175,8 @@ class CogVideoXAdapter(DiffusionAdapter):
         found = (latents.double() / vae.config.scaling_factor).to(vae.dtype) if is_divided else scaled(vae, latents)
         return {"condition_latents": found}
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
@@ -221,13 +222,13 @@ class CogVideoXAdapter(DiffusionAdapter):
         )
 
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Channels before frames."""
+        """Move channels before frames: (B, T, C, H, W) → (B, C, T, H, W)."""
         return output[0].transpose(1, 2)
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents) | {"latents": latents.transpose(1, 2)}
 
 

@@ -94,11 +94,11 @@ class CosyVoice3LM(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """That of text."""
+        """Return the embedding of text; speech tokens have another one, `speech_embedding`."""
         return self.llm.model.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head, of speech."""
+        """Return the head, whose logits are over speech tokens only."""
         return self.llm_decoder
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

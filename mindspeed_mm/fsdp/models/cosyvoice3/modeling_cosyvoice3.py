@@ -1,4 +1,4 @@
-"""Registers CosyVoice3's language model."""
+"""Registers CosyVoice3's language model with this suite and with transformers' Auto classes."""
 
 from __future__ import annotations
 

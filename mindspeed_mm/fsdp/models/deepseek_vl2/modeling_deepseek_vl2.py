@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModel, DeepseekOcr2TextModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
+from typing_extensions import override
 
 from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import (
     DeepseekVLV2Config,
@@ -186,16 +187,16 @@ class DeepseekVLV2ForCausalLM(_Parts, AnswersPictures, GenerationMixin):
         self.language = nn.ModuleDict({"model": _decoder(text), "lm_head": head})
         self.post_init()
 
+    @override
     def get_input_embeddings(self) -> nn.Module:
-        """Of the text model."""
         return self.get_decoder().embed_tokens  # type: ignore[return-value]
 
+    @override
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Of the text model."""
         self.get_decoder().embed_tokens = value
 
+    @override
     def get_output_embeddings(self) -> nn.Module:
-        """Of the text model."""
         return self.language["lm_head"]
 
     def get_decoder(self) -> nn.Module:

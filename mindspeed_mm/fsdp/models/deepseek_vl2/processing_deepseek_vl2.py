@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import select_best_resolution
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
@@ -104,8 +105,8 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return min(self.candidate_resolutions[0])
 
     @property
+    @override
     def model_input_names(self) -> list[str]:
-        """What the model takes."""
         return ["input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "images_spatial_crop"]
 
     def __call__(

@@ -16,7 +16,7 @@ class PixelDistribution:
         self._pixels = pixels
 
     def mode(self) -> torch.Tensor:
-        """The pixels."""
+        """Return the pixels, which are the distribution's only value."""
         return self._pixels
 
     def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -28,7 +28,7 @@ def scaled(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
 
 
 def unscaled(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-    """The inverse of `scaled`."""
+    """Invert `scaled`: z / scaling_factor + shift_factor, in the type of the latents."""
     shift = vae.config.get("shift_factor") or 0.0
     return (_exact(latents) / vae.config.scaling_factor + shift).to(latents.dtype)
 
@@ -50,7 +50,7 @@ def standardised(
 def unstandardised(
     latents: torch.Tensor, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor
 ) -> torch.Tensor:
-    """The inverse of `standardised`."""
+    """Invert `standardised`: z · std + mean by channel, in the type of the latents."""
     exact, mean, std = _of_channels(latents, mean, std)
     return (exact * std + mean).to(latents.dtype)
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 Density = Literal["uniform", "logit_normal", "mode", "beta"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -24,7 +25,7 @@ class NoisePath(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """For the log."""
+        """Return the path in words, for the log and for messages."""
 
     @abstractmethod
     def time(self, drawn: float) -> float:
@@ -52,20 +53,20 @@ class FlowPath(NoisePath):
     density = "logit_normal"
     is_flow = True
 
+    @override
     def describe(self) -> str:
-        """Its name."""
         return "flow matching"
 
+    @override
     def time(self, drawn: float) -> float:
-        """As drawn."""
         return drawn
 
+    @override
     def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """A straight line."""
         return (1 - time) * latents + time * noise
 
+    @override
     def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Its direction."""
         return noise - latents
 
 
@@ -99,8 +100,8 @@ class DiscretePath(NoisePath):
         signal, level = self._shares(time, latents)
         return signal * latents + level * noise
 
+    @override
     def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """ε or v."""
         if self._prediction == "epsilon":
             return noise
         signal, level = self._shares(time, latents)

@@ -12,7 +12,7 @@ def model_range(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(pixels: torch.Tensor) -> torch.Tensor:
-    """−1..1 → uint8, rounded."""
+    """Turn values in −1..1 into uint8, rounded; values outside the range are clipped."""
     return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -168,8 +169,8 @@ class FluxAdapter(DiffusionAdapter):
         folded = torch.nn.functional.pixel_unshuffle(mask, ratio).to(pipeline.vae.dtype)
         return {"source_latents": _latents(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         shapes = {"source_latents": latent_shape} if self.task != "t2i" else {}
         if self.task == "fill":
             shapes["mask_latents"] = (self.geometry.spatial_ratio**2, *latent_shape[1:])
@@ -225,10 +226,10 @@ class FluxAdapter(DiffusionAdapter):
             given |= {"max_area": sampling.height * sampling.width, "_auto_resize": False}
         return given
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Packed latents."""
         return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
 
 

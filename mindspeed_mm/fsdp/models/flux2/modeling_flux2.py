@@ -130,7 +130,7 @@ class Flux2Adapter(DiffusionAdapter):
         return standardised(patches, vae.bn.running_mean, _std(vae))
 
     def vae_latents(self, vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """Invert `encode_media`: undo the normalisation and unfold patches, (B, 4C, H/2, W/2) → (B, C, H, W)."""
         return torch.nn.functional.pixel_shuffle(unstandardised(latents, vae.bn.running_mean, _std(vae)), PATCH)
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:

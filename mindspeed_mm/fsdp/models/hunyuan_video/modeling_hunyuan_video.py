@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -182,14 +183,14 @@ class HunyuanVideoAdapter(DiffusionAdapter):
         return math.ceil(_PICTURE_FEATURES / self._kept_every) if self.task == "i2v" else 0
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length, with `prompt_mask` (B, L), and stack the pooled features, (B, D)."""
         return pad_rows(features) | {
             "pooled_prompt_embeds": torch.stack([each["pooled_prompt_embeds"] for each in features])
         }
 
     @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:
-        """z · scaling_factor."""
+        """Return the posterior's mode times `scaling_factor`, (B, C, T, H, W)."""
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
 
     @torch.no_grad()
@@ -201,8 +202,8 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             return {}
         return {"condition_latents": scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))}
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
 
     def given_latents(self, batch: Batch) -> torch.Tensor | None:
@@ -237,12 +238,12 @@ class HunyuanVideoAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, 1000 * guidance)
         return inputs
 
+    @override
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """As it is."""
         return output[0]
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Those of most pipelines."""
         return self.guided(sampling, prompts, latents)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -39,7 +40,7 @@ _GLYPHS, _GLYPHS_MASK = "glyph_embeds", "glyph_mask"
 
 @model_register.register("hunyuan_video_1_5")
 class HunyuanVideo15Adapter(DiffusionAdapter):
-    """HunyuanVideo-1.5."""
+    """HunyuanVideo-1.5, which makes videos from text or from a first frame."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
     uses = (ReleaseUse(fps=24.0, guidance={}),)  # guidance is that of the folder's guider
@@ -104,7 +105,7 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         return [{"prompt_embeds": text, _GLYPHS: glyph} for text, glyph in rows]
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """Both with a mask."""
+        """Pad captions and quoted words, `prompt_embeds` and `glyph_embeds`, each with a mask (B, L)."""
         return pad_rows(features) | pad_rows(features, _GLYPHS, _GLYPHS_MASK)
 
     @torch.no_grad()
@@ -126,8 +127,8 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, media["first_frame"]))
         return {"condition_latents": latents, "image_embeds": torch.cat(embeds)}
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         if self.task != "i2v":
             return {}
         vision = self.component_config("image_encoder")
@@ -160,8 +161,8 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
         the type of the weights."""
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_in_type_of_weights)
 
+    @override
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """As it is."""
         return output[0]
 
     def prepare_pipeline(self, pipeline: DiffusionPipeline, sampling: SamplingArguments) -> None:

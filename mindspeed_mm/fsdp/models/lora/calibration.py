@@ -80,7 +80,7 @@ class Covariance:
         self._samples = 0
 
     def add(self, samples: list[torch.Tensor]) -> None:
-        """As of `Directions`."""
+        """Add x·xᵀ over the tokens of each sample, (tokens, features); ranks are summed in `complete`."""
         for sample in samples:
             rows = sample.float()
             rows = rows / rows.max().abs()
@@ -91,7 +91,8 @@ class Covariance:
             self._samples += 1
 
     def start(self, weight: torch.Tensor, layer: AdaptedLinear, seed: int) -> Started:
-        """As of `Directions`."""
+        """Return first values of a layer's adapter, from the largest directions of W·C. Called on one rank, after
+        `complete`."""
         covariance, inverse = invertible(self._mean)
         u, s, vh = torch.linalg.svd(weight.float() @ covariance, full_matrices=False)
         found = {"U_WC": u, "S_WC": s, "V_WC": (vh @ inverse).T}
@@ -99,7 +100,7 @@ class Covariance:
         return made_by_peft(weight, layer, "corda", seed, eigens=eigens)
 
     def complete(self) -> None:
-        """Sum over ranks, once."""
+        """Sum the samples of all ranks and take their mean. Called once by every rank."""
         assert self._sum is not None, "no batch was looked at"
         count = torch.tensor(float(self._samples), device=self._sum.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -155,14 +156,14 @@ class Calibration:
         set_magnitudes(self._model)
 
     def begin(self, _module: nn.Module, _args: object, kwargs: dict[str, object]) -> None:
-        """The model is called."""
+        """Note the attention mask when the model is called, and forget the inputs of the call before."""
         mask, self._mask = kwargs.get("attention_mask"), None
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             self._mask = mask.bool()
         self._seen.clear()
 
     def look(self, name: str, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        """A layer is called."""
+        """Add a layer's inputs to its statistic, or share that of another layer which got the same tensor."""
         inputs = args[0].detach()
         known = self._seen.get(inputs.data_ptr())
         if known is not None and known[1].shape == inputs.shape:

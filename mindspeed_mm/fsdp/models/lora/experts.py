@@ -51,7 +51,7 @@ class InnerForward:
         self._wrapper = wrapper
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module inside."""
+        """Call the module inside with the same arguments."""
         return self._wrapper.base_layer(*args, **kwargs)
 
 
@@ -63,7 +63,7 @@ class AdaptedForward:
         self._experts, self._wrappers = experts, wrappers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the module's own forward with adapters added to its parameters."""
         with self._adapted():
             return self._forward(*args, **kwargs)
 

@@ -43,7 +43,7 @@ class Delta:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight that the difference is added to."""
         inputs, outputs = self.a.shape[1], self.b.shape[0]
         if not self.experts:
             return outputs, inputs
@@ -53,7 +53,7 @@ class Delta:
 
     @property
     def parts(self) -> list[LazyTensor]:
-        """What is read."""
+        """Tensors that `added` needs: A, B and, where there is one, the magnitude."""
         parts = [self.a, self.b]
         if self.magnitude is not None:
             parts.append(self.magnitude)

@@ -48,11 +48,11 @@ class AdaptedLinear(Protocol):
     scaling: Mapping[str, float]
 
     def get_buffer(self, target: str) -> torch.Tensor:
-        """As of `nn.Module`."""
+        """Return a buffer by its dotted name, as `nn.Module` does."""
         ...
 
     def register_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """As of `nn.Module`."""
+        """Add a named buffer to the layer, as `nn.Module` does."""
         ...
 
 

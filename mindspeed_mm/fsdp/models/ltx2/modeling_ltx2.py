@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
@@ -149,7 +150,7 @@ class LTX2Adapter(DiffusionAdapter):
 
     @property
     def further_latents(self) -> tuple[str, ...]:
-        """Those of the sound."""
+        """Batch key of the sound's latents, where the sound is learned; otherwise empty."""
         return (_AUDIO,) if self.sound is not None else ()
 
     def requirements(self) -> list[Requirement]:
@@ -347,8 +348,8 @@ class LTX2Adapter(DiffusionAdapter):
             "audio_guidance_rescale": 0.0,
         }
 
+    @override
     def further_shapes(self, frames: int, fps: float) -> dict[str, tuple[int, ...]]:
-        """Of the sound."""
         return {} if self.sound is None else {_AUDIO: self.sound.latent_shape(self.sound.positions(frames, fps))}
 
     def starting_noise(self, pipeline: DiffusionPipeline, noise: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -376,5 +377,5 @@ def _unpack_sound(latents: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _statistics(vae: ModelMixin) -> dict[str, torch.Tensor]:
-    """By channel and bin."""
+    """Return mean and standard deviation of each channel and bin, by the names that `standardised` takes."""
     return {"mean": vae.latents_mean, "std": vae.latents_std}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
@@ -120,7 +121,7 @@ class LTXVideoAdapter(DiffusionAdapter):
         return [{"prompt_embeds": rows} for rows in own_rows(embeds, mask)]
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
         return pad_rows(features)
 
     @torch.no_grad()
@@ -185,13 +186,13 @@ class LTXVideoAdapter(DiffusionAdapter):
         return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Modulation tables."""
+        """Draw `scale_shift_table` from N(0, 1/width); a module without one is left alone."""
         init_scale_shift_table(module)
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents) | {
             "latents": self._pack(latents),
             "frame_rate": sampling.fps,

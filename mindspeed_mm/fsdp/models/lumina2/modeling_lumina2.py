@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -30,7 +31,7 @@ _PIPELINE_STEP = 16
 
 @model_register.register("lumina2")
 class Lumina2Adapter(DiffusionAdapter):
-    """Lumina-Image 2.0."""
+    """Lumina-Image 2.0, which draws pictures from text."""
 
     transformer_class = "Lumina2Transformer2DModel"
     pipelines = {"t2i": "Lumina2Pipeline"}
@@ -108,7 +109,7 @@ class Lumina2Adapter(DiffusionAdapter):
         return found
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
         return pad_rows(features)
 
     @torch.no_grad()
@@ -129,8 +130,8 @@ class Lumina2Adapter(DiffusionAdapter):
         """The model says x − ε."""
         return -output[0]
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents)

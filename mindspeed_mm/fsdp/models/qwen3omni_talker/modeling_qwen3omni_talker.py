@@ -85,7 +85,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         self._tp_plan = {name: style for name, style in of_parts.items() if not name.endswith(".lm_head")}
 
     def get_input_embeddings(self) -> nn.Module:
-        """That of text."""
+        """Return the embedding of text, which is the thinker's."""
         return self.thinker.get_input_embeddings()  # type: ignore[no-any-return]
 
     def get_output_embeddings(self) -> nn.Module:
@@ -98,7 +98,7 @@ class Qwen3OmniTalkerForConditionalGeneration(Qwen3OmniMoePreTrainedModel):
         return self.talker  # type: ignore[no-any-return]
 
     def get_towers(self) -> list[Tower]:
-        """Those of the thinker."""
+        """Return the thinker's towers under their names in the whole model."""
         towers = []
         for tower in find_towers(self.thinker):
             module, decoder = f"thinker.{tower.module}", f"thinker.{tower.decoder}"

@@ -127,7 +127,7 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """That of text."""
+        """Return the embedding of text; codes of speech have embeddings of their own."""
         return self.talker.model.text_embedding
 
     def get_output_embeddings(self) -> nn.Module:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -44,7 +45,7 @@ _LATENTS_OF = "_latents"
 
 @model_register.register("qwen_image")
 class QwenImageAdapter(DiffusionAdapter):
-    """Qwen-Image."""
+    """Qwen-Image, which draws pictures from text; releases that edit have subclasses of their own."""
 
     transformer_class = "QwenImageTransformer2DModel"
     pipelines: ClassVar[Mapping[str, str]] = {"t2i": "QwenImagePipeline"}
@@ -110,7 +111,7 @@ class QwenImageAdapter(DiffusionAdapter):
         return [{"prompt_embeds": each.clone()} for each in rows]
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
         return pad_rows(features)
 
     @torch.no_grad()
@@ -138,14 +139,14 @@ class QwenImageAdapter(DiffusionAdapter):
             inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
 
+    @override
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Unpacked."""
         return unpack(output[0], latent_shape)
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Packed latents."""
         return self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
 
 
@@ -202,8 +203,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
             found.append(standardised(latents, vae.config.latents_mean, vae.config.latents_std))
         return torch.cat(found)
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         channels, height, width = latent_shape
         sides = fitted_size(width, height, _LATENT_AREA)
         shape = (channels, *(side // self.geometry.spatial_ratio for side in reversed(sides)))

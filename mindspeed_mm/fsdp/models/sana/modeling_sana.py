@@ -32,7 +32,7 @@ PIPELINE_STEP = 32
 
 @model_register.register("sana")
 class SanaAdapter(DiffusionAdapter):
-    """SANA and SANA 1.5."""
+    """SANA and SANA 1.5, which draw pictures from text."""
 
     transformer_class = "SanaTransformer2DModel"
     pipelines = {"t2i": "SanaPipeline"}
@@ -83,7 +83,7 @@ class SanaAdapter(DiffusionAdapter):
         return own_rows(embeds, mask)[0]
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
         return pad_rows(features)
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class SanaAdapter(DiffusionAdapter):
         return output[0][:, : latent_shape[1]]
 
     def init_weights(self, module: nn.Module) -> None:
-        """Modulation tables."""
+        """Draw `scale_shift_table` from N(0, 1/width); a module without one is left alone."""
         init_scale_shift_table(module)
 
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @model_register.register("sana_video")
 class SanaVideoAdapter(SanaAdapter):
-    """SANA-Video 2B."""
+    """SANA-Video 2B, which makes videos from text."""
 
     transformer_class = "SanaVideoTransformer3DModel"
     uses = (ReleaseUse(fps=16.0),)  # the example of the pipeline
@@ -71,11 +71,11 @@ class SanaVideoAdapter(SanaAdapter):
         return unstandardised(latents, *_scales(vae))
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ."""
+        """Return SANA's inputs with a timestep of 1000 σ, without `timestep_scale`."""
         return super().inputs(noisy, sigma, batch, guidance) | {"timestep": 1000 * sigma}
 
     def default_size(self, pipeline: DiffusionPipeline) -> tuple[int | None, int | None]:
-        """The pipeline's."""
+        """Return the size by the general rule of `DiffusionAdapter`, which asks the pipeline, instead of SANA's."""
         return DiffusionAdapter.default_size(self, pipeline)
 
 

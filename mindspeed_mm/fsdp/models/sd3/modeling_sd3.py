@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
@@ -116,7 +117,7 @@ class StableDiffusion3Adapter(DiffusionAdapter):
         return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """Time is 1000 σ."""
+        """Return the transformer's inputs; the timestep is 1000 σ."""
         return {
             "hidden_states": noisy,
             "timestep": 1000 * sigma,
@@ -124,12 +125,12 @@ class StableDiffusion3Adapter(DiffusionAdapter):
             "pooled_projections": batch["pooled_prompt_embeds"],
         }
 
+    @override
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """As it is."""
         return output[0]
 
+    @override
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents)

@@ -58,7 +58,7 @@ class PlaceholderModule(nn.Module):
                 break
 
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """What comes in."""
+        """Return the hidden states as they come in, whether by position or as `hidden_states`."""
         return kwargs.get("hidden_states") if hidden is None else hidden
 
 

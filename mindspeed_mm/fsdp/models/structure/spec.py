@@ -19,7 +19,7 @@ __all__ = ["ModelSpec", "Tower", "find_blocks", "resolve_spec"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model's own plan."""
+    """What the engine knows of a model: modules to shard, ties, towers, head and blocks."""
 
     shard_modules: list[str]
     """Names of modules to wrap one by one: blocks in execution order, a tower after its blocks."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
@@ -153,8 +154,8 @@ class WanAdapter(DiffusionAdapter):
         ]
 
     @property
+    @override
     def transformers(self) -> tuple[str, ...]:
-        """Wan2.2 A14B has two."""
         return EXPERT_PARTS if self.has_component("transformer_2") else super().transformers
 
     @property
@@ -256,8 +257,8 @@ class WanAdapter(DiffusionAdapter):
             conditions["image_embeds"] = torch.cat(embeds, dim=1)
         return conditions
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         if not self.media_roles:
             return {}
         shapes = {"condition_latents": latent_shape}
@@ -303,8 +304,8 @@ class WanAdapter(DiffusionAdapter):
             mask[:, -1, -1] = 1
         return mask
 
+    @override
     def prediction(self, output: TransformerOutput, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """As it is."""
         return output[0]
 
     def init_weights(self, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS, ConditionShapes, Requirement, TransformerOutput
@@ -89,8 +90,8 @@ class WanVACEAdapter(WanAdapter):
         references = controls[:, : self.geometry.latent_channels, : len(names)].contiguous()
         return {"control_latents": controls, _REFERENCES: references}
 
+    @override
     def condition_shapes(self, latent_shape: tuple[int, ...], given: Collection[str] = ()) -> ConditionShapes:
-        """As above."""
         channels, frames, *sides = latent_shape
         pictures = sum(role.name in given for role in REFERENCES)
         control = (2 * channels + self.geometry.spatial_ratio**2, pictures + frames, *sides)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @model_register.register("z_image")
 class ZImageAdapter(DiffusionAdapter):
-    """Z-Image and Z-Image Turbo."""
+    """Z-Image and Z-Image Turbo, which draw pictures from text."""
 
     transformer_class = "ZImageTransformer2DModel"
     pipelines = {"t2i": "ZImagePipeline"}
@@ -89,7 +89,7 @@ class ZImageAdapter(DiffusionAdapter):
         return [{"prompt_embeds": each.clone()} for each in rows]
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
-        """With a mask."""
+        """Pad captions to one length: `prompt_embeds` (B, L, D) and `prompt_mask` (B, L)."""
         return pad_rows(features)
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class CpuKernel:
     def forward(
         self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, bias: Tensor | None, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `BlockKernel`."""
+        """Compute output and log-sum-exp; `BlockKernel.forward` documents shapes and arguments."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHD, k_BSKD, v_BSKD))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_expanded(bias, q), scale=scale
@@ -97,7 +97,7 @@ class CpuKernel:
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """See `BlockKernel`."""
+        """Compute the gradients of queries, keys and values; see `BlockKernel.backward`."""
         lse = _closed(lse_BTH).transpose(1, 2)
         grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad_BTHD, q_BTHD, k_BSKD, v_BSKD, out_BTHD))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -114,7 +114,7 @@ class MathKernel:
     def forward(
         self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, bias: Tensor | None, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `BlockKernel`."""
+        """Compute output and log-sum-exp; `BlockKernel.forward` documents shapes and arguments."""
         scores = self._scores(q_BTHD, k_BSKD, bias, causal, scale)
         lse_BKGT = scores.logsumexp(-1)
         probabilities = (scores - _closed(lse_BKGT).unsqueeze(-1)).exp()

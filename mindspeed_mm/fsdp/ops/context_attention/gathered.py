@@ -29,7 +29,7 @@ LONGEST_RUN = 512
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """What a layer computes."""
+    """What an attention layer computes: which keys a query sees, and how scores become weights."""
 
     causal: bool
     """A token sees itself and those before it in its document; otherwise the whole document."""

@@ -30,22 +30,22 @@ class ContextGroups:
 
     @property
     def ring_size(self) -> int:
-        """Ranks of the ring."""
+        """Number of ranks in the ring; 1 without a group."""
         return 1 if self.ring is None else self.ring.size()
 
     @property
     def ring_rank(self) -> int:
-        """Place in the ring."""
+        """Place of this rank in the ring, counted from 0."""
         return 0 if self.ring is None else self.ring.rank()
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that exchange heads."""
+        """Number of ranks that exchange heads; 1 without a group."""
         return 1 if self.ulysses is None else self.ulysses.size()
 
     @property
     def ulysses_rank(self) -> int:
-        """Place among them."""
+        """Place of this rank among those that exchange heads, counted from 0."""
         return 0 if self.ulysses is None else self.ulysses.rank()
 
 

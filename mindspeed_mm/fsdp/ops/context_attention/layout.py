@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
     @property
     def span(self) -> Interval:
-        """Its place among them."""
+        """(start, stop) of the segment among the tokens of its rank."""
         return self.local, self.local + self.stop - self.start
 
 
@@ -79,12 +79,12 @@ class SequenceLayout:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens in the whole sequence."""
         return self.borders[-1]
 
     @property
     def ring_size(self) -> int:
-        """Ranks of the ring."""
+        """Number of ranks in the ring."""
         return len(self.pieces)
 
     @property

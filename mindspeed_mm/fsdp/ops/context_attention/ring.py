@@ -35,12 +35,12 @@ class RingCall:
 
     @property
     def size(self) -> int:
-        """Ranks of the ring."""
+        """Number of ranks in the ring; 1 without a group."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def rank(self) -> int:
-        """Place in the ring."""
+        """Place of this rank in the ring, counted from 0."""
         return 0 if self.group is None else self.group.rank()
 
     def neighbour(self, steps: int) -> int:
@@ -151,7 +151,7 @@ class _RingExchange:
         )
 
     def wait(self) -> Tensor:
-        """What came in."""
+        """Wait for both transfers and return the tensor of the rank before."""
         for work in self._works:
             work.wait()
         return self._incoming

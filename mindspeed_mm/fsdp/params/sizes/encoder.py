@@ -28,7 +28,7 @@ class EncoderSizes:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share media."""
+        """Number of ranks that share media: `streams` × `parts` × `copies`."""
         return self.streams * self.parts * self.copies
 
     @property

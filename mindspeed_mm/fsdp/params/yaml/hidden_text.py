@@ -44,7 +44,7 @@ def words_without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _spans(node: Node, *names: str) -> Iterator[Span]:
-    """Where secrets are written."""
+    """Yield the span of each value that stands under a secret key."""
     if isinstance(node.value, dict) and node.end is None:
         for name, entry in node.value.items():
             yield from _spans(entry.node, *names, name)

@@ -39,7 +39,7 @@ _FLOATS = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), 
 
 @dataclass
 class YamlDocument:
-    """A parsed file."""
+    """A parsed YAML text: its tree, and faults that did not stop the parser."""
 
     root: Node
     problems: list[Problem] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Where something was written."""
+    """Place where a key or a value was written, for messages."""
 
     source: str
     """A file as the user named it, or `command line`."""
@@ -47,7 +47,7 @@ class MappingEntry:
 
 
 def plain(node: Node) -> Any:
-    """The value without places."""
+    """Return the value as dicts, lists and scalars, without its places."""
     if isinstance(node.value, dict):
         return {name: plain(entry.node) for name, entry in node.value.items()}
     if isinstance(node.value, list):

@@ -210,10 +210,10 @@ class RequestChoices:
         self._finite.pop(name, None)
 
     def fill_defaults(self, _storage: torch.Tensor) -> None:
-        """There are none."""
+        """Leave the storage as it is: there are no default settings to write."""
 
     def check_kwargs(self, _settings: Mapping[str, Any]) -> None:
-        """Requests are added without."""
+        """Check nothing: requests are added without settings, which stand in `of`."""
 
     def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: torch.Tensor) -> torch.Tensor:
         """Note the requests whose next token comes out of the pass that begins, in the order of its scores."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How tokens are drawn."""
+    """Seed and settings by which the tokens of answers are drawn."""
 
     seed: int
     max_new_tokens: int

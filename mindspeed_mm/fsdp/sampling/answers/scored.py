@@ -66,7 +66,7 @@ class Evaluation:
         return {**self.tasks, "overall": self.overall}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `results.json` holds."""
+        """Return what `results.json` holds: scores by task and overall, facts, and the comparison."""
         tasks = {name: score.to_dict() for name, score in self.tasks.items()}
         return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
 

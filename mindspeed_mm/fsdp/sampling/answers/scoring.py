@@ -24,10 +24,10 @@ METRICS: dict[Metric, str] = {"exact": "accuracy", "wer": "word error rate", "ce
 
 @dataclass(frozen=True)
 class _Fields:
-    """What all scores have."""
+    """Base of all scores: gives their fields as a dict."""
 
     def to_dict(self) -> dict[str, float]:
-        """Fields by name."""
+        """Return the fields of the score by name."""
         return asdict(self)
 
 
@@ -109,7 +109,7 @@ def score(outcomes: Iterable[bool]) -> Score:
 
 
 class Outcome(NamedTuple):
-    """How one answer fared."""
+    """How one answer compares with the expected one; `errors` and `units` stay 0 for exact match."""
 
     correct: bool
     errors: int = 0
@@ -131,7 +131,7 @@ class Comparison:
     ignore_punctuation: bool = False
 
     def outcome(self, given: str, expected: str) -> Outcome:
-        """One answer."""
+        """Compare one answer with the expected one, both normalised."""
         given, expected = self._normalised(given), self._normalised(expected)
         if self.metric == "exact":
             return Outcome(given == expected)
@@ -168,7 +168,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What is counted."""
+        """Name of what is counted, such as `accuracy` or `word error rate`."""
         return METRICS[self.metric]
 
 

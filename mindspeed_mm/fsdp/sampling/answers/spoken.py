@@ -18,7 +18,7 @@ PieceKind = Literal["thoughts", "words"]
 
 @dataclass(frozen=True)
 class Spoken:
-    """An answer in parts."""
+    """An answer in parts: words, thoughts and calls of tools."""
 
     words: str
     thoughts: str = ""

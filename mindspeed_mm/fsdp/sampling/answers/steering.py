@@ -98,7 +98,7 @@ class Biases:
         self._added = torch.tensor([added for _, added in biases])
 
     def __call__(self, _ids_1L: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
-        """Scores with biases."""
+        """Return the scores (1, V) with the biases added to their tokens."""
         self._tokens, self._added = self._tokens.to(scores_1V.device), self._added.to(scores_1V)
         return scores_1V.index_add(1, self._tokens, self._added[None])
 
@@ -115,7 +115,7 @@ class Penalties:
         self._steering, self._asked = steering, asked
 
     def __call__(self, ids_1L: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
-        """Scores with penalties."""
+        """Return the scores (1, V) less the penalties of tokens that the answer contains."""
         answer_1L = ids_1L[:, self._asked :]
         ones_1L = torch.ones_like(answer_1L, dtype=scores_1V.dtype)
         times_1V = torch.zeros_like(scores_1V).scatter_add_(1, answer_1L, ones_1L)

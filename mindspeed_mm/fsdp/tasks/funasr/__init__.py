@@ -1,1 +1,1 @@
-"""Fun-ASR: speech recognition."""
+"""Fun-ASR, a model for speech recognition: the entry point of its training."""

@@ -99,7 +99,7 @@ class SoundLengths:
         return [sum(chunks[start : start + most]) for start in range(0, len(chunks), most)]
 
     def _chunks(self, frames: int) -> list[int]:
-        """Positions of each chunk."""
+        """Return how many positions each chunk of a sound has behind the convolutions."""
         size = self.chunk or frames
         return [self._behind(min(size, frames - start)) for start in range(0, frames, size)]
 

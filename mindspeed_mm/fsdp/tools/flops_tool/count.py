@@ -33,7 +33,7 @@ class ModuleFlops(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Of one step."""
+    """FLOPs of one step: forward, backward, and forward passes that are computed again."""
 
     forward: float = 0.0
     backward: float = 0.0

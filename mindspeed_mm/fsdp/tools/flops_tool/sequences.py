@@ -163,7 +163,7 @@ class _DecoderParts:
         return units.MEDIA if _MERGED.search(name) else units.PATCHES
 
     def lengths(self, batch: Batch) -> dict[str, list[int]]:
-        """See `Sequences.lengths`."""
+        """Return the lengths of a batch's sequences, by the name of the sequence."""
         found = _text_lengths(batch, "input_ids", "attention_mask")
         if self.vision is not None:
             found |= self.vision(batch)

@@ -145,7 +145,7 @@ class _RunningUnit:
         return self._gathered is not None
 
     def take(self) -> None:
-        """Hold the gathered parameters."""
+        """Enter the gathered parameters in the ledger; `is_gathered` is true from then on."""
         self._gathered = self._ledger.take(Label(GATHERED, self._module), self.size)
 
     def attach(self, model: nn.Module) -> None:

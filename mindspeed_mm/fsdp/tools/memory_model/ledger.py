@@ -9,7 +9,7 @@ from mindspeed_mm.fsdp.utils.host_memory import FROM_HEAP_BYTES, KEPT_BYTES
 
 
 class Label(NamedTuple):
-    """What some bytes are."""
+    """What some bytes are: their category, and the module that took them."""
 
     category: str
     """One of the names in `CATEGORIES`."""

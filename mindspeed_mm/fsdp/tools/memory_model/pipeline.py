@@ -134,5 +134,5 @@ class _Sum:
         self._loss = loss
 
     def terms(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """See `pipeline.stage.Loss`."""
+        """Run the model on a batch and return the loss as its only term."""
         return {self.NAME: self._loss(model, batch)}

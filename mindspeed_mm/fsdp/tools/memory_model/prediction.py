@@ -86,17 +86,17 @@ class MemoryPrediction:
 
     @property
     def parameters(self) -> int:
-        """Of the shards."""
+        """Bytes of the shards of all parameters."""
         return self.static.parameters
 
     @property
     def gradients(self) -> int:
-        """Of the shards, when backward is done."""
+        """Bytes of the gradients' shards, when the backward pass is done."""
         return self.static.gradients
 
     @property
     def optimizer(self) -> int:
-        """State of the optimizer."""
+        """Bytes of the optimizer's state on this rank."""
         return self.static.optimizer
 
     @property
@@ -139,7 +139,7 @@ class MemoryPrediction:
 
 
 def _shortened(module: str) -> str:
-    """`model.layers.{*}.mlp.act_fn` → `model.layers.{*}.mlp`."""
+    """Return a pattern as far as the level below its block: `model.layers.{*}.mlp.act_fn` → `model.layers.{*}.mlp`."""
     before, repeated, behind = module.rpartition(".{*}.")
     return f"{before}{repeated}{behind.partition('.')[0]}" or "loss and others"
 

@@ -40,7 +40,7 @@ class HeldParameter:
 
     @property
     def bytes(self) -> int:
-        """Of the shard."""
+        """Bytes that the shard takes, without padding."""
         return self.numel * self.dtype.itemsize
 
 
@@ -178,7 +178,7 @@ def static_part(
 
 
 def trained_of(units: Collection[HeldUnit]) -> list[HeldParameter]:
-    """The trained parameters."""
+    """Return the trained parameters of all units, unit by unit."""
     trained: list[HeldParameter] = []
     for unit in units:
         trained += [parameter for parameter in unit.parameters if parameter.is_trained]

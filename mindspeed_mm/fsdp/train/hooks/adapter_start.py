@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.lora.calibration import calibration
@@ -47,8 +48,8 @@ class AdapterStartHook(Hook):
     ) -> None:
         self._batches, self._lora, self._seed, self._note = batches, lora, seed, note
 
+    @override
     def on_train_begin(self, engine: TrainEngine) -> None:
-        """Start the adapters."""
         how = str(self._lora.init_lora_weights)
         self._note(f"{how}: looking at {self._lora.init_batches} micro-batches")
         with calibration(engine.model, how) as seen:

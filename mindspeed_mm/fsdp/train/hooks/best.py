@@ -68,7 +68,7 @@ class BestSoFar:
         return BestSoFar(self.metric, self.min_delta, [each for each in self.history if each[0] <= step])
 
     def to_dict(self) -> dict[str, Any]:
-        """What `best.json` holds."""
+        """Return what `best.json` holds: the metric, the best measurement with its checkpoint, and the history."""
         found: dict[str, Any] = {}
         if (best := self.best) is not None:
             found = {"step": best[0], "value": best[1], "checkpoint": checkpoint_folder(Path(), best[0]).name}

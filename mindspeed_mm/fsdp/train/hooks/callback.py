@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from typing_extensions import override
+
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 
@@ -18,8 +20,8 @@ class CallbackHook(Hook):
     def __init__(self, function: Callable[[StepResult], object]) -> None:
         self._function = function
 
+    @override
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Call it."""
         if engine.validated_step == result.step:
             result = replace(result, validation=engine.validation)
         if self._function(result) is True:

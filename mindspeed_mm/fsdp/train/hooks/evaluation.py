@@ -102,7 +102,7 @@ class HeldOutQuestions:
 
     @cached_property
     def encoder(self) -> QuestionEncoder:
-        """Shows them."""
+        """Encoder that shows questions by the folder's processor and chat template; made on first use."""
         return QuestionEncoder(self.folder, self.view)
 
     def media(self) -> MediaLoader:
@@ -200,7 +200,7 @@ class EvaluationHook(Hook):
             self.measure(engine)
 
     def measure(self, engine: TrainEngine) -> None:
-        """Answer, score, and tell."""
+        """Answer the held-out questions, score the answers and record the scores. Called by all ranks."""
         began = time.monotonic()
         random_state = capture_rng()
         with engine.evaluating(), resident(engine.model), whole_logits(engine.model):

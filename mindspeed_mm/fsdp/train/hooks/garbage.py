@@ -31,5 +31,5 @@ class GarbageCollectionHook(Hook):
             gc.collect(1)
 
     def on_train_end(self, engine: TrainEngine) -> None:
-        """Let Python collect again."""
+        """Turn Python's own garbage collection on again."""
         gc.enable()

@@ -74,7 +74,7 @@ class LogHook(Hook):
         self._record.progress.end_steps()
 
     def on_failure(self, engine: TrainEngine) -> None:
-        """Take the bar away."""
+        """Take the progress bar away; steps since the last line are not logged."""
         self._record.progress.end_steps()
 
     def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, float]:

@@ -65,7 +65,7 @@ class MemoryProfileHook(Hook):
         self._end(engine.iteration)
 
     def on_failure(self, engine: TrainEngine) -> None:
-        """Let go."""
+        """End a recording that has begun, without a report."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.abandon()

@@ -35,7 +35,7 @@ class StepRecorder(Hook):
         self.steps.append(step | {"gradients": of_all_stages(step["gradients"])})
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Complete it."""
+        """Add the loss and the updated weights to the record of the step."""
         loss = torch.tensor(result.loss, dtype=torch.float64)
         self.steps[-1] |= {"loss": loss, "weights": of_all_stages(record_weights(engine.model))}
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from typing_extensions import override
+
 from mindspeed_mm.checkpoint.choice import best_of
 from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.train.run.parts import RunParts
@@ -41,12 +43,12 @@ class SummaryHook(Hook):
         self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
         self._began = time.monotonic()
 
+    @override
     def on_train_begin(self, engine: TrainEngine) -> None:
-        """Start the clock."""
         self._began = time.monotonic()
 
+    @override
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Keep the numbers."""
         self._last = (result.step, result.loss)
         self._lowest = min(self._lowest, self._last, key=lambda pair: pair[1])
         if engine.validated_step == result.step and "val_loss" in engine.validation:

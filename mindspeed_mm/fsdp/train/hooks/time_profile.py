@@ -118,7 +118,7 @@ class _TimeHook(Hook):
 
 
 class StaticProfileHook(_TimeHook):
-    """Records steps chosen beforehand."""
+    """Records a window of steps that the configuration chose beforehand."""
 
     def __init__(self, window: Window, folder: Path, rank: int, note: Note) -> None:
         super().__init__(folder, rank, note)

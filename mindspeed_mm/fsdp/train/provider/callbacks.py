@@ -180,7 +180,8 @@ def _read_loss(returned: object) -> LossValue:
 
 
 def _number_of_tokens(given: Any, loss: torch.Tensor) -> torch.Tensor:
-    """0-d, beside the loss."""
+    """Return the number as a 0-d tensor of the loss's type and device. Raises `ConfigError` for no number, and for a
+    negative one on the host."""
     is_number = _is_number(given)
     on_host = not isinstance(given, torch.Tensor) or given.device.type == "cpu"  # another device would be waited for
     if not is_number or (on_host and given < 0):

@@ -19,7 +19,7 @@ class ModelFront(nn.Module):
         self.model = model
 
     def present(self, model: nn.Module) -> nn.Module:
-        """The front, around `model`."""
+        """Return the front, with `model` as the module inside from now on."""
         if self._modules["model"] is not model:
             self._modules["model"] = model
         return self

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective, reduce_reports
@@ -95,12 +96,12 @@ class ArgumentsHook(Hook):
     def __init__(self, args: Any) -> None:
         self._args = args
 
+    @override
     def on_train_begin(self, engine: TrainEngine) -> None:
-        """Before the first step."""
         self._tell(engine)
 
+    @override
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """After each step."""
         self._tell(engine)
 
     def _tell(self, engine: TrainEngine) -> None:
@@ -118,8 +119,8 @@ class AfterStepHook(Hook):
     def __init__(self, functions: Sequence[Callable[[Any], object]]) -> None:
         self._functions = tuple(functions)
 
+    @override
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Call them."""
         for function in self._functions:
             function(engine.model)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
@@ -38,8 +39,8 @@ class ProvidedDataset(MMDataset):
     def __len__(self) -> int:
         return 0
 
+    @override
     def fingerprint(self) -> dict[str, Any]:
-        """The function's name."""
         return {"class": self._name}
 
 
@@ -88,7 +89,7 @@ class ProvidedLoader:
         check_sharded(self._source, self.deal.dp_size)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return the source's type and, where known, its micro-batches an epoch, for the log."""
         length = length_of(self._source)
         named = f"{type(self._source).__name__} of the caller"
         return f"{named}, {length:,} micro-batches an epoch on each rank" if length else named
@@ -125,14 +126,14 @@ class ProvidedLoader:
 
     @property
     def untold_bad_samples(self) -> int:
-        """Always 0: see `bad_samples`."""
+        """Always 0, since a user's loader does not report what it leaves out."""
         return 0
 
     def learn_bad_samples(self, found: dict[str, str]) -> None:
-        """Nothing to learn."""
+        """Do nothing: no bad samples are counted here."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing to tell."""
+        """Return an empty dict: this loader measures nothing for the log."""
         return {}
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -277,7 +278,7 @@ def as_loader(source: object, deal: Deal, loading: DataloaderParam) -> Any:
 
 @runtime_checkable
 class _Samples(Protocol):
-    """Samples by number."""
+    """Map-style data: a length, and samples by their number."""
 
     def __len__(self) -> int: ...
 

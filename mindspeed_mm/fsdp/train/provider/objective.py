@@ -103,7 +103,7 @@ class ProviderObjective:
         return taken
 
     def describe(self) -> str:
-        """For the log."""
+        """Return the forward step's name and how its losses are averaged, for the log."""
         mean = "per token of the step" if self._per_token else "the mean over micro-batches"
         return f"of {name_of(self._callbacks.forward_step)}, {mean}"
 

@@ -42,7 +42,8 @@ class PerTokenForwardBackward:
         self._groups, self._data_ranks, self._device = tuple(groups), data_ranks, device
 
     def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
-        """See `ForwardBackward`."""
+        """Accumulate the step's gradients and return its terms, both divided by the number of tokens; arguments as in
+        `ForwardBackward`."""
         sums = self._inner(micro_batches, denominators)
         divisor = self._take_tokens() / (len(micro_batches) * self._data_ranks)
         unscale_grads_(self._model.parameters(), divisor)

@@ -167,7 +167,8 @@ def _marks_of_settings(arguments: Arguments, prompts: MMDataset) -> tuple[str, s
 
 
 def policy_rule(grpo: GrpoArguments, rollout: RolloutArguments) -> PolicyRule:
-    """What the loss sums."""
+    """Return the rule of the policy loss: the settings of `posttrain.grpo`, with the longest answer that
+    `posttrain.rollout` allows."""
     return PolicyRule(
         loss_type=grpo.loss_type,
         level=grpo.importance_sampling_level,

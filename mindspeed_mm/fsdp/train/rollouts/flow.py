@@ -94,13 +94,14 @@ class FlowRollouts:
             yield
 
     def draw(self, prompts: Sequence[DrawnPrompt], keys: Sequence[str]) -> list[FlowSample]:
-        """See `RolloutSource`."""
+        """Draw one trajectory for each prompt, a micro-batch at a time. The noise of a sample depends on its key and on
+        `training.seed`."""
         samples = [FlowSample(key) for key in keys]
         self._draw(prompts, samples)
         return samples
 
     def _draw(self, prompts: Sequence[DrawnPrompt], samples: Sequence[FlowSample]) -> None:
-        """Give samples their trajectories."""
+        """Compute the trajectory of each sample, one micro-batch at a time, and store it in the sample's `path`."""
         generator, shares_start = self._generator, self._posttrain.flow.same_noise
         for text, batch in zip(self._texts(prompts), self._cut(samples), strict=True):
             noise = [sample.noise(self._seed, shares_start=shares_start) for sample in batch]
@@ -111,7 +112,7 @@ class FlowRollouts:
                 sample.path = path.of_row(row)
 
     def _cut(self, items: Items) -> list[Items]:
-        """Into micro-batches."""
+        """Split rows into consecutive micro-batches; the last one may be smaller."""
         size = self._micro_batch_size
         return [items[first : first + size] for first in range(0, len(items), size)]
 
@@ -171,14 +172,14 @@ class FlowRollouts:
         return record
 
     def restore(self, record: Mapping[str, Any]) -> FlowSample:
-        """See `RolloutSource`."""
+        """Rebuild the sample that `record` wrote; its `path` stays None where the record has no trajectory."""
         sample = FlowSample(record["sample"])
         if "path" in record:
             sample.path = unpacked_path(record["path"])
         return sample
 
     def take_metrics(self) -> dict[str, float]:
-        """See `RolloutSource`."""
+        """Return the objective's means for the log since the last call, on this rank."""
         return self._objective.take_metrics()
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -191,7 +192,9 @@ class FlowRollouts:
         *,
         is_fresh: bool,
     ) -> list[Batch]:
-        """See `RolloutSource`."""
+        """Return the micro-batches of an optimizer step: one per trained denoising step (GRPO) or noise level (NFT),
+        for each `micro_batch_size` samples. If a sample lacks its trajectory, all of them are drawn again. Advantages
+        are clipped to ±`adv_clip_max`."""
         if any(sample.path is None for sample in samples):
             with self.drawing():
                 self._draw(prompts, samples)

@@ -29,7 +29,7 @@ class FlowSample:
 
     @property
     def rollout(self) -> int:
-        """Number of the rollout."""
+        """Number of the rollout that drew the sample, read from its key."""
         return int(self.key.partition("/")[0])
 
     def noise(self, seed: int, *, shares_start: bool) -> SampleNoise:
@@ -52,7 +52,7 @@ def packed_path(path: Trajectories) -> dict[str, Any]:
 
 
 def unpacked_path(record: Mapping[str, Any]) -> Trajectories:
-    """Back from `packed_path`."""
+    """Rebuild the trajectory that `packed_path` wrote, to the bit."""
     path = Trajectories(_unpacked(record["latents"]))
     for name, steps in path.by_step.items():
         for index, item in record[name].items():

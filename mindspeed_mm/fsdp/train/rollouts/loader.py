@@ -114,7 +114,7 @@ class RolloutLoader:
 
     @property
     def estimate_note(self) -> str:
-        """As of the prompts."""
+        """How the loader of the prompts estimated the steps of an epoch; empty where it counted them."""
         return self._prompts.estimate_note
 
     @property
@@ -132,7 +132,7 @@ class RolloutLoader:
         self._prompts.learn_bad_samples(found)
 
     def describe(self) -> str:
-        """For the log."""
+        """Return a phrase for the log: prompts, samples per prompt and, if several, the steps that use a sample."""
         told = f"{len(self.dataset):,} prompts, {self._plan.group_size} samples of each"
         if self._plan.uses > 1:
             told += f", each used for {self._plan.uses} steps"

@@ -48,7 +48,7 @@ class RolloutMetrics:
         self._drawn_tokens += sum(each.get("completion_tokens", 0) for each in facts)
 
     def judge(self, found: Advantages) -> None:
-        """What rewards came to."""
+        """Record the rewards of a rollout and its share of groups without spread for the next log line."""
         self._rewards.append(found.rewards)
         self._flat.append(found.without_spread)
 

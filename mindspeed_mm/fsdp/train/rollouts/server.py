@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.core.outbound import RequestLimits, Server, key_header, one_line
@@ -146,17 +147,16 @@ class SglangServer(RolloutServer):
 
     asked_for, takes_weights = "/health", "/update_weights_from_disk"
 
+    @override
     def load_weights(self, folder: Path) -> None:
-        """See `RolloutServer`."""
-
         def read(told: Any) -> None:
             if not (told or {}).get("success"):
                 raise self.failed(f"/update_weights_from_disk: {one_line(str((told or {}).get('message')))}")
 
         self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True}, read)
 
+    @override
     def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
-        """See `RolloutServer`."""
         settings = {
             "temperature": rule.temperature,
             "top_p": rule.top_p,
@@ -190,14 +190,14 @@ class VllmServer(RolloutServer):
 
     asked_for, takes_weights = "/v1/models", "/collective_rpc"
 
+    @override
     def load_weights(self, folder: Path) -> None:
-        """See `RolloutServer`."""
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self.post("/collective_rpc", asked, lambda _: None)
         self.post("/reset_prefix_cache", {}, lambda _: None)
 
+    @override
     def draw(self, prompt: ServedPrompt, seed: int, rule: DrawRule, end_ids: Sequence[int]) -> DrawnAnswer:
-        """See `RolloutServer`."""
         settings = {
             "max_tokens": rule.max_new_tokens,
             "temperature": rule.temperature,
@@ -271,7 +271,12 @@ class ServedRollouts(TextRollouts):
         yield
 
     def draw(self, prompts: Sequence[EncodedPrompt], keys: Sequence[str]) -> list[DrawnAnswer]:
-        """See `RolloutSource`."""
+        """Ask the server for one answer to each prompt, up to `CONCURRENCY` requests at a time.
+
+        Raises:
+            DataError: A prompt has media other than pictures, or with its answer is longer than the model takes.
+            MachineError: The server fails, or answers with a token that the trained model never gives.
+        """
         check_lengths(prompts, self._rule.max_new_tokens, self._longest)
         check_media_served(prompts)
         served = self._served(prompts)
@@ -300,7 +305,7 @@ class ServedRollouts(TextRollouts):
         return served
 
     def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
-        """As of other rollouts; a server tells no entropy."""
+        """Return the sums of `TextRollouts.facts` without the entropy, which a server does not report."""
         facts = super().facts(samples)
         facts.pop("entropy")
         return facts

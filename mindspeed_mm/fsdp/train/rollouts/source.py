@@ -14,7 +14,7 @@ from mindspeed_mm.core.batch import Batch
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How rollouts become steps."""
+    """Settings that decide how a rollout is cut into optimizer steps and how its rewards become advantages."""
 
     group_size: int
     """Samples of each prompt."""
@@ -58,7 +58,7 @@ class RolloutSource(Protocol):
         ...
 
     def restore(self, record: Mapping[str, Any]) -> Any:
-        """Back from `record`."""
+        """Rebuild the sample that `record` wrote."""
         ...
 
     def facts(self, samples: Sequence[Any]) -> dict[str, float]:

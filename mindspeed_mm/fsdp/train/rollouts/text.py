@@ -70,7 +70,8 @@ class TextRollouts:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """See `RolloutSource`."""
+        """Inside, parameters are whole, gradients are off and the model is in evaluation mode. Afterwards it is in
+        training mode."""
         with torch.no_grad(), resident(self._model), whole_logits(self._model):
             self._model.eval()
             try:
@@ -131,7 +132,8 @@ class TextRollouts:
         return str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
 
     def judge(self, prompts: Sequence[EncodedPrompt], samples: Sequence[DrawnAnswer]) -> torch.Tensor:
-        """See `RolloutSource`."""
+        """Decode the answers and score each with every reward: (samples, rewards) fp64, NaN where a reward does not
+        judge."""
         texts: list[str] = []
         answers: list[str] = []
         rows: list[Row] = []
@@ -148,7 +150,7 @@ class TextRollouts:
     # --- records ------------------------------------------------------------------------------------------------------
 
     def record(self, prompt: EncodedPrompt, sample: DrawnAnswer) -> dict[str, Any]:
-        """See `RolloutSource`."""
+        """Return the answer as a JSON record with its prompt, token ids, log-probabilities and entropy."""
         return {
             "row": prompt["row"],
             "id": prompt["sample_id"],
@@ -161,13 +163,13 @@ class TextRollouts:
         }
 
     def restore(self, record: Mapping[str, Any]) -> DrawnAnswer:
-        """See `RolloutSource`."""
+        """Rebuild the answer that `record` wrote: token ids, log-probabilities, entropy and whether it is truncated."""
         return DrawnAnswer(
             list(record["token_ids"]), list(record["log_probs"]), record["entropy"], is_truncated=record["truncated"]
         )
 
     def facts(self, samples: Sequence[DrawnAnswer]) -> dict[str, float]:
-        """See `RolloutSource`."""
+        """Return sums over the answers, by name: samples, completion tokens, truncated answers and entropy."""
         facts = {"samples": len(samples), "completion_tokens": 0, "truncated_share": 0, "entropy": 0.0}
         for answer in samples:
             facts["completion_tokens"] += len(answer.token_ids)
@@ -176,7 +178,7 @@ class TextRollouts:
         return facts
 
     def take_metrics(self) -> dict[str, float]:
-        """See `RolloutSource`."""
+        """Return the objective's means over this rank's tokens since the last call."""
         return self._objective.take_metrics()
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -189,7 +191,8 @@ class TextRollouts:
         *,
         is_fresh: bool,
     ) -> list[Batch]:
-        """See `RolloutSource`."""
+        """Return the micro-batches of a step: up to `micro_batch_size` answers each, with advantages and the
+        log-probabilities of their tokens when drawn."""
         found = []
         for first in range(0, len(samples), self._micro_batch_size):
             own = slice(first, first + self._micro_batch_size)

@@ -73,7 +73,7 @@ class RunLoader(RunOrder, Protocol):
         ...
 
     def describe(self) -> str:
-        """For the log."""
+        """Summarise the data in one phrase for the log, such as the number of samples and steps."""
         ...
 
     def take_metrics(self) -> dict[str, float]:

@@ -48,7 +48,7 @@ def ranks_of_job(nproc: int, environment: Mapping[str, str]) -> int | None:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank ended."""
+    """Describes why a rank ended: message, exit code and Unix time in seconds. The rank writes it for its launcher."""
 
     message: str
     exit_code: int

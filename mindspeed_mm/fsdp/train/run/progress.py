@@ -38,7 +38,7 @@ def header_line(further: Sequence[str] = ()) -> str:
 
 
 def format_line(metrics: Mapping[str, float], further: Sequence[str] = ()) -> str:
-    """One row under `header_line`."""
+    """Return a step's metrics as one table row, in the columns of `header_line` for the same `further` metrics."""
     mfu = _cell(metrics, "mfu", ".1%")
     cells = (
         str(metrics["step"]),
@@ -82,7 +82,7 @@ def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
 
 
 def short_rate(value: float) -> str:
-    """1234 → `1.2k`."""
+    """Shorten a rate with the suffix k, M or G, so that 1234 becomes `1.2k`; smaller values are rounded to integers."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.1f}{unit}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
+from typing_extensions import override
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
@@ -64,7 +65,7 @@ class Tracker:
         """Pictures (PNG) and clips (mp4) that were drawn at a step, by name; a tracker may leave them out."""
 
     def end(self, exit_code: int) -> None:
-        """The run has ended."""
+        """Called when the run has ended, with the exit code of its process; 0 means success."""
 
 
 class _RunOfService(Protocol):
@@ -115,7 +116,7 @@ class TensorBoard(Tracker):
     package = "tensorboard"
 
     def begin(self, run: TrackedRun) -> None:
-        """Remember where."""
+        """Remember the folder and the first step; `log` opens the event file when it is first called."""
         self._folder, self._first_step = run.folder, run.first_step
         self._writer: Any = None
 
@@ -145,14 +146,14 @@ class TensorBoard(Tracker):
             shown = Summary.Image(height=height, width=width, encoded_image_string=data)
             self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
 
+    @override
     def end(self, exit_code: int) -> None:
-        """Flush and close."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WandB(Tracker):
-    """Weights & Biases. https://docs.wandb.ai/ref/python/sdk/functions/init"""
+    """Sends numbers, pictures and clips to Weights & Biases. https://docs.wandb.ai/ref/python/sdk/functions/init"""
 
     package = "wandb"
 
@@ -170,12 +171,12 @@ class WandB(Tracker):
         )
         run.identities[self.package] = self._run.id
 
+    @override
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the numbers."""
         self._run.log(dict(numbers), step=step)
 
+    @override
     def show(self, media: Mapping[str, Path], step: int) -> None:
-        """Send pictures and clips."""
         import wandb
 
         _send(self._run, {".png": wandb.Image, ".mp4": wandb.Video}, media, step)
@@ -186,7 +187,7 @@ class WandB(Tracker):
 
 
 class SwanLab(Tracker):
-    """SwanLab. https://docs.swanlab.cn/en/api/py-init.html"""
+    """Sends numbers, pictures and clips to SwanLab. https://docs.swanlab.cn/en/api/py-init.html"""
 
     package = "swanlab"
 
@@ -211,8 +212,8 @@ class SwanLab(Tracker):
         if identity:
             run.identities[self.package] = str(identity)
 
+    @override
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the numbers."""
         self._module.log(dict(numbers), step=step)
 
     def show(self, media: Mapping[str, Path], step: int) -> None:
@@ -283,7 +284,7 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio. https://huggingface.co/docs/trackio"""
+    """Sends numbers, pictures and clips to Trackio. https://huggingface.co/docs/trackio"""
 
     package = "trackio"
 
@@ -295,18 +296,18 @@ class Trackio(Tracker):
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         self._run = trackio.init(project=project, name=name, config=dict(run.settings), resume="allow", embed=False)
 
+    @override
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the numbers."""
         self._run.log(dict(numbers), step=step)
 
+    @override
     def show(self, media: Mapping[str, Path], step: int) -> None:
-        """Send pictures and clips."""
         import trackio
 
         _send(self._run, {".png": trackio.Image, ".mp4": trackio.Video}, media, step)
 
+    @override
     def end(self, exit_code: int) -> None:
-        """Write what waits."""
         self._run.finish()
 
 

@@ -50,7 +50,8 @@ class PlainForwardBackward:
         self._set_gradient_sync = set_gradient_sync
 
     def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
-        """See `ForwardBackward`."""
+        """Run forward and backward of each micro-batch; returns this rank's sum of each term divided by its
+        denominator, detached."""
         totals: Terms = {}
         for index, batch in enumerate(micro_batches):
             if len(micro_batches) > 1:
@@ -64,7 +65,7 @@ class PlainForwardBackward:
         return totals
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
-        """See `ForwardBackward`."""
+        """Return each term's sum over the micro-batches; the caller switches gradients off."""
         sums: Terms = {}
         for batch in micro_batches:
             add_terms(sums, self._objective.terms(self._model, batch))
@@ -89,10 +90,10 @@ class PregatheredForwardBackward:
         self._inner, self._model, self._gathered = inner, model, gathered
 
     def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
-        """See `ForwardBackward`."""
+        """Run the inner strategy on the micro-batches while all parameters are gathered, and return its terms."""
         with self._gathered(self._model):
             return self._inner(micro_batches, denominators)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
-        """See `ForwardBackward`."""
+        """Return the inner strategy's sums of terms; parameters are not gathered ahead."""
         return self._inner.evaluate(micro_batches)

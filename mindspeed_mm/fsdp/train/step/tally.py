@@ -34,7 +34,7 @@ class Tally:
 
     @property
     def denominators(self) -> dict[str, float]:
-        """`counts`, never zero."""
+        """The counts by loss term, with 1 in place of 0, so that terms can be divided by them."""
         return {name: count or 1 for name, count in self.counts.items()}
 
     @classmethod

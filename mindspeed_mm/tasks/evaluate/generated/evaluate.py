@@ -74,11 +74,12 @@ class GeneratedResult:
     facts: Facts
 
     def to_dict(self) -> dict[str, object]:
-        """What `generated.json` holds."""
+        """Return the content of `generated.json`: the measures, and the facts about what was measured."""
         return {"measures": self.measures, **self.facts}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return one line of text per measure. A further line explains why there is no CLIP score where only the
+        prompts are missing."""
         lines = [told(name, one) for name, one in self.measures.items()]
         if "features" in self.facts and "CLIP score" not in self.measures:
             none = f"none, no {SAMPLES_MANIFEST} or {DRAWN_MANIFEST} tells the prompts of these samples"
@@ -101,11 +102,11 @@ class _Found:
 
     @property
     def clips(self) -> list[Path]:
-        """Generated ones that move."""
+        """Paths of the generated samples that are clips, not pictures."""
         return [path for path in self.own.values() if is_clip(path)]
 
     def counted(self) -> dict[str, int]:
-        """For the results."""
+        """Return the numbers of generated pictures, clips, real samples and pairs, for `generated.json`."""
         clips = len(self.clips)
         return {"pictures": len(self.own) - clips, "clips": clips, "real": len(self.real), "pairs": len(self.pairs)}
 

@@ -31,7 +31,7 @@ def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> 
 
 
 def told(name: str, one: Measured) -> str:
-    """For people."""
+    """Return a measure as one line of text: its name, value and, for means, number of samples and 95 % interval."""
     value = "infinite" if one["value"] is None else f"{one['value']:.5g}"
     text = f"{name}: {value}"
     if "low" in one:

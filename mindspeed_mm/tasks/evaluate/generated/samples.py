@@ -42,7 +42,7 @@ def find_samples(folder: Path, key: str) -> dict[str, Path]:
 
 
 def is_clip(path: Path) -> bool:
-    """Whether a sample moves."""
+    """Return whether a sample is a clip, by the ending of its file name."""
     return path.suffix.lower() in CLIPS
 
 

@@ -51,17 +51,17 @@ class HarnessRequest:
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """Figures by task."""
+    """Holds the figures that a harness measured for each task, and facts about the evaluation."""
 
     tasks: dict[str, TaskFigures]
     facts: Facts
 
     def to_dict(self) -> dict[str, object]:
-        """What `harness.json` holds."""
+        """Return the content of `harness.json`: the facts, and the figures of each task."""
         return {**self.facts, "tasks": {name: found.to_dict() for name, found in self.tasks.items()}}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines of text with each task's figures, headed by the harness and its version."""
         harness = self.facts["harness"]
         title = f"{harness['name']} {harness['version']}"
         lines = []

@@ -49,7 +49,7 @@ class HarnessCall:
 
 @dataclass(frozen=True)
 class Harness:
-    """One harness."""
+    """Describes an evaluation harness: which package it is, how to call it and how to read its figures."""
 
     wanted: Wanted
     call: Callable[[OutsidePackage, HarnessCall], Call]

@@ -59,7 +59,8 @@ class PublishedResult:
     against: PairedTest | None
 
     def to_dict(self) -> dict[str, object]:
-        """What `results.json` holds."""
+        """Return the content of `results.json`: scores by task and overall, the facts and, if there is one, the
+        comparison."""
         tasks = {name: one.to_dict() for name, one in self.tasks.items()}
         told = {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts}
         if self.against is not None:
@@ -67,7 +68,8 @@ class PublishedResult:
         return told
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines of text: scores by task if there are several, the overall score, the comparison, and the set's
+        note."""
         title, note = self.facts["title"], self.facts["note"]
         told = []
         if len(self.tasks) > 1:

@@ -83,7 +83,7 @@ def _form(item: Item) -> str:
 
 
 def told(found: Found) -> dict[str, Any]:
-    """As samples hold it."""
+    """Return a judge's finding as the samples file holds it, under `said` and `failure`."""
     return {"said": found.said, "failure": found.failure}
 
 

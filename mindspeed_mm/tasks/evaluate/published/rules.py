@@ -89,7 +89,7 @@ def _quoted_option(answer: str, options: Mapping[str, str]) -> str | None:
 
 
 def choice(answer: str, item: Item) -> float:
-    """The right option."""
+    """Return 1.0 if the option that the answer chooses is the right one, else 0.0."""
     return float(chosen_letter(answer, item.options) in item.gold)
 
 
@@ -147,7 +147,7 @@ def _similarity(said: str, wanted: str) -> float:
 
 
 def _edits(said: str, wanted: str) -> int:
-    """Levenshtein's distance."""
+    """Return Levenshtein's edit distance between two texts, counted in characters."""
     if not said or not wanted:
         return max(len(said), len(wanted))
     found = jiwer.process_characters(wanted, said)

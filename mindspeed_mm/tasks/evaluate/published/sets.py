@@ -35,7 +35,7 @@ MakeItems = Callable[[Path, Sequence[Path]], Sequence[Item]]
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """One set."""
+    """Describes a published evaluation set: its files, and how its authors score answers."""
 
     title: str
     layouts: Mapping[str, MakeItems]
@@ -51,7 +51,11 @@ class PublishedSet:
     """Whether answers are right by degrees."""
 
     def score(self, shares: Sequence[float]) -> Score | GradedScore:
-        """All answers together."""
+        """Return the score of all answers: the mean of their shares (0 to 1) if the set is graded, else how many are 1.
+
+        Raises:
+            ValueError: There are no answers.
+        """
         if self.is_graded:
             return graded(shares)
         return score(share == 1.0 for share in shares)

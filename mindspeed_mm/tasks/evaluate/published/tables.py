@@ -62,7 +62,7 @@ class TsvTable:
         return self._named(cells).get(column) or None
 
     def where(self, index: int) -> str:
-        """File and row."""
+        """Return where a row stands, as `file:number` counted from 1, for messages."""
         return f"{self._path}:{index + 1}"
 
     def _named(self, cells: list[str]) -> dict[str, str]:
@@ -88,7 +88,7 @@ class ReaderTable:
         return reader.read(i).get(column)
 
     def where(self, index: int) -> str:
-        """File and row."""
+        """Return where a row stands, as the reader of its file names the place, for messages."""
         reader, i = self._places[index]
         return str(reader.place(i))
 

@@ -52,7 +52,7 @@ _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AudioClip:
-    """One mono track."""
+    """One mono track of decoded sound, with its sampling rate."""
 
     samples: np.ndarray
     """(N,) float32."""
@@ -63,7 +63,7 @@ class AudioClip:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the track in seconds."""
         return len(self.samples) / self.rate
 
 
@@ -78,7 +78,7 @@ class AudioHeader:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length in seconds, computed from samples and rate."""
         return self.samples / self.rate
 
 
@@ -214,7 +214,7 @@ class _Resampler:
         self._pieces: list[np.ndarray] = []
 
     def add(self, block: np.ndarray) -> None:
-        """Resample a block."""
+        """Resample a block, (channels, samples), and keep the result until `joined` is called."""
         if self._resampler is None:
             self._pieces.append(block)
             return

@@ -153,11 +153,11 @@ class ClipSampling:
 
 
 class FrameTimes(Protocol):
-    """Of a video or an animated picture: when its frames are shown, see `VideoHeader`."""
+    """Says when the frames of a video or an animated picture are shown, see `VideoHeader`."""
 
     @property
     def frames(self) -> int:
-        """How many."""
+        """Number of frames of the whole video."""
 
     @property
     def fps(self) -> float:
@@ -165,7 +165,7 @@ class FrameTimes(Protocol):
 
     @property
     def begins_s(self) -> tuple[float, ...]:
-        """When each is shown."""
+        """When each frame is shown, in seconds from the first; empty where frame i is shown at i / `fps`."""
 
 
 def _begins_s(video: FrameTimes) -> np.ndarray:

@@ -68,10 +68,10 @@ class MediaPlugin(Protocol):
         """Encode an RGB picture. Raises `DataError` for a size that the processor refuses."""
 
     def encode_video(self, clip: VideoClip) -> MediaFeatures:
-        """Encode a clip."""
+        """Encode a decoded clip into token ids and the tensors of the model's tower."""
 
     def encode_audio(self, sound: AudioClip) -> MediaFeatures:
-        """Encode a sound."""
+        """Encode a decoded sound into token ids and the tensors of the model's tower."""
 
     def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """The size that encoding would give, from what `MediaLoader.probe` read; None: encode it to know.

@@ -64,11 +64,11 @@ class MediaPlaces:
         self._pattern = re.compile(f"(?<!{PROTECTED})(?:{either})") if either else None
 
     def expansion_of(self, item: MediaFeatures) -> Expansion:
-        """Of an encoded item."""
+        """Return what takes the place of an encoded item's placeholder."""
         return Expansion(item.kind, item.token_ids, item.text)
 
     def expansion_for(self, kind: str, size: ItemSize) -> Expansion:
-        """Of an item whose size alone is known: its placeholder's id stands for each of its tokens."""
+        """Return the same for an item whose size alone is known: its placeholder's id stands for each of its tokens."""
         placeholder = self._placeholders.get(kind)
         fill = placeholder.token_id if placeholder is not None else 0
         return Expansion(kind, np.full(size.tokens, fill, dtype=np.int64), size.text)

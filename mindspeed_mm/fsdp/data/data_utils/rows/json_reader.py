@@ -37,12 +37,10 @@ class _Spans:
         self.starts, self.ends, self.numbers = array("q"), array("q"), array("q")
 
     def clear(self) -> None:
-        """Forget all rows."""
         for column in (self.starts, self.ends, self.numbers):
             del column[:]
 
     def append(self, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
-        """Add rows."""
         for column, values in ((self.starts, starts), (self.ends, ends), (self.numbers, numbers)):
             column.frombytes(np.ascontiguousarray(values, dtype=np.int64).tobytes())
 
@@ -65,7 +63,7 @@ class JsonRows:
         return RowLocation(self.name, self._spans.numbers[index])
 
     def read(self, index: int) -> dict[str, Any]:
-        """Parse row `index`."""
+        """Parse row `index`. Raises `DataError` for one that is too large or is not a valid JSON object."""
         return parse_row(self._text(index), str(self.place(index)))
 
     def _text(self, index: int) -> bytes:

@@ -25,7 +25,7 @@ _HASHED_BYTES = 2**30
 
 
 class RowReader(Protocol):
-    """Rows of one file."""
+    """Reads the rows of one file by number."""
 
     path: Path
     name: str
@@ -37,7 +37,7 @@ class RowReader(Protocol):
         """Row `index`, from 0. Raises `DataError` for a row that cannot be read."""
 
     def place(self, index: int) -> RowLocation:
-        """Where the row stands."""
+        """Return where row `index` stands in the file, for messages and sample ids."""
 
 
 @runtime_checkable
@@ -120,7 +120,7 @@ class RowStream(Protocol):
         """Row `index`, which there is."""
 
     def place(self, index: int) -> RowLocation:
-        """Where the row stands."""
+        """Return where row `index` stands in the file, for messages and sample ids."""
 
 
 def open_stream(path: Path, cache_dir: str | None = None, name: str | None = None) -> RowStream:
@@ -229,7 +229,7 @@ class ParquetReader:
         return self._table.column(column).null_count == len(self)
 
     def place(self, index: int) -> RowLocation:
-        """Number of the row."""
+        """Return the file's name and the number of row `index`, counted from 1."""
         return RowLocation(self.name, index + 1)
 
     def read(self, index: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class RowTable:
         return self._readers[which].read(number)
 
     def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
+        """Return the file that row `index` stands in, and its line or number there."""
         which, number = self._locate(index)
         return self._readers[which].place(number)
 
@@ -109,7 +109,7 @@ class RowTable:
 
     @property
     def media_roots(self) -> list[Path]:
-        """All such folders."""
+        """Folders that `media_root` gives for any of the rows, each once."""
         return list(dict.fromkeys(filter(None, self._media_roots)))
 
     @property

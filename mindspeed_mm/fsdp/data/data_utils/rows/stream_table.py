@@ -62,7 +62,7 @@ class StreamTable:
         return file.stream.read(number)
 
     def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
+        """Return the file that row `index` stands in, and its line or number there."""
         file, number = self._locate(index)
         return file.stream.place(number)
 
@@ -80,7 +80,7 @@ class StreamTable:
 
     @property
     def media_roots(self) -> list[Path]:
-        """All such folders."""
+        """Folders that `media_root` may give for a row, each once."""
         return list(dict.fromkeys(file.media_root for file in self._files if file.media_root is not None))
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
@@ -81,8 +82,8 @@ class CosyVoiceDataset(SpokenRows):
         """Draw with this seed, `training.seed`, from now on."""
         self._seed = seed
 
+    @override
     def padding_collator(self, collate_param: CollateParam) -> Collator:
-        """The generic one."""
         return build_collator(self.processor, TextOnlyPlugin(), collate_param)
 
     def settings(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class HeaderCache:
         return MediaHeader(int(height), int(width), int(frames), fps)
 
     def put(self, row: GenerationRow, header: MediaHeader) -> None:
-        """Remember a header."""
+        """Remember the header of a row's medium. Nothing is kept without a folder, or where the medium is no file."""
         if self._path and (key := self._key(row)):
             self._headers[key] = list(astuple(header))
             self._grown = True

@@ -79,7 +79,7 @@ class CaptionedFolder:
         return len(self._media)
 
     def place(self, index: int) -> RowLocation:
-        """Path of the medium."""
+        """Return the place of medium `index`, printed as its path that starts with the folder's name."""
         return FilePlace(f"{self.name}/{self._media[index]}", index + 1)
 
     def read(self, index: int) -> dict[str, Any]:

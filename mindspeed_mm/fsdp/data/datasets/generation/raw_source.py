@@ -117,7 +117,7 @@ class RawSource:
         return len(self.rows)
 
     def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
+        """Return where row `index` stands in its file, without reading it."""
         return self.rows.place(index)
 
     @property

@@ -95,7 +95,7 @@ class TextTable:
         return len(self._lines)
 
     def place(self, index: int) -> RowLocation:
-        """Line of the row."""
+        """Return the file's name and the line that row `index` stands on."""
         return RowLocation(self.path.name, self._lines[index][0])
 
     def raw(self, index: int) -> bytes:

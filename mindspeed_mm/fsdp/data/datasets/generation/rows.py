@@ -192,7 +192,7 @@ class GenerationRows(Sequence[GenerationRow]):
     @overload
     def __getitem__(self, index: slice) -> list[GenerationRow]: ...
     def __getitem__(self, index: int | slice) -> GenerationRow | list[GenerationRow]:
-        """Row `index`."""
+        """Parse good row `index`, or each of a slice. Left-out rows are not counted."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._parse(int(self._kept[index]))

@@ -35,7 +35,7 @@ _FEATURES = {"prompt_embed_path": "prompt_embeds", "pooled_prompt_embeds_path": 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt."""
+    """One prompt, with the row and the file that it comes from."""
 
     text: str
     row: Mapping[str, Any]

@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
@@ -179,8 +181,8 @@ class Qwen2VLDataset(MMDataset):
         """Row `index` as it stands in its file."""
         return self._rows.row(index)
 
+    @override
     def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
         return self._rows.place(index)
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:

@@ -55,7 +55,8 @@ class PrecomputedDataset(GenerationDataset):
         super().__init__(features, preprocess_param, dataset_param)
 
     def open_store(self, folder: Path, basic: BasicParameters, adapter: DiffusionAdapter) -> FeatureStore:
-        """Those of the trainer."""
+        """Open the features that Lightricks' trainer made. Raises `ConfigError` where `with_audio` contradicts
+        `model.task`."""
         heard = self._settings.get("with_audio")
         if heard is not None and bool(heard) != (adapter.sound is not None):
             raise ConfigError(

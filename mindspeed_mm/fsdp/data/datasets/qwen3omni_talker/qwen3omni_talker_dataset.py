@@ -106,7 +106,7 @@ class Qwen3OmniTalkerDataset(Qwen2VLDataset):
         return super().build_collator(collate_param.model_copy(update={"model_name": _NAME}), packs=False)
 
     def fingerprint(self) -> dict[str, Any]:
-        """With the model's marks."""
+        """Return the fingerprint of the rows and settings, to which the model's configuration belongs, too."""
         found = super().fingerprint()
         return found | {"settings": found["settings"] | {"config": repr(self._config.to_dict())}}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from mindspeed_mm.core.batch import SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
@@ -79,12 +80,12 @@ class Qwen3TTSDataset(SpokenRows):
         """Its tokens. The sound of a voice is not read."""
         return SampleSize(len(self._encoded(self._rows.row(index), str(self.place(index)))["input_ids"]), 0)
 
+    @override
     def padding_collator(self, collate_param: CollateParam) -> Collator:
-        """Also for codes."""
         return Qwen3TTSCollator(self.processor, TextOnlyPlugin(), collate_param)
 
     def settings(self) -> dict[str, Any]:
-        """The model's marks."""
+        """Return the model's configuration, by which samples are laid out."""
         return {"config": repr(self._config.to_dict())}
 
     # --- one row ------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Qwen3TTSDataset(SpokenRows):
         }
 
     def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
-        """(frames, G) int64."""
+        """Return the codes of a row's speech, (frames, G) int64. Raises `DataError` for missing or unknown ones."""
         talker = self._config.talker_config
         sizes = [talker.vocab_size] + [talker.code_predictor_config.vocab_size] * (talker.num_code_groups - 1)
         return codes_of(row, place, sizes, "finetuning/prepare_data.py of Qwen3-TTS (Qwen3-TTS-Tokenizer-12Hz)")

@@ -34,7 +34,7 @@ def speaker_mel(samples: np.ndarray, bands: int) -> np.ndarray:
 
 @cache
 def _bands(bands: int) -> np.ndarray:
-    """(513, bands) weights."""
+    """Return the weights of triangular mel filters, (513, bands), on Slaney's scale from 0 to `_HIGHEST_HZ`."""
     from transformers.audio_utils import mel_filter_bank  # seconds to import
 
     return mel_filter_bank(_SIZE // 2 + 1, bands, 0.0, _HIGHEST_HZ, RATE, norm="slaney", mel_scale="slaney")
