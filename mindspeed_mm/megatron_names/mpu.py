@@ -23,8 +23,12 @@ def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Return the group of ranks that read different samples; `with_context_parallel` changes nothing."""
-    return get_parallel_state().axis_group("dp")
+    """Return the group of ranks that read different samples, or with `with_context_parallel` those that hold different
+    tokens. Every rank calls it, for the group may have to be made."""
+    state = get_parallel_state()
+    if with_context_parallel and get_context_parallel_world_size() > 1:
+        return state.build_copies_device_mesh().get_group("copies")
+    return state.axis_group("dp")
 
 
 def get_tensor_model_parallel_rank() -> int:

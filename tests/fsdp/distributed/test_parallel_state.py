@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import (
     init_parallel_state,
 )
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+from mindspeed_mm.megatron_names import mpu
 from tests.helpers.distributed import run_ranks
 
 AXES = ("dp", "cp", "ulysses", "ring", "tp", "pp", "edp", "efsdp", "ep")
@@ -58,6 +59,10 @@ def describe_plans() -> dict[str, dict[str, Any]]:
             assert getattr(state, f"get_{axis}_rank")() == state.axis_rank(axis)
             assert getattr(state, f"get_{axis}_device_mesh")() is state.axis_mesh(axis)
             assert getattr(state, f"is_{axis}_enable")() == (len(members) > 1)
+        for with_context in (False, True):  # as scripts written for Megatron ask
+            members = dist.get_process_group_ranks(mpu.get_data_parallel_group(with_context))
+            assert len(members) == mpu.get_data_parallel_world_size(with_context)
+            assert members[mpu.get_data_parallel_rank(with_context)] == dist.get_rank()
         assert found[name]["fsdp"][state.axis_rank("fsdp")] == dist.get_rank()
         assert state.axis_size("fsdp") == state.axis_mesh("fsdp").size() == len(found[name]["fsdp"])
         assert state.get_hsdp_device_mesh().shape == (plan.dp_replicate, plan.fsdp)
