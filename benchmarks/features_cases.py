@@ -25,7 +25,7 @@ RECOMPUTE = "features.recompute=true"
 SELECTIVE = "features.recompute_plan.mode=selective"
 CHUNKS = ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=128")
 BF16_STATES = "training.optimizer_state_dtype=bf16"
-LORA = "training.lora.enable=true"
+LORA = ("training.lora.enable=true", "training.lora.target_modules=[q_proj,k_proj,v_proj]")
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ FEATURES = {
         ("features.enable_chunk_mbs=true", "features.chunkmbs_plan.apply_modules=['model.layers.{*}.mlp']")
     ),
     "chunked loss": Feature(CHUNKS),
-    "lora": Feature((LORA,), same_loss=False),
-    "dora": Feature((LORA, "training.lora.use_dora=true"), same_loss=False),
-    "lora on nf4": Feature((LORA, "training.lora.quantize=nf4"), same_loss=False),
+    "lora": Feature(LORA, same_loss=False),
+    "dora": Feature((*LORA, "training.lora.use_dora=true"), same_loss=False),
+    "lora on nf4": Feature((*LORA, "training.lora.quantize=nf4"), same_loss=False),
     "compiled blocks": Feature(("features.compile=true",)),
     "recompute + chunked loss + bf16 states": Feature((RECOMPUTE, *CHUNKS, BF16_STATES), same_loss=False),
 }
