@@ -25,8 +25,11 @@ from benchmarks.accelerator_operators import OPERATORS  # noqa: E402
 from benchmarks.accelerator_parity import PLANTED, full_precision, on_host  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
 from mindspeed_mm.fsdp.distributed.context.apply import apply_to_decoder  # noqa: E402
-from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks  # noqa: E402
-from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll  # noqa: E402
+from mindspeed_mm.fsdp.distributed.expert.dispatch import (  # noqa: E402
+    AllGather,
+    AllToAll,
+    ExpertRanks,
+)
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed  # noqa: E402
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, init_parallel_state  # noqa: E402
 from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402

@@ -71,11 +71,10 @@ def planned(samples: list[tuple[int, int]], shape: Any) -> dict[str, Any]:
     """An order's steps: their seconds, how even they are, how full."""
     from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
     from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
-    from mindspeed_mm.fsdp.data.dataloader.measuring import Measured
     from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal
     from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
     from mindspeed_mm.fsdp.data.dataloader.sampler import BaseRandomBatchSampler
-    from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
+    from mindspeed_mm.fsdp.data.dataloader.sizes import Measured, SizeBook
 
     book = SizeBook(lambda asked: Measured(np.array([samples[row] for row in asked], dtype=np.int32), {}))
     book.learn(np.array(samples))

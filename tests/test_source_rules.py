@@ -162,7 +162,7 @@ ONE_READER = {
     "core/json_file.py": "the reader of JSON",
     "fsdp/data/data_utils/rows/json_reader.py": "the reader of rows, which refuses equal keys too",
     "fsdp/params/yaml/parser.py": "the reader of YAML",
-    "fsdp/tools/trace_reader.py": "reads traces of gigabytes piece by piece",
+    "fsdp/tools/trace_columns.py": "reads traces of gigabytes piece by piece",
     "fsdp/checkpoint/resume.py": "reads what it has written itself, as the next three do",
     "fsdp/data/sample_cache/codec.py": "and compared with its checksum",
     "fsdp/train/run/launched.py": "between processes of one job",
@@ -334,7 +334,7 @@ ENGINE = ("train", "loss", "optimizer", "distributed", "features", "checkpoint",
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "fsdp" / "models").glob("*/card.yaml"))
 WAYS_TO_ROUND = "fsdp/features/speed/fused_operators.py"
 """Liger Kernel calls ways to round after the families that have them."""
-KINDS_OF_LAYERS = "fsdp/features/memory/skipped_kernels.py"
+KINDS_OF_LAYERS = "fsdp/features/memory/recompute.py"
 """Kimi delta attention is a kind of layer."""
 
 

@@ -15,8 +15,8 @@ import torch
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
 from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
+from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
-from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain

@@ -22,8 +22,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from mindspeed_mm.checkpoint.expert_order import UnknownOrder
-from mindspeed_mm.checkpoint.key_ops import Column, Drop, Op
+from mindspeed_mm.checkpoint.key_ops import Column, Drop, Op, UnknownOrder
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError, Problem, first_problems
 

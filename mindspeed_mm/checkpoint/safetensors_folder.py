@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, TensorReader
 from mindspeed_mm.checkpoint.pt_files import find_unsafe_globals
-from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
+from mindspeed_mm.checkpoint.safetensors_file import TensorEntry, read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, first_problems
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.healing import heal_missing

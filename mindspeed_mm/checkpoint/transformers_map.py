@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mindspeed_mm.checkpoint.expert_order import UnknownOrder, in_order_of_module, oriented
+from mindspeed_mm.checkpoint.key_ops import UnknownOrder, in_order_of_module, oriented
 from mindspeed_mm.checkpoint.keymap import RuleMatch, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import (
     Computed,

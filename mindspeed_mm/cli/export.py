@@ -12,7 +12,7 @@ from mindspeed_mm.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
-    from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
+    from mindspeed_mm.fsdp.checkpoint.loading import Weights
 
 EXAMPLES = """
 \b

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageErr
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
+from mindspeed_mm.fsdp.checkpoint.loading import Weights
 from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments

@@ -15,9 +15,9 @@ from verl.utils import tensordict_utils
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from mindspeed_mm.fsdp.checkpoint.adapters import merged_tensors
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
-from mindspeed_mm.fsdp.checkpoint.merged_hf import merged_tensors
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.models.lora.switch import adapters_off
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.checkpoint.expert_order import in_order_of_module
+from mindspeed_mm.checkpoint.key_ops import in_order_of_module
 from mindspeed_mm.checkpoint.megatron.families import QWEN3_VL
 from mindspeed_mm.checkpoint.megatron.folder import megatron_tensors
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights

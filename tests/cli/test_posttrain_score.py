@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+from mindspeed_mm.fsdp.loss.flow_pair_objective import ScoreHistogram
 from tests.helpers.runs import lines, mm
 
 REWARDS = """

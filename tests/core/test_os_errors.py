@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
+from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
 from mindspeed_mm.cli import main
 from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.os_errors import explained_os_error

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mindspeed_mm.fsdp.features.memory import activation_offload
-from mindspeed_mm.fsdp.optimizer import newton_schulz
+from mindspeed_mm.fsdp.optimizer import muon
 from tests.helpers.runs import differing, mm, tensors, train
 from tests.helpers.simulated_device import NAME, differing_figures, on_the_cpu
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -64,7 +64,7 @@ def everything_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def matrices_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Muon's products are in bf16 on every accelerator, which is not a question of this room."""
-    monkeypatch.setattr(newton_schulz, "_dtype", lambda matrices: matrices.dtype)
+    monkeypatch.setattr(muon, "_iteration_dtype", lambda matrices: matrices.dtype)
 
 
 def assert_as_on_the_cpu(yaml: Path, folder: Path, *words: str) -> None:

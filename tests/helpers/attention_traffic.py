@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_mm.fsdp.ops.context_attention.layer import share_heads
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout
-from mindspeed_mm.fsdp.ops.context_attention.ulysses import share_heads
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.noise_levels import draw_level, shift_sigma
+from mindspeed_mm.fsdp.loss.denoising import draw_level, shift_sigma
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.loader import load_config
 from tests.helpers.runs import mm

@@ -9,8 +9,8 @@ import pytest
 import soundfile
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.sampling.answers.questions import read_transcripts
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
-from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.evaluate import evaluate
 from tests.tasks.test_transcripts import TOKENS, make_whisper
 

@@ -17,8 +17,7 @@ from PIL import Image
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
-from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
-from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_of_adapters, view_writer, with_view
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.questions import question_of

@@ -18,8 +18,8 @@ import torch
 from mindspeed_mm.checkpoint.conversion.pt_writing import Entry, write_pt
 from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.pt_files import load_weights
+from mindspeed_mm.checkpoint.safetensors_file import DTYPES, read_header
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, MappedFiles
-from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _MOST_DIMS, _MOST_BYTES = 64, 2**62

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel, TensorCut
 
 PEFT_PREFIX = "base_model.model."
 MODULE_NAMES = {"visual.": "model.visual.", "model.": "model.language_model."}

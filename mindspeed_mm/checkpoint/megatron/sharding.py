@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from mindspeed_mm.checkpoint.keymap import in_natural_order, is_number
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, stored_keys
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronModel, PipelineTower
+from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronModel, PipelineTower, TensorCut
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, Place
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
 

@@ -13,8 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, consecutive
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel, PipelineTower
+from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel, PipelineTower, TensorCut
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, even_stages, parse_stages
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts
 from mindspeed_mm.core.errors import UsageError

@@ -18,8 +18,8 @@ from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, to_diffusers
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
+from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object

@@ -1,9 +1,11 @@
-"""Writes the adapters of a model as a folder of their own, in the layout that its library reads."""
+"""The adapters of a model: written as a folder of their own, in the layout that its library reads, or added to the
+base, so that the model is as one without."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -12,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, copy_assets, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.original.lora_names import (
     ALPHA_BESIDE_LAYERS,
@@ -21,9 +23,11 @@ from mindspeed_mm.checkpoint.original.lora_names import (
     renamed_adapters,
 )
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
+from mindspeed_mm.fsdp.checkpoint.base_weights import open_base
+from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, live_tensors, remember_layout, with_beside
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.part import kept_beside
 from mindspeed_mm.fsdp.models.lora.files import (
     ALPHA_END,
     DIFFUSERS_PREFIX,
@@ -36,6 +40,7 @@ from mindspeed_mm.fsdp.models.lora.files import (
     file_key,
     peft_settings,
 )
+from mindspeed_mm.fsdp.models.lora.merge import deltas_of_run, merge_into
 from mindspeed_mm.fsdp.models.lora.names import (
     INITIAL,
     LoraReport,
@@ -253,3 +258,49 @@ def _task_type(model: nn.Module) -> str | None:
     writes_text = hasattr(model, "can_generate") and model.can_generate()
     is_two_sided = setting_of(setting_of(model, object, "config"), bool, "is_encoder_decoder")
     return "CAUSAL_LM" if writes_text and not is_two_sided else None
+
+
+# --- added to the base ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def merged_tensors(model: nn.Module, outline: nn.Module, base: Path) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of a model that trains adapters, sharded or not, by the names of the base's folder; inside, they can
+    be read. Adapters are gathered when they are read: all ranks read the same ones in the same order.
+
+    Args:
+        model: With adapters.
+        outline: The same model without, parameters on meta.
+        base: Folder that the adapters were put on.
+
+    Raises:
+        ModelFolderError: The folder is not the model's.
+    """
+    lora = facts_of(model).lora
+    assert lora is not None
+    trained = of_untouched_base(live_tensors(model))
+    with open_base(outline, base) as stored:
+        tensors = folder_tensors(outline, stored)
+        remember_layout(outline, base)
+        merge_into(tensors, [(deltas_of_run(lora, trained, outline), 1.0)], None)
+        tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
+        yield with_beside(hub_tensors(outline, tensors), kept_beside(outline, stored))
+
+
+def save_merged_hf(model: nn.Module, outline: nn.Module, folder: Path, base: Path, *, ranks: Ranks) -> None:
+    """Write it as a whole Hugging Face folder. Called by all ranks, rank 0 writes.
+
+    Args:
+        model: With adapters.
+        outline: The same model without, parameters on meta.
+        folder: Replaced when the new one is complete.
+        base: Folder that the adapters were put on.
+        ranks: All of them.
+
+    Raises:
+        ModelFolderError: The base is not the model's.
+    """
+    with merged_tensors(model, outline, base) as made, drafted_folder(folder, ranks, overwrite=True) as draft:
+        rule = ranks.first("reading the source", lambda: DtypeRule.of_source(base, None))
+        ranks.first("copying", lambda: copy_assets(base, draft, None))
+        write_weights(made, draft, rule, MAX_SHARD_BYTES, ranks)

@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, write_tree
-from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
+from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, RunContext, verify_files

@@ -1,4 +1,4 @@
-"""Saves, finds and loads the checkpoints of one run; in the background too."""
+"""Saves, finds and loads the checkpoints of one run, in the background too, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree
+from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import committed
 from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
-from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
-from mindspeed_mm.fsdp.checkpoint.retention import prune
+from mindspeed_mm.fsdp.checkpoint.manifest import RunContext, read_manifest, verify_files
 from mindspeed_mm.fsdp.checkpoint.tree import (
     MODEL,
     OPTIMIZER,
@@ -233,3 +233,33 @@ class CheckpointManager:
 
 def _numbers(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- which old checkpoints go -----------------------------------------------------------------------------------------
+
+
+FEWEST_KEPT = 2
+
+
+def prune(save: Path, save_total_limit: int | None, kept: int | None = None) -> list[int]:
+    """Delete the oldest complete checkpoints beyond the limit and return their steps.
+
+    Args:
+        save: The run folder.
+        save_total_limit: How many to keep, at least 2; None keeps all. Damaged ones do not count and are left alone.
+        kept: A step whose checkpoint stays however old it is.
+    """
+    if save_total_limit is None:
+        return []
+    complete = [step for step in layout.list_iterations(save) if _is_complete(layout.checkpoint_folder(save, step))]
+    doomed = [step for step in complete[: -max(save_total_limit, FEWEST_KEPT)] if step != kept]
+    for step in doomed:
+        layout.remove_checkpoint(layout.checkpoint_folder(save, step))
+    return doomed
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return not verify_files(folder, read_manifest(folder).files, "size")
+    except CheckpointError:
+        return False

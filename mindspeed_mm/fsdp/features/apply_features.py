@@ -14,8 +14,7 @@ from torch import nn
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activations
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import run_in_slices
-from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
-from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results
+from mindspeed_mm.fsdp.features.memory.recompute import apply_kept_results, recompute_modules
 from mindspeed_mm.fsdp.features.memory.weight_offload import offload_weights
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of

@@ -1,4 +1,6 @@
-"""Which modules each feature of the `features` section works on, resolved once from the whole model. Pure."""
+"""Which modules each feature of the `features` section works on, resolved once from the whole model: those that its
+patterns name, or the model's own blocks. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError
-from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices
-from mindspeed_mm.fsdp.features.memory.selection import select_modules
-from mindspeed_mm.fsdp.features.memory.skipped_kernels import check_skipped_kernels
+from mindspeed_mm.fsdp.features.memory.recompute import check_skipped_kernels
 from mindspeed_mm.fsdp.features.memory.weight_offload import check_weights_can_wait
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_backend, modules_to_compile
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.model_parts import module_names
 
 RECOMPUTE_MODULES = "features.recompute_plan.apply_modules"
 OFFLOAD_MODULES = "features.activation_offload_plan.apply_modules"
@@ -139,3 +141,53 @@ def _check_apart(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
                     key=OFFLOAD_MODULES,
                     way_out=f"Name '{outer}': its input is then kept on the host.",
                 )
+
+
+# --- the modules of a feature -----------------------------------------------------------------------------------------
+
+
+def select_modules(model: nn.Module, patterns: Sequence[str], blocks: Sequence[str], key: str) -> list[str]:
+    """Names of modules, none inside another, each of which is called itself.
+
+    Args:
+        model: The whole model.
+        patterns: Of the feature's plan.
+        blocks: What to take where there are none.
+        key: The patterns' configuration key.
+
+    Raises:
+        ConfigError: A pattern matches nothing or what is never called, modules lie inside one another, or the model
+            has no blocks of its own.
+    """
+    names = module_names(model)
+    found = resolve_patterns(patterns, names, key=key) if patterns else list(blocks)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} declares no repeated blocks",
+            key=key,
+            way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
+        )
+    _check_called(model, found, key)
+    _check_not_nested(found, key)
+    return found
+
+
+def _check_called(model: nn.Module, names: Sequence[str], key: str) -> None:
+    for name in names:
+        module = model.get_submodule(name)
+        if type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"'{name}' is a {type(module).__name__}, which is never called itself",
+                key=key,
+                way_out=f"Name what it holds: '{name}.{{*}}'.",
+            )
+
+
+def _check_not_nested(names: Sequence[str], key: str) -> None:
+    for outer in names:
+        if inner := next((name for name in names if name.startswith(f"{outer}.")), None):
+            raise ConfigError(
+                f"'{inner}' lies inside '{outer}', which is named too: it would be done twice",
+                key=key,
+                way_out="Name one of them.",
+            )

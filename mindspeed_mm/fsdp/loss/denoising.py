@@ -1,5 +1,6 @@
 """The objective of image and video generators: noise is put on latents as the family's `NoisePath` says, and the
-model learns what the path asks for.
+model learns what the path asks for. σ, the noise level, is 0 for data and 1 for noise; how it is drawn, shifted and
+weighted stands here, too.
 
 Which caption is dropped, time and ε of a sample are functions of (seed, epoch, sample id): the same for every batch
 size, number of ranks, order and resume.
@@ -7,6 +8,7 @@ size, number of ranks, order and resume.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +20,10 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.models.diffusion.adapter import LATENTS
 from mindspeed_mm.fsdp.models.diffusion.media_roles import SOUND
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import Density
 from mindspeed_mm.fsdp.models.diffusion.velocity import Denoiser
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
@@ -342,3 +344,46 @@ def noise_key(key: str) -> str:
 def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:
     """ε of a sample: fp32 from the CPU's generator, on every machine and device the same."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed % 2**63))
+
+
+# --- noise levels -----------------------------------------------------------------------------------------------------
+
+_BELL_FLOOR = math.exp(-0.5)
+_BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - _BELL_FLOOR
+"""Mean of exp(−2 (σ − ½)²) − exp(−½) over 0..1."""
+
+
+def draw_level(density: Density, arguments: DiffusionArguments, random: np.random.Generator) -> float:
+    """A number in 0..1 by a density: one noise level before the shift.
+
+    Densities: Esser et al. 2024 (arXiv 2403.03206), section 3.1: logit-normal, and mode with scale s,
+    σ = 1 − u − s (cos²(πu/2) − 1 + u); Black et al. 2024 (arXiv 2410.24164), section IV: Beta.
+    """
+    if density == "logit_normal":
+        return 1.0 / (1.0 + math.exp(-random.normal(arguments.logit_mean, arguments.logit_std)))
+    if density == "beta":
+        return float(random.beta(arguments.beta_alpha, arguments.beta_beta))
+    uniform = float(random.random())
+    if density == "uniform":
+        return uniform
+    return 1.0 - uniform - arguments.mode_scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
+
+
+def shift_sigma(sigma: float, shift: float) -> float:
+    """s σ / (1 + (s − 1) σ): more noise for more pixels (Esser et al. 2024, equation 23)."""
+    return shift * sigma / (1.0 + (shift - 1.0) * sigma)
+
+
+def loss_weight(name: str, sigma: float) -> float:
+    """Weight of a sample's loss by its noise level.
+
+    sigma_sqrt and cosmap: Esser et al. 2024, section 3.1; bell: exp(−2 (σ − ½)²) − exp(−½), scaled
+    to mean 1, as DiffSynth-Studio weights its video models.
+    """
+    if name == "sigma_sqrt":
+        return sigma**-2
+    if name == "cosmap":
+        return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
+    if name == "bell":
+        return (math.exp(-2.0 * (sigma - 0.5) ** 2) - _BELL_FLOOR) / _BELL_MEAN
+    return 1.0

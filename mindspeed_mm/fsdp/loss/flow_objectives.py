@@ -1,4 +1,9 @@
-"""Objectives of generators that learn from rewards: a micro-batch is one step, or one noise level, of some samples."""
+"""Objectives of generators that learn from rewards: a micro-batch is one step, or one noise level, of some samples.
+
+With the clipped policy loss a sampling step that drew noise is an action, its density is the policy's. Negative-aware
+fine-tuning (DiffusionNFT, arXiv 2509.16117) needs no densities and takes any solver: the samples of a rollout are
+denoised again, good ones by the policy, bad ones by its mirror image about the old policy.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.loss.flow_policy import clipped_loss, clipped_share, normalised_ratio, policy_ratio
-from mindspeed_mm.fsdp.loss.nft import nft_loss, probability_of_good
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
-from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, StepDensity, kl_divergence
+from mindspeed_mm.fsdp.loss.sde_steps import SdeStep, StepDensity, clean, kl_divergence, log_prob
 from mindspeed_mm.fsdp.params.posttrain_args import GrpoArguments, NftArguments
 
 if TYPE_CHECKING:
@@ -165,3 +168,91 @@ def used_advantages(advantage: torch.Tensor, mode: str) -> torch.Tensor:
     if mode == "one_only":
         return (advantage > 0).to(advantage.dtype)
     return advantage.sign() if mode == "binary" else advantage
+
+
+# --- clipped policy loss ----------------------------------------------------------------------------------------------
+
+
+def clipped_loss(ratio: torch.Tensor, advantage: torch.Tensor, clip_range: float) -> torch.Tensor:
+    """max(−A ρ, −A clip(ρ, 1 − c, 1 + c)), (B,) (Flow-GRPO, arXiv 2505.05470, equation 6)."""
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.maximum(-advantage * ratio, -advantage * clipped)
+
+
+def clipped_share(ratio: torch.Tensor, advantage: torch.Tensor, clip_range: float) -> torch.Tensor:
+    """(B,) one where the clipped side is the larger one, so that there is no gradient."""
+    outside = torch.where(advantage > 0, ratio > 1 + clip_range, ratio < 1 - clip_range)
+    return outside.to(ratio.dtype)
+
+
+def policy_ratio(sample: torch.Tensor, density: StepDensity, old_log_prob: torch.Tensor) -> torch.Tensor:
+    """ρ = exp(log p(sample) − log p_old(sample)), (B,)."""
+    return torch.exp(log_prob(sample, density) - old_log_prob)
+
+
+def normalised_ratio(
+    sample: torch.Tensor, density: StepDensity, old_log_prob: torch.Tensor, old_mean: torch.Tensor
+) -> torch.Tensor:
+    """ρ of GRPO-Guard (arXiv 2510.22319), (B,): exp((Δ log p + ‖Δ mean‖² / (2 std²)) · std).
+
+    The log of the plain ratio has a negative mean, by the distance of the means, and a spread that grows as noise
+    falls: without the first and scaled by std it is centred and alike at all steps.
+    """
+    moved = ((density.mean - old_mean).square() / (2 * density.std**2)).flatten(1).mean(dim=1)
+    return torch.exp((log_prob(sample, density) - old_log_prob + moved) * density.std)
+
+
+# --- negative-aware fine-tuning ---------------------------------------------------------------------------------------
+
+_LEAST_ERROR = 1e-5
+_GROWTH, _MOST_DECAY = 1e-3, 0.5
+
+
+def probability_of_good(advantage: torch.Tensor, most: float) -> torch.Tensor:
+    """r = clip(A / (2 A_max) + ½, 0, 1)."""
+    return (advantage / (2 * most) + 0.5).clamp(0, 1)
+
+
+def both_predictions(v: torch.Tensor, v_old: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """v± = v_old ± β (v − v_old)."""
+    moved = beta * (v - v_old)
+    return v_old + moved, v_old - moved
+
+
+def nft_loss(
+    v: torch.Tensor,
+    v_old: torch.Tensor,
+    noisy: torch.Tensor,
+    latents: torch.Tensor,
+    sigma: torch.Tensor,
+    good: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    """(B,) r ‖x̂₀⁺ − x₀‖² / w⁺ + (1 − r) ‖x̂₀⁻ − x₀‖² / w⁻, means over latents; w is the mean absolute error of its side,
+    detached. Its optimum (w aside) is v_old + (2 / β) Cov(r, v).
+
+    Args:
+        v: Predicted by the policy at `noisy`, (B, …).
+        v_old: By the policy that drew the samples.
+        noisy: (1 − σ) x₀ + σ ε.
+        latents: x₀.
+        sigma: (B,).
+        good: (B,) r.
+        beta: How far the two sides lie apart.
+    """
+    level = sigma.reshape(-1, *[1] * (latents.dim() - 1))
+    positive, negative = (
+        _weighted_error(clean(noisy, side, level) - latents) for side in both_predictions(v, v_old, beta)
+    )
+    return good * positive + (1 - good) * negative
+
+
+def old_policy_decay(update: int) -> float:
+    """The share of the old policy that stays: min(0.001 i, 0.5) after update i. It follows fast at first, when samples
+    have much to gain, and slowly later."""
+    return min(_GROWTH * update, _MOST_DECAY)
+
+
+def _weighted_error(error: torch.Tensor) -> torch.Tensor:
+    weight = error.detach().abs().flatten(1).mean(dim=1).clamp(min=_LEAST_ERROR)
+    return error.square().flatten(1).mean(dim=1) / weight

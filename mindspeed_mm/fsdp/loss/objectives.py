@@ -15,8 +15,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
-from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows, labels_per_sample
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, labelled_rows, labels_per_sample, output_of
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
 

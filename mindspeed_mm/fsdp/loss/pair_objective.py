@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, labelled_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, ModelInputs, Terms, text_tokens
 from mindspeed_mm.fsdp.loss.preference import PAIR_LOSS, PairScores, PairSettings, loss_weights
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY

@@ -7,7 +7,8 @@ For one micro-batch over all data and context ranks, with the choices and probab
 
 E experts, R rows (real tokens × layers), c_e how many rows have expert e among their choices, p_e the sum of its
 probabilities. Micro-batches of a step are averaged by their tokens. c_e and R are not functions of the weights: only
-they go over ranks; p_e carries the gradient and stays local, and the sum over ranks makes term and gradient whole.
+they go over ranks; p_e carries the gradient and stays local, and the sum over ranks makes term and gradient whole. What
+it saves for the backward pass may be kept on the host until then.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Objective, Terms
-from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import holders_of
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.ops.stages import RouterPassing, StageExit
+from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, weight_of
 
 TERM = "router_aux"
@@ -283,3 +285,40 @@ def check_routers(model: nn.Module) -> None:
         raise ConfigError(
             f"{type(model).__name__} names no router", key=KEY, way_out="Set it to 0 for models without experts."
         )
+
+
+# --- saved on the host ------------------------------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    on_host: torch.Tensor
+    device: torch.device
+
+
+class SavedOnHost:
+    """A place on the host. Copies run beside the computation; on a CPU they are done when they return."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._leaving: list[torch.Tensor] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is computed inside saves its tensors there."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._copies.wait(self._copies.mark())
+        self._leaving.clear()  # their memory is given to what is computed after the copies
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        source = tensor.detach().contiguous()
+        self._leaving.append(source)
+        return _Saved(self._copies.to_host(source), tensor.device)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        tensor = self._copies.to_device(saved.on_host, saved.device)
+        self._copies.wait(self._copies.mark())
+        return tensor

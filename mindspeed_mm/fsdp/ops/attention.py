@@ -9,7 +9,10 @@ Shapes: B rows, H heads, K key-value heads, T query tokens, S key tokens, D head
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import CellType
 from typing import Any
 
@@ -25,7 +28,6 @@ from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
-from mindspeed_mm.fsdp.utils.torch_features import takes_argument
 
 ATTENTION_NAME = "mm_varlen"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
@@ -337,3 +339,10 @@ def _band(tokens: int, window: int, device: torch.device) -> torch.Tensor:
     position = torch.arange(tokens, device=device)
     distance = position[:, None] - position[None, :]
     return ((distance >= 0) & (distance < window))[None, None]
+
+
+@cache
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of torch has an argument of that name: releases that are supported differ, which is asked for,
+    never told by a version. `varlen_attn` has `enable_gqa` since 2.13."""
+    return name in inspect.signature(function).parameters

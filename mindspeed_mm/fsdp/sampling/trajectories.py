@@ -13,8 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.loss.denoising import noise_of
-from mindspeed_mm.fsdp.loss.noise_levels import shift_sigma
+from mindspeed_mm.fsdp.loss.denoising import noise_of, shift_sigma
 from mindspeed_mm.fsdp.loss.sde_steps import SdeSteps, log_prob
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_component

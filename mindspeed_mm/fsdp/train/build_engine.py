@@ -1,10 +1,13 @@
-"""Puts the engine together out of the model, its objective and the `training` section."""
+"""Puts the engine together out of the model, its objective and the `training` section; says how the learning rate of a
+run jumps that is resumed with another length or another schedule.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +47,7 @@ def build_average(model: nn.Module, arguments: Arguments) -> Ema | None:
     decay = posttrain.nft.old_decay
     if posttrain.method != "nft" or decay == 0:
         return Ema(model, arguments.training.ema) if arguments.training.ema.enable else None
-    from mindspeed_mm.fsdp.loss.nft import old_policy_decay  # a plain run starts without it
+    from mindspeed_mm.fsdp.loss.flow_objectives import old_policy_decay  # a plain run starts without it
 
     steps_of_rollout = posttrain.grpo.steps_per_generation * posttrain.grpo.num_iterations
     if decay == "linear":
@@ -155,3 +158,38 @@ def build_loss_scale(arguments: Arguments) -> LossScale | None:
     if "fp16" not in (plan.param_dtype, plan.reduce_dtype):
         return None
     return LossScale(training.initial_loss_scale, training.loss_scale_window, training.min_loss_scale)
+
+
+# --- another length or schedule ---------------------------------------------------------------------------------------
+
+TOTAL_STEPS = "total_steps"
+"""In the context of a checkpoint: the length of the run that saved it."""
+
+
+def jump_of_rate(context: Mapping[str, Any], iteration: int, schedule: Schedule, training: TrainingArguments) -> str:
+    """From which to which learning rate a resumed run goes, where its next step would have had another one.
+
+    Args:
+        context: Of the checkpoint, which holds the configuration that saved it.
+        iteration: Steps done.
+        schedule: From here on.
+        training: The `training` section now.
+
+    Returns:
+        A sentence; empty where the schedule goes on as it was, or that is not known.
+    """
+    then = (context.get("config") or {}).get("training") or {}
+    total = context.get(TOTAL_STEPS) or (None if then.get("train_epochs") else then.get("train_iters"))
+    if not isinstance(total, int) or iteration < 1:
+        return ""
+    old = {key: value for key, value in then.items() if key.startswith("lr") and key != "lr_scaling_plan"}
+    before = build_lr_schedule(training.model_copy(update=old), total)
+    if math.isclose(before.at(iteration), schedule.at(iteration), rel_tol=1e-9, abs_tol=0.0):
+        return ""
+    why = "the schedule has changed"
+    if total != schedule.total_steps:
+        why = f"the run is {schedule.total_steps:,} steps long, no longer {total:,}"
+    return (
+        f"{why}: the learning rate jumps from {before.at(iteration - 1):.3g} at step {iteration} to "
+        f"{schedule.at(iteration):.3g} at step {iteration + 1}"
+    )

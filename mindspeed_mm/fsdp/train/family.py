@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, check_caption_dropout
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
+from mindspeed_mm.fsdp.loss.language_objective import build_language_objective
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
@@ -38,14 +39,13 @@ from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.record import RunRecord
-from mindspeed_mm.fsdp.train.step.objective import build_language_objective
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-    from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
+    from mindspeed_mm.fsdp.train.rollouts.order import RolloutSource
 
 # What only post-training needs is imported inside the methods that build it: a plain run starts without it.
 
@@ -169,7 +169,7 @@ class LanguageFamily(Family):
 
     @override
     def rollout_source(self, assembled: Assembled, job: Job, data: RunData, objective: Objective) -> RolloutSource:
-        from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+        from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective
         from mindspeed_mm.fsdp.train.rollouts.build import build_text_rollouts
 
         assert isinstance(objective, PolicyObjective)

@@ -21,8 +21,7 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
 from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
-from mindspeed_mm.fsdp.data.dataloader.completion import completed
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy
+from mindspeed_mm.fsdp.data.dataloader.fetch import Policy, completed
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch
 from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state

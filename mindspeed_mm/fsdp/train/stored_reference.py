@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
+from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file, make_writable_folder
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, DataError

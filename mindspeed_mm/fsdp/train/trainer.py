@@ -30,14 +30,12 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.build_engine import build_average, build_engine, continue_from
+from mindspeed_mm.fsdp.train.build_engine import TOTAL_STEPS, build_average, build_engine, continue_from, jump_of_rate
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family, family_of
-from mindspeed_mm.fsdp.train.hooks.build import build_hooks
-from mindspeed_mm.fsdp.train.hooks.callback import CallbackHook
-from mindspeed_mm.fsdp.train.hooks.summary import summary_hook
+from mindspeed_mm.fsdp.train.hooks.build import CallbackHook, build_hooks
+from mindspeed_mm.fsdp.train.hooks.log import summary_hook
 from mindspeed_mm.fsdp.train.run.began import as_run_began
-from mindspeed_mm.fsdp.train.run.context import base_of_adapters, run_context
 from mindspeed_mm.fsdp.train.run.data import (
     Pass,
     RunData,
@@ -52,11 +50,10 @@ from mindspeed_mm.fsdp.train.run.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.run.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.run.job import Job, joined
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
-from mindspeed_mm.fsdp.train.run.longer import TOTAL_STEPS, jump_of_rate
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import seed_everything
 from mindspeed_mm.fsdp.train.run.record import WARNING, RunRecord, trusted_code
-from mindspeed_mm.fsdp.train.run.resume import ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.run.resume import ResumePoint, base_of_adapters, find_resume_point, run_context
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.fsdp.train.run.start_checks import (
     check_config,

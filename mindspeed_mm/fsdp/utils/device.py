@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -267,3 +268,24 @@ def memory_room_bytes(share: float) -> int:
         free, total = torch.accelerator.get_memory_info()
         free += torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
     return max(0, int(share * total) - (total - free))
+
+
+# --- peak memory ------------------------------------------------------------------------------------------------------
+
+
+class PeakMemory(NamedTuple):
+    """Peak memory of this process in bytes, since `take_peak_memory` was last called."""
+
+    allocated: int
+    """Bytes held by tensors; on a CPU, by the whole process since it began, because the kernel does not reset it."""
+    reserved: int | None
+    """Held by the accelerator's allocator for tensors to come; None on a CPU."""
+
+
+def take_peak_memory() -> PeakMemory:
+    """The peaks since the last call, which begin anew. A host number: the device is not waited for."""
+    if get_device_type() == "cpu":
+        return PeakMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None)
+    peak = PeakMemory(torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved())
+    torch.accelerator.reset_peak_memory_stats()
+    return peak

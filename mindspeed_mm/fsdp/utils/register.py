@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
-from mindspeed_mm.fsdp.utils.plugin_import import import_plugin
+from mindspeed_mm.fsdp.utils.plugins import import_plugin
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 __all__ = ["Registry", "data_register", "import_plugin", "model_register"]

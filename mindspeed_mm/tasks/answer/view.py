@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
-from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_of_adapters, with_view
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins

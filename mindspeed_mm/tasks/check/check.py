@@ -261,8 +261,7 @@ class _Check:
 
     def _profilers(self) -> None:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
-        from mindspeed_mm.fsdp.train.hooks.memory_profile import build_memory_profile_hook
-        from mindspeed_mm.fsdp.train.hooks.time_profile import build_time_profile_hook
+        from mindspeed_mm.fsdp.train.hooks.profiles import build_memory_profile_hook, build_time_profile_hook
 
         tools = self.config.arguments.tools
         ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
@@ -349,7 +348,7 @@ class _Check:
 
     def _keep_data(self, dataset: MMDataset, order: RunOrder) -> None:
         """What later stages take from the data; profiles are of steps that there are."""
-        from mindspeed_mm.fsdp.train.hooks.profiled_steps import check_steps_of_profiles
+        from mindspeed_mm.fsdp.train.hooks.profiles import check_steps_of_profiles
         from mindspeed_mm.fsdp.train.run.data import total_steps_of
 
         self.dataset, self.order, self.processor = dataset, order, dataset.processor
@@ -384,7 +383,7 @@ class _Check:
 
     def _weigh_pairs(self, path: str) -> None:
         """The histogram by which pairs are weighed can be read, and the first ones have scores that lie in it."""
-        from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram, pair_weights
+        from mindspeed_mm.fsdp.loss.flow_pair_objective import ScoreHistogram, pair_weights
 
         pair_weights(ScoreHistogram.read(path), self.batch, self.config.arguments.posttrain.dpo)
 
@@ -436,8 +435,8 @@ class _Check:
             self.order.check_kept(DataPosition.from_dict(state["data_position"]))
 
     def _context(self) -> dict[str, object]:
-        from mindspeed_mm.fsdp.train.run.context import run_context
         from mindspeed_mm.fsdp.train.run.introduction import global_batch
+        from mindspeed_mm.fsdp.train.run.resume import run_context
 
         sizes = self._sizes()
         samples = global_batch(self.config.arguments.training, sizes.dp) if sizes is not None else None

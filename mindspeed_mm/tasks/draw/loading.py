@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mindspeed_mm.checkpoint.original.lora_names import layers_of
-from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, stored_dtype

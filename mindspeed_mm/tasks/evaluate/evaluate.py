@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
-from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions
+from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions, read_transcripts
 from mindspeed_mm.fsdp.sampling.answers.scored import (
     EXACT,
     SAMPLES,
@@ -23,7 +23,6 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
     write_evaluation,
 )
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
-from mindspeed_mm.fsdp.sampling.answers.spoken_sets import read_transcripts
 from mindspeed_mm.tasks.answer.answering import WAIT_S, answer_on_ranks
 from mindspeed_mm.tasks.answer.generation import load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS
-from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX, kind_of_folder

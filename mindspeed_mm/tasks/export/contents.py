@@ -31,10 +31,10 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import (
     open_base,
     weights_folder_of_load,
 )
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout, with_beside
-from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
+from mindspeed_mm.fsdp.data.data_utils.training_view import WriteView, view_writer
 from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder

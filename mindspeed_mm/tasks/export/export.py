@@ -18,7 +18,7 @@ from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors, Weights
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export.contents import ContentKind, ExportContents, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card

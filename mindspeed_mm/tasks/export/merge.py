@@ -13,8 +13,7 @@ from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.base_weights import dtypes_of_base, open_base
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
-from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS
-from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
+from mindspeed_mm.fsdp.data.data_utils.training_view import TOKEN_KEYS, view_of_adapters, view_writer
 from mindspeed_mm.fsdp.models.added_tokens import with_new_rows
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter

@@ -13,7 +13,7 @@ from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors, Weights
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 _CARD = """\

@@ -76,7 +76,7 @@ def run(
             "is empty: nothing judges", where=str(config_path), key="posttrain.rewards", way_out="Name rewards."
         )
     # Imported here: a wrong YAML is answered before torch is loaded.
-    from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+    from mindspeed_mm.fsdp.loss.flow_pair_objective import ScoreHistogram
 
     written = 0
     totals: list[float] = []

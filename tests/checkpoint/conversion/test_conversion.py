@@ -20,8 +20,8 @@ from mindspeed_mm.checkpoint.conversion.manifest import MANIFEST
 from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
+from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
-from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, UsageError
 from tests.helpers.distributed import alone
 

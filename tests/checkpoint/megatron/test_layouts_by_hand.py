@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families import family_of
+from mindspeed_mm.checkpoint.megatron.family import TensorCut
 from mindspeed_mm.checkpoint.megatron.folder import divided_files
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights

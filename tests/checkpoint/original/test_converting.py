@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.family import TensorCut
 from mindspeed_mm.checkpoint.original.converting import Adapter, GeneratorTarget, convert_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling

@@ -23,7 +23,7 @@ from mindspeed_mm.checkpoint.common.config import (
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.megatron import sharding
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.family import TensorCut
 from mindspeed_mm.checkpoint.ptd.config import (
     AdapterModelConfig,
     ConvertLoraHFConfig,

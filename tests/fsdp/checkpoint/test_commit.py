@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError, MachineError
-from mindspeed_mm.fsdp.checkpoint import commit, manager, retention
+from mindspeed_mm.fsdp.checkpoint import commit, manager
 from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest, verify_files
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from tests.fsdp.checkpoint import small_run
@@ -233,8 +233,8 @@ def test_retention(tmp_path: Path) -> None:
 def test_retention_keeps_two_good_ones_whatever_is_asked(tmp_path: Path) -> None:
     saved_run(tmp_path, 1, 2, 3, 4)
     (tmp_path / "iter_0000003" / ".metadata").unlink()
-    assert retention.prune(tmp_path, None) == []
-    assert retention.prune(tmp_path, 1) == [1]
+    assert manager.prune(tmp_path, None) == []
+    assert manager.prune(tmp_path, 1) == [1]
     assert layout.list_iterations(tmp_path) == [2, 3, 4]  # 3 is damaged: it does not count and stays as evidence
 
 

@@ -11,7 +11,7 @@ import torch
 from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.checkpoint import commit
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments

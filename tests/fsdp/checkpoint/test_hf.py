@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, config_dtype, copy_assets, plan_shards
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, save_hf
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.fsdp.checkpoint import small_run

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
-from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
+from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight

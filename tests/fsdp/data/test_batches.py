@@ -19,12 +19,10 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.dataloader import measuring
-from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.order import steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, imbalance, nearest_in_cost
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
+from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, SizeBook
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, names_in, steps_of_all
 from tests.helpers.distributed import run_ranks
@@ -398,7 +396,7 @@ class TestSizes:
         assert dataset.measured == []
 
     def test_a_process_that_dies_is_told_with_its_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(measuring, "_POLL_S", 0.1)
+        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.sizes._POLL_S", 0.1)
         book = SizeBook(Measurer(Texts([7] * 40, act=lambda i: os._exit(3) if i == 5 else None), 0))
         with (
             book.ahead(),
@@ -407,7 +405,7 @@ class TestSizes:
             book.of([4, 5, 6])
 
     def test_a_process_that_hangs_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(measuring, "_POLL_S", 0.1)
+        monkeypatch.setattr("mindspeed_mm.fsdp.data.dataloader.sizes._POLL_S", 0.1)
         book = SizeBook(Measurer(Texts([7], act=lambda i: time.sleep(60)), 0), timeout_s=0.3)
         with book.ahead(), pytest.raises(DataError, match="gave nothing for 0 s at 0"):
             book.of([0])

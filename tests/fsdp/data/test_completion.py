@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataloader
-from mindspeed_mm.fsdp.data.dataloader.completion import completed
+from mindspeed_mm.fsdp.data.dataloader.fetch import completed
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 
 pytestmark = pytest.mark.edge("R6")

@@ -10,9 +10,9 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import MMDataset, build_mm_dataloader
+from mindspeed_mm.fsdp.data.build import DatasetPart, split_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataset import DatasetView, as_mm_dataset
-from mindspeed_mm.fsdp.data.split import DatasetPart, split_dataset
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DataloaderParam
 
 ATTRIBUTES = set(MMDataset.__annotations__)

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build, build_mm_d
 from mindspeed_mm.fsdp.data.dataloader import fetch
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
-from mindspeed_mm.fsdp.data.datasets.generation import feature_source, generation_dataset, header_cache, raw_source
+from mindspeed_mm.fsdp.data.datasets.generation import feature_source, generation_dataset, media_marks, raw_source
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from tests.fsdp.data.conftest import picture, write_jsonl
@@ -174,7 +174,7 @@ class TestRaw:
         assert asked[23:] == ["folder1/1.png"]
         assert sizes[3] == MediaSize(1, 16, 32)
         for times, broken in enumerate(("{broken", "[1, 2]"), 1):
-            (tmp_path / "cache" / header_cache.FILE).write_text(broken)
+            (tmp_path / "cache" / media_marks.FILE).write_text(broken)
             build_mm_dataset(param(pictures, cache_dir=str(tmp_path / "cache")))
             assert len(asked) == 24 + times * 23
 

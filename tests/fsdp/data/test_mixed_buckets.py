@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
-from mindspeed_mm.fsdp.data.dataloader.mixed_buckets import MixedBucketOrder
+from mindspeed_mm.fsdp.data.dataloader.buckets import MixedBucketOrder
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, steps_from
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 

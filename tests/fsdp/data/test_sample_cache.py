@@ -21,10 +21,15 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
-from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, codec, encoding
-from mindspeed_mm.fsdp.data.sample_cache.folder import CacheFolder
+from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, cached_samples, codec
+from mindspeed_mm.fsdp.data.sample_cache.folder import (
+    CacheFolder,
+    DamagedSegment,
+    RecordReader,
+    SegmentWriter,
+    read_entries,
+)
 from mindspeed_mm.fsdp.data.sample_cache.identity import digest_of, settings_of
-from mindspeed_mm.fsdp.data.sample_cache.segment import DamagedSegment, RecordReader, SegmentWriter, read_entries
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 
@@ -463,7 +468,7 @@ class TestProcesses:
             assert os.getpid() != parent
             os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(encoding._RowEncoder, "_add", killed)
+        monkeypatch.setattr(cached_samples._RowEncoder, "_add", killed)
         with pytest.raises(MachineError, match=r"encodes samples ended.*lower preprocessing_num_workers"):
             cached(param(rows, preprocessing_num_workers=1))
 

@@ -26,8 +26,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import (
     decode_image,
     probe_image,
 )
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.rows import ColumnNames, parse_row

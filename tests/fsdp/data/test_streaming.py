@@ -12,8 +12,7 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataset
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.streaming import StreamSampler
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, StreamSampler
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, names_in, steps_of_all
 from tests.fsdp.data.conftest import conversation, write_jsonl

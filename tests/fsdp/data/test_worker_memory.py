@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.fsdp.data.dataloader import worker_memory, worker_pool
-from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory, own_bytes
+from mindspeed_mm.fsdp.data.dataloader import worker_pool
+from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerMemory, own_bytes
 from tests.fsdp.data.test_dataloader import Numbers, loader
 
 _LEAK_BYTES = 2 << 20
@@ -23,7 +23,7 @@ _LEAK_BYTES = 2 << 20
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at every fourth delivery, and allow 16 MiB."""
-    monkeypatch.setattr(worker_memory, "_LOOK_EVERY", 4)
+    monkeypatch.setattr(worker_pool, "_LOOK_EVERY", 4)
     options = worker_pool.WorkerOptions
     monkeypatch.setattr("mindspeed_mm.fsdp.data.build.WorkerOptions", partial(options, most_growth_bytes=16 << 20))
 

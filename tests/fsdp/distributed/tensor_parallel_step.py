@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdlePlan, IdleTowers
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
-from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead, labelled_rows
+from mindspeed_mm.fsdp.loss.head_loss import LabelledRowsHead, labelled_rows
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec

@@ -24,11 +24,11 @@ from mindspeed_mm.fsdp.distributed.context.apply import (
     split_rows,
     take_share,
 )
-from mindspeed_mm.fsdp.distributed.context.decoders import context_problems
+from mindspeed_mm.fsdp.distributed.context.plan import context_problems
 from mindspeed_mm.fsdp.distributed.context.towers import SpreadPatches
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.ops.attention import AttentionError
-from mindspeed_mm.fsdp.ops.context_attention import gathered
+from mindspeed_mm.fsdp.ops.context_attention import language
 from mindspeed_mm.fsdp.ops.context_attention.language import rule_of
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout
@@ -168,12 +168,12 @@ def features_not_summed(_: ContextParallel) -> AbstractContextManager[Any]:
 
 
 def window_off_by_one(_: ContextParallel) -> AbstractContextManager[Any]:
-    real = gathered.seen_keys
+    real = language.seen_keys
 
     def narrower(queries: Any, keys: Any, rule: Any, device: Any) -> Any:
         return real(queries, keys, rule if rule.window is None else replace(rule, window=rule.window - 1), device)
 
-    return mock.patch.object(gathered, "seen_keys", narrower)
+    return mock.patch.object(language, "seen_keys", narrower)
 
 
 # name → (model, packed, plan, fault)

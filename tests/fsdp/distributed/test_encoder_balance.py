@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.towers.balance import Grid, Imbalance, TowerWidths, assign, team_loads
+from mindspeed_mm.fsdp.distributed.towers.media import Grid, Imbalance, TowerWidths, assign, team_loads
 
 RANKS = 8
 WIDTHS = TowerWidths(hidden=1152, mlp=4304)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.expert.balance import BalancePlan, plan_balance
+from mindspeed_mm.fsdp.distributed.expert.dispatch import BalancePlan, plan_balance
 
 
 def check_plan(loads: list[list[int]], most_copies: int) -> BalancePlan:

@@ -13,8 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, noise_of
-from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, draw_level, loss_weight, noise_of, shift_sigma
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, FlowPath, NoisePath
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 

@@ -15,8 +15,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
 from mindspeed_mm.fsdp.loss import flow_pair_objective
-from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective
-from mindspeed_mm.fsdp.loss.flow_pairs import ScoreHistogram
+from mindspeed_mm.fsdp.loss.flow_pair_objective import FlowPairObjective, ScoreHistogram
 from mindspeed_mm.tasks.extract import extract
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_media_pairs import LORA, PAIRS, make_tiny_media_pairs

@@ -11,9 +11,8 @@ import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.loss import flow_pairs, flow_policy, nft, sde_steps
-from mindspeed_mm.fsdp.loss.sde_steps import SdeKind, SdeSteps, StepDensity
-from mindspeed_mm.fsdp.loss.trained_window import TrainedWindow
+from mindspeed_mm.fsdp.loss import flow_objectives, flow_pair_objective, sde_steps
+from mindspeed_mm.fsdp.loss.sde_steps import SdeKind, SdeSteps, StepDensity, TrainedWindow
 
 SIGMAS = (1.0, 0.9, 0.75, 0.5, 0.2, 0.0)
 KINDS: tuple[SdeKind, ...] = ("flow", "dance", "cps")
@@ -95,12 +94,12 @@ def test_densities_are_torchs() -> None:
 def test_the_loss_is_clipped_on_the_side_that_gains() -> None:
     ratio = torch.tensor([0.8, 1.0, 1.2] * 2, dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([1.0] * 3 + [-1.0] * 3, dtype=torch.float64)
-    loss = flow_policy.clipped_loss(ratio, advantage, 0.1)
+    loss = flow_objectives.clipped_loss(ratio, advantage, 0.1)
     loss.sum().backward()
     assert loss.tolist() == pytest.approx([-0.8, -1, -1.1, 0.9, 1, 1.2])
     assert ratio.grad is not None
     assert ratio.grad.tolist() == [-1, -1, 0, 0, 1, 1]
-    assert flow_policy.clipped_share(ratio, advantage, 0.1).tolist() == [0, 0, 1, 1, 0, 0]
+    assert flow_objectives.clipped_share(ratio, advantage, 0.1).tolist() == [0, 0, 1, 1, 0, 0]
 
 
 def test_the_guarded_ratio_is_centred() -> None:
@@ -111,8 +110,8 @@ def test_the_guarded_ratio_is_centred() -> None:
         sample = old + std * drawn(200_000, 1)
         moved = StepDensity(old + 0.02, std)
         before = sde_steps.log_prob(sample, StepDensity(old, std))
-        plain = flow_policy.policy_ratio(sample, moved, before).log()
-        guarded = flow_policy.normalised_ratio(sample, moved, before, old).log()
+        plain = flow_objectives.policy_ratio(sample, moved, before).log()
+        guarded = flow_objectives.normalised_ratio(sample, moved, before, old).log()
         assert float(plain.mean()) == pytest.approx(-(0.02**2) / (2 * std**2), rel=0.3)
         assert float(guarded.mean()) == pytest.approx(0, abs=2e-4)
         assert float(guarded.std()) == pytest.approx(0.02, rel=0.02)
@@ -144,7 +143,7 @@ def test_nft_has_the_optimum_of_the_paper() -> None:
     targets, good = drawn(count, 4), torch.rand(count, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     old = targets.mean(dim=0, keepdim=True)
     v = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    positive, negative = nft.both_predictions(v.expand(count, 4), old, beta)
+    positive, negative = flow_objectives.both_predictions(v.expand(count, 4), old, beta)
     errors = [(side - targets).square().sum(dim=1) for side in (positive, negative)]
     (gradient,) = torch.autograd.grad((good * errors[0] + (1 - good) * errors[1]).mean(), v)
     best = v.detach() - gradient / (2 * beta**2)
@@ -156,40 +155,41 @@ def test_nft_weighs_both_sides_by_their_own_error() -> None:
     latents, noise, v, old = (drawn(2, 3, seed=seed) for seed in range(4))
     sigma, good, beta = torch.tensor([0.3, 0.8], dtype=torch.float64), torch.tensor([0.9, 0.2]).double(), 0.5
     noisy = (1 - sigma[:, None]) * latents + sigma[:, None] * noise
-    found = nft.nft_loss(v, old, noisy, latents, sigma, good, beta)
+    found = flow_objectives.nft_loss(v, old, noisy, latents, sigma, good, beta)
     for row in range(2):
         sides = []
         for sign in (1, -1):
             error = noisy[row] - sigma[row] * (old[row] + sign * beta * (v[row] - old[row])) - latents[row]
             sides.append(float(error.square().mean() / error.abs().mean()))
         assert float(found[row]) == pytest.approx(float(good[row]) * sides[0] + (1 - float(good[row])) * sides[1])
-    assert nft.probability_of_good(torch.tensor([-9.0, -5.0, 0.0, 2.5, 7.0]), 5.0).tolist() == [0, 0, 0.5, 0.75, 1]
-    assert [nft.old_policy_decay(update) for update in (0, 100, 500, 900)] == [0, 0.1, 0.5, 0.5]
+    advantages = torch.tensor([-9.0, -5.0, 0.0, 2.5, 7.0])
+    assert flow_objectives.probability_of_good(advantages, 5.0).tolist() == [0, 0, 0.5, 0.75, 1]
+    assert [flow_objectives.old_policy_decay(update) for update in (0, 100, 500, 900)] == [0, 0.1, 0.5, 0.5]
 
 
 def test_pairs_begin_at_ln_2_and_learn_what_the_reference_lacks() -> None:
     latents, noise, v, ref = (drawn(2, 3, seed=seed) for seed in range(4))
     error, of_ref = ((each - (noise - latents)).square().flatten(1).mean(dim=1) for each in (v, ref))
     torch.testing.assert_close(error[0], ((v[0] - noise[0] + latents[0]) ** 2).mean(), atol=1e-14, rtol=0)
-    same = flow_pairs.pair_margin(of_ref, error, of_ref, error)
-    torch.testing.assert_close(flow_pairs.pair_loss(same, 2000.0), torch.full((2,), math.log(2)).double())
-    margin = flow_pairs.pair_margin(error, of_ref, of_ref, error)
+    same = flow_pair_objective.pair_margin(of_ref, error, of_ref, error)
+    torch.testing.assert_close(flow_pair_objective.pair_loss(same, 2000.0), torch.full((2,), math.log(2)).double())
+    margin = flow_pair_objective.pair_margin(error, of_ref, of_ref, error)
     expected = -torch.log(torch.sigmoid(-50 * ((error - of_ref) - (of_ref - error))))
-    torch.testing.assert_close(flow_pairs.pair_loss(margin, 100.0), expected)
+    torch.testing.assert_close(flow_pair_objective.pair_loss(margin, 100.0), expected)
     sigma = torch.tensor([0.25, 1.0])
-    assert flow_pairs.timestep_factor("constant", sigma).tolist() == [1, 1]
-    assert flow_pairs.timestep_factor("sigma", sigma).tolist() == [50, 200]
+    assert flow_pair_objective.timestep_factor("constant", sigma).tolist() == [1, 1]
+    assert flow_pair_objective.timestep_factor("sigma", sigma).tolist() == [50, 200]
 
 
 def test_rare_pairs_count_more() -> None:
-    counted = flow_pairs.ScoreHistogram.of_scores([0.0, 0.01, 0.02, 0.99, 1.0])
+    counted = flow_pair_objective.ScoreHistogram.of_scores([0.0, 0.01, 0.02, 0.99, 1.0])
     assert counted.counts == (3, *[0] * 18, 2)
     assert counted.edges == pytest.approx([number / 20 for number in range(21)])
-    histogram = flow_pairs.ScoreHistogram((0.0, 0.5, 1.0), (9, 2))
+    histogram = flow_pair_objective.ScoreHistogram((0.0, 0.5, 1.0), (9, 2))
     assert histogram.default_beta == pytest.approx(9 / 11)
-    assert flow_pairs.pair_weight(histogram, 0.1, 0.2, 2.0, None) == pytest.approx(1)
-    rare = flow_pairs.pair_weight(histogram, 1.0, 0.2, 2.0, None)
+    assert flow_pair_objective.pair_weight(histogram, 0.1, 0.2, 2.0, None) == pytest.approx(1)
+    rare = flow_pair_objective.pair_weight(histogram, 1.0, 0.2, 2.0, None)
     assert rare == pytest.approx(((9 / 11) / math.sqrt(2 / 11 * 9 / 11)) ** 2)
-    assert flow_pairs.pair_weight(histogram, 7.0, -1.0, 0.0, None) == 1  # nobody asks the histogram
+    assert flow_pair_objective.pair_weight(histogram, 7.0, -1.0, 0.0, None) == 1  # nobody asks the histogram
     with pytest.raises(MMError, match="lies in none of its bins"):
-        flow_pairs.pair_weight(histogram, 7.0, 0.5, 1.0, None)
+        flow_pair_objective.pair_weight(histogram, 7.0, 0.5, 1.0, None)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_mm.fsdp.data.dataloader.completion import completed
+from mindspeed_mm.fsdp.data.dataloader.fetch import completed
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 

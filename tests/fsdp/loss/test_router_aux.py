@@ -16,13 +16,13 @@ from mindspeed_mm.fsdp.loss.objectives import BatchTokens
 from mindspeed_mm.fsdp.loss.router_aux import (
     TERM,
     RouterLogits,
+    SavedOnHost,
     WithRouterAux,
     find_routers,
     leave_router_loss_to_us,
     share_of,
     sum_routers,
 )
-from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 

@@ -14,8 +14,8 @@ import transformers
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.language_objective import WithPictureLabels
 from mindspeed_mm.fsdp.loss.objectives import build_objective
-from mindspeed_mm.fsdp.loss.picture_labels import WithPictureLabels
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments

@@ -20,7 +20,7 @@ from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
-from mindspeed_mm.fsdp.loss.code_predictor import WithCodePredictor
+from mindspeed_mm.fsdp.loss.language_objective import WithCodePredictor
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, build_objective
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForConditionalGeneration

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.ops.context_attention import gathered, layer, ring
+from mindspeed_mm.fsdp.ops.context_attention import language, layer, ring
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, CpuKernel, MathKernel, NpuKernel
-from mindspeed_mm.fsdp.ops.context_attention.gathered import AttentionRule, gathered_attention
+from mindspeed_mm.fsdp.ops.context_attention.language import AttentionRule, gathered_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layout import LayoutError, SequenceLayout, build_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
@@ -209,7 +209,7 @@ def spread_by_rule(case: Case, rule: AttentionRule, groups: ContextGroups) -> di
     layout = build_layout(case.borders[-1], groups.ring_size, groups.ulysses_size, borders=case.borders, balanced=True)
     own = layout.positions(groups.ring_rank, groups.ulysses_rank)
     q, k, v = (tensor[:, own].requires_grad_() for tensor in (q, k, v))
-    with mock.patch.object(gathered, "LONGEST_RUN", 1):
+    with mock.patch.object(language, "LONGEST_RUN", 1):
         out = gathered_attention(q, k, v, ContextShare(groups, layout), rule)
     sinks = () if rule.sinks is None else (rule.sinks,)
     gradients = torch.autograd.grad(out, (q, k, v, *sinks), grad[:, own])
@@ -272,9 +272,9 @@ def planted(fault: str) -> AbstractContextManager[Any]:
 
         return mock.patch.object(CpuKernel, "forward", zero)
     if fault.startswith("window"):
-        real_reach = gathered.reaches
+        real_reach = language.reaches
         return mock.patch.object(
-            gathered, "reaches", lambda *args: ((q, (k[0] + 1, k[1])) for q, k in real_reach(*args))
+            language, "reaches", lambda *args: ((q, (k[0] + 1, k[1])) for q, k in real_reach(*args))
         )
     if fault == "merged without weights":
 

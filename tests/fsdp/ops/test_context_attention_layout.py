@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from mindspeed_mm.fsdp.ops.context_attention.layer import share_heads
 from mindspeed_mm.fsdp.ops.context_attention.layout import (
     LayoutError,
     Rectangle,
@@ -14,7 +15,6 @@ from mindspeed_mm.fsdp.ops.context_attention.layout import (
     concatenate_layouts,
     plan_rectangles,
 )
-from mindspeed_mm.fsdp.ops.context_attention.ulysses import share_heads
 
 ROWS = {
     "one document": (0, 37),

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.optimizer import matrix_exchange, muon
-from mindspeed_mm.fsdp.optimizer.matrices import matrices
-from mindspeed_mm.fsdp.optimizer.muon import Muon
-from mindspeed_mm.fsdp.optimizer.newton_schulz import orthogonal
+from mindspeed_mm.fsdp.optimizer import muon
+from mindspeed_mm.fsdp.optimizer.groups import matrices
+from mindspeed_mm.fsdp.optimizer.muon import Muon, orthogonal
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl
@@ -243,11 +242,11 @@ def test_parts_that_are_mixed_up_are_seen() -> None:
 
 
 def mixed_up() -> list[torch.Tensor]:
-    real = matrix_exchange.exchange_parts
+    real = muon.exchange_parts
 
     def shifted(outgoing: Any, *rest: Any) -> list[torch.Tensor]:
         return real([part.flatten().roll(1) for part in outgoing], *rest)
 
-    with mock.patch.object(matrix_exchange, "exchange_parts", shifted):
+    with mock.patch.object(muon, "exchange_parts", shifted):
         assert dist.get_world_size() == 2
         return on_shards(2, ["rows"], at_a_time=1 << 20)["rows"]["weights"]

@@ -16,7 +16,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.fsdp.tools import trace_report
 from mindspeed_mm.fsdp.tools.trace_analysis import SHARES, Times, analyse, analyse_files
-from mindspeed_mm.fsdp.tools.trace_reader import TraceFile
+from mindspeed_mm.fsdp.tools.trace_columns import TraceFile
 from mindspeed_mm.fsdp.tools.trace_report import bottleneck, summary_lines
 
 Event = dict[str, Any]
@@ -278,7 +278,7 @@ def test_events_are_found_wherever_the_chunks_are_cut(tmp_path: Path, monkeypatc
     events = [event(f"aten::ä{i}]}}", i, i + 1, note='"traceEvents": [') for i in range(40)]
     path = write(tmp_path / "a.json", events)
     for size in (1, 7, 64, 1000):
-        monkeypatch.setattr("mindspeed_mm.fsdp.tools.trace_reader.CHUNK_CHARACTERS", size)
+        monkeypatch.setattr("mindspeed_mm.fsdp.tools.trace_columns.CHUNK_CHARACTERS", size)
         assert list(TraceFile(path).events()) == events
 
 
@@ -307,7 +307,7 @@ def test_python_calls_are_passed_over_whatever_their_names_are(tmp_path: Path, m
     head, tail = text.split('"traceEvents": [')
     path.write_text(f'{head}"traceEvents": [{PYTHON_CALL * 3}{tail.replace("}, {", "}," + PYTHON_CALL + "{")}')
     for size in (7, 1000, 1 << 20):
-        monkeypatch.setattr("mindspeed_mm.fsdp.tools.trace_reader.CHUNK_CHARACTERS", size)
+        monkeypatch.setattr("mindspeed_mm.fsdp.tools.trace_columns.CHUNK_CHARACTERS", size)
         assert in_ms(times_of(path)) == expected
 
 

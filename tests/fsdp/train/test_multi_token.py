@@ -17,7 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.loss import multi_token
+from mindspeed_mm.fsdp.loss import language_objective
 from mindspeed_mm.fsdp.models.behaviour.multi_token import MultiTokenHeads
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.verify.precision import keeping_double
@@ -127,7 +127,9 @@ def logits_by_hand(model: Any, heads: MultiTokenHeads, ids: torch.Tensor) -> lis
 
 
 def steps(yaml: str, words: list[str], packs: bool | None = None, fault: str = "") -> Any:
-    whole_rows = mock.patch.object(multi_token, "_documents", lambda batch: torch.zeros_like(batch["shift_labels"]))
+    whole_rows = mock.patch.object(
+        language_objective, "_documents", lambda batch: torch.zeros_like(batch["shift_labels"])
+    )
     with keeping_double(), whole_rows if fault == "leak" else mock.MagicMock():
         return train_steps(yaml, words, packs=packs)
 
@@ -153,8 +155,10 @@ def test_losses_and_gradients_equal_those_by_hand(yamls: dict[str, str], family:
 
 
 def test_a_label_too_near_is_seen(yamls: dict[str, str]) -> None:
-    real = multi_token.further
-    with mock.patch.object(multi_token, "further", lambda batch, depth: real(batch, depth) if depth > 1 else batch):
+    real = language_objective.further
+    with mock.patch.object(
+        language_objective, "further", lambda batch, depth: real(batch, depth) if depth > 1 else batch
+    ):
         wrong = steps(yamls["qwen3"], overrides(1, 2, *ON, IN_ORDER))
     with pytest.raises(ParityError):
         compare_steps(steps(yamls["qwen3"], overrides(1, 2, *ON, IN_ORDER)), wrong, 1e-9)
@@ -166,12 +170,12 @@ def test_labels_and_weights_move_together_and_stay_in_their_document() -> None:
         "loss_weights": torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]),
         "cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32),
     }
-    moved = multi_token.further(batch, 1)
+    moved = language_objective.further(batch, 1)
     assert moved["shift_labels"].tolist() == [[2, 3, 4, -100, 6, -100]]
     labelled = moved["shift_labels"] != -100
     assert moved["loss_weights"][labelled].tolist() == batch["loss_weights"][0, [1, 2, 3, 5]].tolist()
     rows = {"shift_labels": batch["shift_labels"]}
-    assert multi_token.further(rows, 2)["shift_labels"].tolist() == [[3, 4, 5, 6, -100, -100]]
+    assert language_objective.further(rows, 2)["shift_labels"].tolist() == [[3, 4, 5, 6, -100, -100]]
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.distributed.pipeline.apply import TiedEnds
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
-from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
 from mindspeed_mm.fsdp.train import train_engine
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder

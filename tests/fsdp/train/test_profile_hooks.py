@@ -20,9 +20,12 @@ from mindspeed_mm.fsdp.tools.memory_profiler import MemoryProfiler
 from mindspeed_mm.fsdp.tools.recorder import Recorder, Window
 from mindspeed_mm.fsdp.tools.trace_analysis import analyse
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.hooks.memory_profile import build_memory_profile_hook
+from mindspeed_mm.fsdp.train.hooks.profiles import (
+    DynamicProfileHook,
+    build_memory_profile_hook,
+    build_time_profile_hook,
+)
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
-from mindspeed_mm.fsdp.train.hooks.time_profile import DynamicProfileHook, build_time_profile_hook
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.distributed import run_ranks

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.cli.main import VERBS
-from mindspeed_mm.fsdp.train.hooks.summary import SummaryHook
+from mindspeed_mm.fsdp.train.hooks.log import SummaryHook
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_run import make_tiny_run
 

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.train.hooks.log import LogHook
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.fsdp.utils import device_memory
+from mindspeed_mm.fsdp.utils import device
 from tests.helpers.counted_flops import batched_product
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, train
@@ -182,13 +182,13 @@ def test_peak_memory_begins_anew_with_each_line() -> None:
         reset_peak_memory_stats=reset,
     )
     with (
-        mock.patch.object(device_memory, "get_device_type", lambda: "cuda"),
+        mock.patch.object(device, "get_device_type", lambda: "cuda"),
         mock.patch.object(torch, "accelerator", accelerator),
     ):
-        assert device_memory.take_peak_memory() == (5, 9)
-        assert device_memory.take_peak_memory() == (1, 2)
-    assert device_memory.take_peak_memory().reserved is None
-    assert device_memory.take_peak_memory().allocated > 2**20
+        assert device.take_peak_memory() == (5, 9)
+        assert device.take_peak_memory() == (1, 2)
+    assert device.take_peak_memory().reserved is None
+    assert device.take_peak_memory().allocated > 2**20
 
 
 @pytest.mark.parametrize(

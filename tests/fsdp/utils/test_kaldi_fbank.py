@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_mm.fsdp.utils import kaldi_fbank
-from mindspeed_mm.fsdp.utils.fun_asr_features import provide_fun_asr_features
-from mindspeed_mm.fsdp.utils.kaldi_fbank import log_mel
+from mindspeed_mm.fsdp.utils import fun_asr_features
+from mindspeed_mm.fsdp.utils.fun_asr_features import log_mel, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
@@ -93,10 +92,10 @@ def test_silence_has_the_floor_and_a_click_too_short_no_frame() -> None:
 
 @pytest.mark.parametrize(("name", "wrong"), [("PREEMPHASIS", 0.95), ("LOWEST_HZ", 0.0), ("_HAMMING", (0.5, 0.5))])
 def test_the_comparison_sees_a_fault(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
-    kaldi_fbank._triangles.cache_clear(), kaldi_fbank._window.cache_clear()
-    monkeypatch.setattr(kaldi_fbank, name, wrong)
+    fun_asr_features._triangles.cache_clear(), fun_asr_features._window.cache_clear()
+    monkeypatch.setattr(fun_asr_features, name, wrong)
     found = log_mel(sound(1000), bands=23, **SHAPE)
-    kaldi_fbank._triangles.cache_clear(), kaldi_fbank._window.cache_clear()
+    fun_asr_features._triangles.cache_clear(), fun_asr_features._window.cache_clear()
     assert np.abs(found - fbank_by_definition(sound(1000), 23)).max() > 1e-3
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
+from mindspeed_mm.fsdp.utils.plugins import call_plugin
 
 pytestmark = pytest.mark.edge("R12")
 

@@ -108,6 +108,6 @@ def test_patches_for_npus_may_miss_their_libraries_where_there_is_none(
 ) -> None:
     (package / "npu_patch.py").write_text("import libraries_of_npus\n")
     import_plugin(["outside_parts"])
-    monkeypatch.setattr("mindspeed_mm.fsdp.utils.plugin_import.get_device_type", lambda: "npu")
+    monkeypatch.setattr("mindspeed_mm.fsdp.utils.plugins.get_device_type", lambda: "npu")
     with pytest.raises(ConfigError, match="No module named 'libraries_of_npus'"):
         import_plugin(["outside_parts"])

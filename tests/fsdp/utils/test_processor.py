@@ -14,8 +14,13 @@ from PIL import Image
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
-from mindspeed_mm.fsdp.utils.processor import check_chat_template, check_media_processor, load_processor, tokenizer_of
-from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES
+from mindspeed_mm.fsdp.utils.processor import (
+    PROCESSOR_FILES,
+    check_chat_template,
+    check_media_processor,
+    load_processor,
+    tokenizer_of,
+)
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3, make_tiny_qwen3_vl
 
 

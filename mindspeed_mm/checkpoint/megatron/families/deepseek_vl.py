@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from mindspeed_mm.checkpoint.key_ops import Concat
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     LAYER,
     end_rules,
     gated_mlp_cuts,
@@ -30,6 +29,7 @@ from mindspeed_mm.checkpoint.megatron.family import (
     MegatronFamily,
     MegatronModel,
     PipelineTower,
+    TensorCut,
 )
 from mindspeed_mm.core.errors import ModelFolderError
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_mm.checkpoint.keymap import renamings
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
+    BLOCK,
     LAYER,
+    PROJECTOR,
+    VISION,
     attention_rules,
     end_rules,
     gated_mlp_cuts,
@@ -21,7 +24,6 @@ from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     text_config,
     text_cuts,
 )
-from mindspeed_mm.checkpoint.megatron.families.vision_tower import BLOCK, PROJECTOR, VISION
 from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel
 
 _TEXT, _VISUAL, _ENCODER = "model.language_model.", "model.visual.", "image_encoder.encoder."

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from mindspeed_mm.checkpoint.key_ops import Concat
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     LAYER,
     has_tied_head,
     mlp_cuts,
@@ -25,6 +24,7 @@ from mindspeed_mm.checkpoint.megatron.family import (
     MegatronFamily,
     MegatronModel,
     PipelineTower,
+    TensorCut,
 )
 
 _EMBEDDINGS, _PROJECTOR = "image_encoder.encoder.embeddings.", "image_encoder.projector."

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from mindspeed_mm.checkpoint.key_ops import Concat
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     LAYER,
     attention_rules,
     end_rules,
@@ -21,7 +20,15 @@ from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     norm_rules,
     text_cuts,
 )
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, TEXT, Config, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import (
+    EMBEDDING,
+    HEAD,
+    TEXT,
+    Config,
+    MegatronFamily,
+    MegatronModel,
+    TensorCut,
+)
 from mindspeed_mm.core.errors import ModelFolderError
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")

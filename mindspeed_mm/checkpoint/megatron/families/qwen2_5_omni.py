@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from mindspeed_mm.checkpoint.key_ops import InsertZeros, Interleave
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
-    gated_mlp_cuts,
-    gated_mlp_rules,
-    has_tied_head,
-    mlp_cuts,
-    text_cuts,
-    text_rules,
-)
-from mindspeed_mm.checkpoint.megatron.families.vision_tower import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     BLOCK,
     VISION,
     attention_cuts,
     block_rules,
+    gated_mlp_cuts,
+    gated_mlp_rules,
+    has_tied_head,
     merger_rules,
+    mlp_cuts,
+    text_cuts,
+    text_rules,
 )
-from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel, PipelineTower
+from mindspeed_mm.checkpoint.megatron.family import (
+    TEXT,
+    Config,
+    MegatronFamily,
+    MegatronModel,
+    PipelineTower,
+    TensorCut,
+)
 
 _ENCODER = "audio_encoder.encoder."
 _LAYER = f"{_ENCODER}blocks.layers.{{n}}."

@@ -8,22 +8,20 @@ from __future__ import annotations
 from functools import partial
 
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
-    gated_mlp_cuts,
-    gated_mlp_rules,
-    has_tied_head,
-    mlp_cuts,
-    text_config,
-    text_cuts,
-    text_rules,
-)
-from mindspeed_mm.checkpoint.megatron.families.vision_tower import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
     BLOCK,
     VISION,
     attention_cuts,
     block_rules,
     fused_qkv_rule,
+    gated_mlp_cuts,
+    gated_mlp_rules,
+    has_tied_head,
     merger_rules,
+    mlp_cuts,
+    text_config,
+    text_cuts,
+    text_rules,
 )
 from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel
 

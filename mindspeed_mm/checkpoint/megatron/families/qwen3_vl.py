@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_mm.checkpoint.expert_order import in_order_of_module
-from mindspeed_mm.checkpoint.key_ops import SwapTo, Unstack
+from mindspeed_mm.checkpoint.key_ops import SwapTo, Unstack, in_order_of_module
 from mindspeed_mm.checkpoint.keymap import KeyRule, renamings
-from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+from mindspeed_mm.checkpoint.megatron.families.shared_towers import (
+    BLOCK,
     LAYER,
+    PROJECTOR,
+    VISION,
+    attention_cuts,
+    block_rules,
+    fused_qkv_rule,
     gated_mlp_cuts,
     has_tied_head,
     mlp_cuts,
     text_cuts,
     text_rules,
 )
-from mindspeed_mm.checkpoint.megatron.families.vision_tower import (
-    BLOCK,
-    PROJECTOR,
-    VISION,
-    attention_cuts,
-    block_rules,
-    fused_qkv_rule,
-)
-from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel, TensorCut
 
 _TEXT, _VISUAL = "model.language_model.", "model.visual."
 _EXPERTS, _LOCAL = f"{_TEXT}layers.{{n}}.mlp.experts.", f"{LAYER}mlp.experts.local_experts.{{e}}."

@@ -12,8 +12,13 @@ from mindspeed_mm.fsdp.data.data_utils.rows.grounding import COLUMN as OBJECTS
 from mindspeed_mm.fsdp.data.data_utils.rows.grounding import read_objects
 from mindspeed_mm.fsdp.data.data_utils.rows.marks import check_row_marks
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import CLIP, place_media, split_text, take_clip
-from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_messages, add_system, from_messages, has_role
-from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import (
+    add_messages,
+    add_system,
+    convert_pair,
+    from_messages,
+    has_role,
+)
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_columns, note_paths

@@ -1,7 +1,8 @@
 """The one door to media: pictures, videos and sounds, from files, memory and, where it is allowed, the network.
 
 Nothing outside the media roots is opened, nothing is fetched unless asked for, and no format is decoded that is not on
-a list. Decoding stands in `image_media`, `video_clip` and `audio`.
+a list. Decoding stands in `image_media`, `video_clip` and `audio`. Relative paths start at the folder of their rows,
+where the configuration does not say where media are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip, AudioHeader, probe_audio, read_audio
-from mindspeed_mm.fsdp.data.data_utils.decoding.chosen_part import rule_of
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, decode_image, probe_image
 from mindspeed_mm.fsdp.data.data_utils.decoding.remote_media import fetch
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
@@ -33,10 +33,11 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
     FrameSizes,
     VideoClip,
     probe_clip,
+    rule_of,
     watch,
     watch_pictures,
 )
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, options_of
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind, Sample, options_of
 from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -410,3 +411,29 @@ def _from_base64(text: str, name: str = "") -> bytes:
         raise DataError(
             f"'{name or text[:30] + '…'}' is not base64: {error}", way_out="Encode the file again, or give its path."
         ) from error
+
+
+# --- media beside their rows ------------------------------------------------------------------------------------------
+
+
+def with_media_beside(sample: Sample, folder: str) -> Sample:
+    """The sample with relative paths of media written out: those that exist in `folder`, else those that exist in the
+    working directory, which rows of older tools start from; what is in neither is missing in `folder`."""
+    media = [item._replace(source=located(item.source, folder)) for item in sample.media]
+    rejected = sample.rejected and with_media_beside(sample.rejected, folder)
+    return replace(sample, media=media, rejected=rejected)
+
+
+def located(source: Any, folder: str) -> Any:
+    """A source of a medium with its path, if it has a relative one, written out."""
+    if isinstance(source, Mapping):
+        has_bytes = source.get("bytes") is not None
+        return source if has_bytes else {**source, "path": located(source.get("path"), folder)}
+    if isinstance(source, list | tuple | np.ndarray):
+        return [located(frame, folder) for frame in source]
+    if not isinstance(source, str) or os.path.isabs(source) or not names_file(source):  # noqa: PTH117 (thousands a second)
+        return source
+    path = os.path.join(folder, source)  # noqa: PTH118
+    if os.path.exists(path) or not os.path.exists(source):  # noqa: PTH110
+        return path
+    return os.path.abspath(source)  # noqa: PTH100

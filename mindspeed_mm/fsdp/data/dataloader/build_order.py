@@ -9,10 +9,8 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
-from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
+from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder, MixedBucketOrder
 from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
-from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
-from mindspeed_mm.fsdp.data.dataloader.mixed_buckets import MixedBucketOrder
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixedSampler, MixShares, weighted_parts
 from mindspeed_mm.fsdp.data.dataloader.order import Deal, GlobalOrder, Order
 from mindspeed_mm.fsdp.data.dataloader.pairing import PairedOrder
@@ -22,12 +20,12 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BUDGET_SAMPLER,
     SAMPLER_KEY,
     EpochSampler,
+    StreamSampler,
     build_sampler,
     check_sampler_name,
     keeps_order,
 )
-from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
-from mindspeed_mm.fsdp.data.dataloader.streaming import StreamSampler
+from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, SizeBook
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, MixPlan
 

@@ -14,8 +14,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault
-from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Policy, Request, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import imbalance

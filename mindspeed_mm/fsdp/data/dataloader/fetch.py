@@ -1,26 +1,29 @@
-"""A request for a micro-batch → the batch: samples taken, bad ones replaced, collated. Runs in the workers."""
+"""A request for a micro-batch → the batch: samples taken, bad ones replaced, collated. Runs in the workers.
+
+A sample that cannot be used stops the run, or is left out and counted. What a plain collator leaves out of a batch is
+added: its samples' names, and labels shifted to what predicts them.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.utils.data import Dataset
 
-from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, TRAINED_KEYS, Batch
 from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.dataloader.completion import completed
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault
-from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
+from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skipping
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
-from mindspeed_mm.fsdp.data.dataloader.seeding import seeded
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.sizes import Measurer, seeded
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 _MOST_REPLACEMENTS = 100
@@ -267,3 +270,117 @@ def _blank(batch: Batch, samples: int) -> None:
             batch[name][-samples:] = IGNORED_LABEL
     if not labels:
         batch["blank_rows"] = samples
+
+
+# --- samples that cannot be used --------------------------------------------------------------------------------------
+
+
+class SampleFault(NamedTuple):
+    """A sample that was not used as it stands."""
+
+    kind: Literal["bad", "too long", "shrunk", "unread"]
+    """`unread`: it was used, but its row holds something that nothing reads."""
+    sample: str
+    reason: str = ""
+
+
+class Policy:
+    """What a data set says about its bad samples and those that exceed a limit.
+
+    Args:
+        dataset: Its `on_bad_sample` and `truncation` are read.
+    """
+
+    def __init__(self, dataset: MMDataset) -> None:
+        self._may_skip = dataset.on_bad_sample == "skip"
+        self._may_drop = dataset.truncation != "error"
+
+    def judge(self, error: DataError, sample: str) -> SampleFault:
+        """The fault to count.
+
+        Args:
+            error: Why the sample cannot be used.
+            sample: Its name.
+
+        Raises:
+            DataError: The policy is to stop.
+        """
+        is_too_long = isinstance(error, TooLongError)
+        if not (self._may_drop if is_too_long else self._may_skip):
+            if not is_too_long:
+                error.change_problems(offer_skipping)
+            raise error
+        return SampleFault("too long" if is_too_long else "bad", sample, str(error))
+
+
+# --- what a plain collator leaves out ---------------------------------------------------------------------------------
+
+
+_TYPE_KEY = "data.dataset_param.dataset_type"
+
+
+def completed(batch: Any, names: Sequence[str]) -> Batch:
+    """The batch as training takes it.
+
+    Args:
+        batch: As collated; a mapping.
+        names: Of its samples, in order.
+
+    Returns:
+        The same with `sample_ids`, and with `shift_labels` made of `labels`, where it had none.
+
+    Raises:
+        DataError: It is not a mapping, holds nothing that a loss can be computed from, or holds labels that are not a
+            tensor of rows.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the collator gave a {type(batch).__name__}, a batch is a dict of tensors",
+            key=_TYPE_KEY,
+            way_out="Let `collate_fn(samples)` give a dict with the arguments of the model's forward, and `labels`.",
+        )
+    found: Batch = dict(batch)
+    found.setdefault("sample_ids", list(names))
+    # Labels are for a language model, whatever else a plugin calls its inputs.
+    if "shift_labels" not in found and ("labels" in found or not TRAINED_KEYS & found.keys()):
+        found["shift_labels"] = shift_by_document(_labels_of(found), found)
+    return found
+
+
+def shift_by_document(labels_BL: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(B, L): what the token behind each one has; -100 on the last of a document.
+
+    Documents of one row end where `cu_seq_lens_q` says; without it, where a row of `position_ids` begins anew.
+    """
+    shifted_BL = torch.full_like(labels_BL, IGNORED_LABEL)
+    shifted_BL[:, :-1] = labels_BL[:, 1:]
+    borders, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if isinstance(borders, torch.Tensor):
+        ends = borders[(borders > 0) & (borders <= labels_BL.shape[1])].long() - 1
+        shifted_BL[:, ends] = IGNORED_LABEL
+    elif isinstance(positions, torch.Tensor) and positions.shape == labels_BL.shape:
+        shifted_BL[:, :-1].masked_fill_(positions[:, 1:] == 0, IGNORED_LABEL)
+    return shifted_BL
+
+
+def _labels_of(batch: Batch) -> torch.Tensor:
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+        return labels
+    told = ", ".join(map(repr, batch.keys() - {"sample_ids"}))
+    what = (
+        f"the batch has neither labels nor shift_labels; its keys are {told}"
+        if labels is None
+        else f"labels are {_described(labels)}, not whole numbers of shape (rows, tokens)"
+    )
+    raise DataError(
+        what,
+        key=_TYPE_KEY,
+        way_out="Let `collate_fn` give `labels`, (B, L) token ids with -100 where not trained, or `shift_labels`.",
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return f"a {type(value).__name__}"

@@ -1,4 +1,8 @@
-"""The processes that prepare batches: torch's loader, with errors that name the worker and the samples it was at."""
+"""The processes that prepare batches: torch's loader, with errors that name the worker and the samples it was at.
+
+Their memory is watched, so that a leak of a decoder or of a plugin's data set is seen before the host's out-of-memory
+killer sees it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,6 @@ from torch.utils.data._utils import signal_handling
 from mindspeed_mm.core.errors import DataError, MachineError, first_names
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
-from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0
@@ -217,3 +221,52 @@ def _init_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_S))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+# --- memory of the workers --------------------------------------------------------------------------------------------
+
+
+_LOOK_EVERY = 64
+"""Deliveries."""
+_MIB = 2**20
+
+
+class WorkerMemory:
+    """Watches what each worker holds for itself alone: slots and mapped files, which all share, are left out.
+
+    Args:
+        most_growth_bytes: What a worker may grow by since it was first looked at, after some batches.
+    """
+
+    def __init__(self, most_growth_bytes: int) -> None:
+        self._most_growth_bytes = most_growth_bytes
+        self._deliveries = 0
+        self._first: dict[int, int] = {}
+
+    def note_delivery(self, workers: Sequence[int]) -> str | None:
+        """What is wrong, if a worker has grown too much; looks now and then.
+
+        Args:
+            workers: Process ids, in the workers' order.
+        """
+        self._deliveries += 1
+        if self._deliveries % _LOOK_EVERY:
+            return None
+        for number, worker in enumerate(workers):
+            held = own_bytes(worker)
+            grown = held - self._first.setdefault(worker, held)
+            if grown > self._most_growth_bytes:
+                return f"data worker {number} has grown by {grown / _MIB:.0f} MiB to {held / _MIB:.0f} MiB"
+        return None
+
+
+def own_bytes(process: int) -> int:
+    """Anonymous memory of a process, its own and not shared; 0 where the system does not tell, or it is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return 0

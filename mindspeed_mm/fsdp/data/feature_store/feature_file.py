@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mindspeed_mm.checkpoint.safetensors_header import read_header
-from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
+from mindspeed_mm.checkpoint.safetensors_file import read_header, write_safetensors
 from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import parse_json

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
-from mindspeed_mm.fsdp.distributed.context.decoders import KEYS, find_decoder
 from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
-from mindspeed_mm.fsdp.distributed.context.plan import ContextPlan
+from mindspeed_mm.fsdp.distributed.context.plan import KEYS, ContextPlan, find_decoder
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.models.structure.share import own_names

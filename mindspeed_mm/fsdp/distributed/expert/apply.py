@@ -18,8 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.fsdp.distributed.collectives import sharded_along
-from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
-from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, PluginExpertForward
+from mindspeed_mm.fsdp.distributed.expert.dispatch import (
+    AllGather,
+    AllToAll,
+    BalancedAllToAll,
+    ExpertRanks,
+    PluginExpertForward,
+)
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, has_own_forward
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import ShardOptions

@@ -1,4 +1,8 @@
-"""Brings tokens to the ranks that hold their experts, and the outputs back.
+"""Brings tokens to the ranks that hold their experts, and the outputs back, with copies of busy experts on idle ranks
+where they are asked for.
+
+Ranks of an expert group hold different tokens and different experts. Rows go to the rank that has their expert and come
+back; gradients take the same way in the other direction.
 
 T tokens of this rank, K experts a token, S pairs of a token and one of its experts, E experts of a layer, L of them on
 each rank, R ranks, H hidden features.
@@ -8,20 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from typing_extensions import override
 
-from mindspeed_mm.fsdp.distributed.expert.balance import BalancePlan, plan_balance
-from mindspeed_mm.fsdp.distributed.expert.collectives import (
-    ExpertRanks,
-    exchange_counts,
-    fill_up,
-    gather,
-    gather_rows,
-    sum_of_own_rows,
-)
+from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
 from mindspeed_mm.fsdp.ops.all_to_all import exchange_rows
 from mindspeed_mm.fsdp.ops.experts import ExpertModule, ExpertsForward, Weights, combine, run_experts, sort_pairs
 from mindspeed_mm.fsdp.ops.forward_stack import Args, Forward, Kwargs
@@ -187,3 +186,125 @@ def own_experts(experts: int, ranks: ExpertRanks) -> list[int]:
     """Numbers of the experts that this rank owns."""
     own = experts // ranks.size
     return list(range(ranks.rank * own, (ranks.rank + 1) * own))
+
+
+# --- copies of busy experts -------------------------------------------------------------------------------------------
+
+
+Table = list[list[int]]
+"""Numbers by rank, then by expert."""
+
+
+@dataclass(frozen=True)
+class BalancePlan:
+    """Who computes how many rows of which expert."""
+
+    shares: Table
+    """[rank][expert] rows that a rank computes, its own experts and copies."""
+    copies: tuple[tuple[int, ...], ...]
+    """[rank] experts of other ranks that a rank holds a copy of, in rising order."""
+
+    def sends(self, loads: Table) -> list[Table]:
+        """[source][rank][expert] rows that go from one rank to another.
+
+        Rows of an expert are numbered through all sources, and cut into one stretch for each rank that computes some.
+        """
+        ranks, experts = len(loads), len(loads[0])
+        table = [_zeros(ranks, experts) for _ in range(ranks)]
+        for expert in range(experts):
+            held = _stretches(_column(loads, expert))
+            computed = _stretches(_column(self.shares, expert))
+            for source, (begin, end) in enumerate(held):
+                for rank, (first, last) in enumerate(computed):
+                    table[source][rank][expert] = max(0, min(end, last) - max(begin, first))
+        return table
+
+
+def plan_balance(loads: Sequence[Sequence[int]], most_copies: int) -> BalancePlan:
+    """Greedy: the fullest rank hands rows of its busiest expert to the emptiest one, until no rank is above the mean or
+    none may hold another copy. Only an expert's owner hands on.
+
+    Args:
+        loads: [source][expert] rows that each rank's tokens have for each expert; ranks own equally many experts, rank
+            0 the first ones.
+        most_copies: Copies that a rank may hold.
+    """
+    ranks, experts = len(loads), len(loads[0])
+    own = experts // ranks
+    shares = _zeros(ranks, experts)
+    for expert in range(experts):
+        shares[expert // own][expert] = sum(_column(loads, expert))
+    full = [sum(line) for line in shares]
+    most = -(-sum(full) // ranks)
+    copies: list[set[int]] = [set() for _ in range(ranks)]
+    while True:
+        giver = max(range(ranks), key=full.__getitem__)
+        expert = max(range(giver * own, (giver + 1) * own), key=shares[giver].__getitem__)
+        takers = []
+        for rank in range(ranks):
+            has_room = expert in copies[rank] or len(copies[rank]) < most_copies
+            if full[rank] < most and has_room:
+                takers.append(rank)
+        if full[giver] <= most or not takers:
+            return BalancePlan(shares, tuple(tuple(sorted(held)) for held in copies))
+        taker = min(takers, key=full.__getitem__)
+        moved = min(full[giver] - most, most - full[taker], shares[giver][expert])
+        copies[taker].add(expert)
+        shares[giver][expert] -= moved
+        shares[taker][expert] += moved
+        full[giver] -= moved
+        full[taker] += moved
+
+
+def _zeros(ranks: int, experts: int) -> Table:
+    return [[0] * experts for _ in range(ranks)]
+
+
+def _column(table: Sequence[Sequence[int]], expert: int) -> list[int]:
+    return [line[expert] for line in table]
+
+
+def _stretches(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise([0, *accumulate(lengths)]))
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+class ExpertRanks(AxisRanks):
+    """The ranks that share the experts of a layer with this one (axis `ep`)."""
+
+
+def gather_rows(rows_R: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(R, …) → (ranks × R, …), the same R on every rank; each uses them for its own experts: gradients are summed."""
+    return with_gradient(rows_R, ranks, gather, _sum_of_own)
+
+
+def sum_of_own_rows(rows_RR: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(ranks × R, …) → (R, …): the sum over ranks, of this rank's rows."""
+    return with_gradient(rows_RR, ranks, _sum_of_own, gather)
+
+
+def exchange_counts(counts_RL: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(ranks, L) numbers, a line for each rank → (ranks, L) of which line r came from rank r."""
+    received = torch.empty_like(counts_RL)
+    dist.all_to_all_single(received, counts_RL.contiguous(), group=ranks.group)
+    return received
+
+
+def gather(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(R, …) → (ranks × R, …), without a gradient."""
+    whole = rows.new_empty(ranks.size * rows.shape[0], *rows.shape[1:])
+    all_gather_single(whole, rows.contiguous(), group=ranks.group)
+    return whole
+
+
+def fill_up(rows: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
+    """Rows (R, K) with more behind them, of that value, until there are `length`."""
+    return F.pad(rows, (0, 0, 0, length - len(rows)), value=value)
+
+
+def _sum_of_own(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    own = rows.new_empty(rows.shape[0] // ranks.size, *rows.shape[1:])
+    reduce_scatter_single(own, rows.contiguous(), group=ranks.group)
+    return own

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.models.loading.part import check_parts, pass_over_others,
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, has_all
-from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
+from mindspeed_mm.fsdp.utils.plugins import call_plugin
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
-from mindspeed_mm.fsdp.utils.plugin_import import hash_of_files
+from mindspeed_mm.fsdp.utils.plugins import hash_of_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored, TensorReader
-from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import parse_json, read_json_object
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS

@@ -1,4 +1,7 @@
-"""Rows → questions for a model: the conversation up to the answer, its media, and the answer if the row has one."""
+"""Rows → questions for a model: the conversation up to the answer, its media, and the answer if the row has one.
+
+Speech with transcripts is read as LibriSpeech is published: FLAC files beside a `*.trans.txt` of each chapter.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.prompts import with_answer, words_of
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text
-from mindspeed_mm.fsdp.data.data_utils.rows.placeholders import without_media
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import split_text, without_media
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     MEDIA_KINDS,
@@ -214,3 +216,55 @@ def _check_media_exist(sample: Sample, media_dir: Path, media_key: str) -> None:
         if not (media_dir / name).exists():
             way_out = f"Relative paths start at '{media_dir}'; {media_key} FOLDER names another."
             raise DataError(f"'{name}' not found", where=str(sample.place), key=f"{item.kind}s", way_out=way_out)
+
+
+# --- speech with transcripts ------------------------------------------------------------------------------------------
+
+
+_SOUND_ENDING = ".flac"
+
+
+def read_transcripts(folder: Path) -> list[Question]:
+    """Every utterance of a folder: the sound alone is shown, its transcript is the expected answer. Utterances are
+    counted by the subset that they lie in (`test-clean`), where the folder holds subsets.
+
+    Args:
+        folder: Of one subset, or of several.
+
+    Raises:
+        DataError: There is no transcript, a line is not an id with words, or a sound is missing.
+    """
+    files = sorted(folder.rglob("*.trans.txt"))
+    if not files:
+        raise DataError(
+            "is a folder without transcripts (*.trans.txt)",
+            where=str(folder),
+            way_out="Give a file of rows, or a folder as LibriSpeech has them.",
+        )
+    questions: list[Question] = []
+    problems: list[Problem] = []
+    for file in files:
+        subset = file.relative_to(folder).parts[:-3]
+        for number, line in enumerate(_lines(file), 1):
+            name, _, words = line.strip().partition(" ")
+            sound = file.parent / f"{name}{_SOUND_ENDING}"
+            if not words or not sound.is_file():
+                what = f"'{sound.name}' not found" if words else "is not an utterance's id with its words"
+                problems.append(Problem(what, where=f"{file}:{number}"))
+                continue
+            message = {"role": "user", "content": [{"type": "audio"}]}
+            media = [MediaItem("audio", str(sound.absolute()))]
+            sample = Sample(RowLocation(str(file), number), [message], [0.0], media)
+            questions.append(Question(len(questions) + 1, name, "/".join(subset) or DEFAULT_TASK, sample, words))
+    if problems:
+        headline = f"{folder}: {len(problems)} of {len(problems) + len(questions)} utterances are bad"
+        raise DataError(headline, problems=problems[:SHOWN_PROBLEMS])
+    return questions
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        way_out = "Take the file as it is published."
+        raise DataError(f"cannot be read: {error}", where=str(file), way_out=way_out) from error

@@ -16,8 +16,8 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.tools.flops_tool.media_lengths import side_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA, SOUND_TOKENS, Lengths
-from mindspeed_mm.fsdp.tools.flops_tool.vision import side_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 FRAMES_PER_S = 100

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import is_inside
-from mindspeed_mm.fsdp.distributed.context.decoders import find_decoder
+from mindspeed_mm.fsdp.distributed.context.plan import find_decoder
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.pipeline.apply import hidden_dtype
 from mindspeed_mm.fsdp.distributed.pipeline.cut import untie
@@ -25,7 +25,6 @@ from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import keeps_a_copy
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
-from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (
     ACTIVATIONS,
@@ -38,15 +37,22 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import (
     MemoryLedger,
 )
 from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
-from mindspeed_mm.fsdp.tools.memory_model.optimizer_part import state_bytes, step_bytes
 from mindspeed_mm.fsdp.tools.memory_model.pipeline import SimulatedPipeline
-from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of, watch_modules
+from mindspeed_mm.fsdp.tools.memory_model.simulation import (
+    NOTE,
+    Simulation,
+    linear_activations,
+    pattern_of,
+    watch_modules,
+)
 from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     HeldParameter,
     HeldUnit,
     StaticPart,
     held_units,
+    state_bytes,
     static_part,
+    step_bytes,
     trained_of,
 )
 

@@ -3,13 +3,15 @@
 Parameters, and all that is computed from them, are torch's fake tensors; what no parameter has touched yet (token
 numbers, positions, sizes of images) is small and computed for real, so that models may look at it. Where a model looks
 at numbers that were computed from parameters, it finds plausible ones: routers spread tokens over experts evenly.
+Models whose code cannot run without numbers have their activations counted the rough way, by the linear layers alone.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -357,3 +359,32 @@ _LOOKS_AT_NUMBERS: dict[OpOverload, Callable[[Values], object]] = {
     torch.ops.aten.equal.default: lambda args: True,
     torch.ops.aten.is_nonzero.default: lambda args: True,
 }
+
+
+# --- the rough way, where code cannot be simulated --------------------------------------------------------------------
+
+
+NOTE = "all but the inputs and outputs of linear layers: this model's code could not be simulated"
+
+
+def linear_activations(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that linear layers keep, by module pattern: each token's inputs and outputs.
+
+    Args:
+        model: Parameters on meta or real.
+        batch: A prepared micro-batch.
+        dtype: What is computed in.
+    """
+    tokens, sizes = _tokens(batch), Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            sizes[pattern_of(name)] += tokens * (module.in_features + module.out_features) * dtype.itemsize
+    return dict(sizes.most_common())
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    """Tokens of text, or else positions of latents, which are at least as many as their tokens."""
+    if isinstance(text := batch.get("input_ids"), torch.Tensor):
+        return text.numel()
+    latents = batch.get("latents")
+    return latents[:, 0].numel() if isinstance(latents, torch.Tensor) else 1

@@ -1,4 +1,5 @@
-"""What a rank holds from step to step, counted exactly: parameters, optimizer state, moving average.
+"""What a rank holds from step to step, counted exactly: parameters, optimizer state, moving average; and what the
+optimizer takes for the length of its own step.
 
 Nothing is built and nothing decided: the plan says which units there are and how each is cut (`fully_shard` cuts the
 first dimension into as many equal parts as there are ranks; the first rank's part is the largest).
@@ -7,7 +8,7 @@ first dimension into as many equal parts as there are ranks; the first rank's pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import innermost_first
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, SplitRule, Style
+from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 FP32_BYTES = 4
 
@@ -183,3 +186,42 @@ def trained_of(units: Collection[HeldUnit]) -> list[HeldParameter]:
     for unit in units:
         trained += [parameter for parameter in unit.parameters if parameter.is_trained]
     return trained
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+_INT8_BLOCK = 256
+"""Numbers that share a scale."""
+_INT8_LEAST = 4096
+"""Smaller parameters keep fp32 moments."""
+
+
+def state_bytes(parameter: HeldParameter, training: TrainingArguments, matrices: Collection[str]) -> int:
+    """The optimizer's state of a parameter, on whichever side it lies.
+
+    Args:
+        parameter: A trained one.
+        training: The section.
+        matrices: Names of the parameters that Muon takes: one moment instead of two.
+    """
+    moments = 1 if parameter.name in matrices else 2
+    if training.optimizer_state_dtype == "bf16":
+        return moments * parameter.numel * 2
+    if training.optimizer_state_dtype == "int8" and parameter.numel >= _INT8_LEAST:
+        return moments * (parameter.numel + -(-parameter.numel // _INT8_BLOCK) * FP32_BYTES)
+    return moments * parameter.bytes
+
+
+def step_bytes(trained: Iterable[HeldParameter], training: TrainingArguments, device_type: str) -> int:
+    """What the optimizer's step takes on the device for itself, all of it freed again."""
+    held = list(trained)
+    numel = sum(parameter.numel for parameter in held)
+    if training.optimizer_state_dtype:  # a bucket at a time is unpacked: two moments in fp32
+        a_number = 16 if training.optimizer_state_dtype == "bf16" else 48
+        return min(numel, MOST_BYTES // a_number) * 2 * FP32_BYTES
+    if training.optimizer == "adamw_swap":  # two buckets at a time are on the device
+        return min(2 * MOST_BYTES, 2 * numel * FP32_BYTES)
+    if training.optimizer == "adamw" and not training.adam_fused and device_type != "cpu":
+        return sum(parameter.bytes for parameter in held)  # multi-tensor kernels: the root of all second moments
+    return 0

@@ -1,17 +1,33 @@
-"""The log line: adds up steps and, every `log_interval`, tells people and machines how it goes."""
+"""What a run tells of its steps: the log line, which adds steps up; at the end of each epoch and of the run what became
+of the samples; after its last step losses, time, where it lies, the next command.
+"""
 
 from __future__ import annotations
 
+import math
+import shlex
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import torch.distributed as dist
+from typing_extensions import override
+
+from mindspeed_mm.checkpoint.choice import best_of
+from mindspeed_mm.checkpoint.layout import list_iterations
+from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.loss.objectives import is_measured
 from mindspeed_mm.fsdp.train.run.data import RunLoader
+from mindspeed_mm.fsdp.train.run.failures import shortened
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-from mindspeed_mm.fsdp.utils.device_memory import take_peak_memory
+from mindspeed_mm.fsdp.utils.device import take_peak_memory
+from mindspeed_mm.fsdp.utils.work_progress import clock
 
 GIB = 2**30
 
@@ -142,3 +158,158 @@ def _peak_memory() -> dict[str, float]:
     if peak.reserved is not None:
         metrics["memory_reserved_gib"] = peak.reserved / GIB
     return metrics
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def data_hook(parts: RunParts) -> Hook:
+    """The hook, which every run has."""
+    return DataHook(parts.loader, parts.job.data_group, parts.record)
+
+
+class DataHook(Hook):
+    """Tells, at the end of each epoch and of the run, which samples could not be used as they stand.
+
+    Args:
+        loader: Counts on this rank; the counts of all ranks are told.
+        group: Ranks that hold different samples; None for one process.
+        record: Where the counts are told and written down.
+    """
+
+    def __init__(self, loader: RunLoader, group: dist.ProcessGroup | None, record: RunRecord) -> None:
+        self._loader, self._group, self._record = loader, group, record
+        self._epoch = loader.position.epoch
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Ranks tell each other of bad samples, so that all of them stop or none; people are told when an epoch is
+        over."""
+        if result.tally.bad_samples:
+            found = _bad_samples(self._over_ranks())
+            self._loader.learn_bad_samples(found)
+        if self._loader.position.epoch != self._epoch:
+            self._epoch = self._loader.position.epoch
+            self._tell(engine)
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """Tell of the whole run."""
+        self._tell(engine)
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Nothing: the other ranks may not be there to ask."""
+
+    def _tell(self, engine: TrainEngine) -> None:
+        if (mix := self._loader.mix) is not None:
+            shares = mix.achieved()
+            shown = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
+            self._record.event("mix", engine.iteration, f"mix so far: {shown}", shares=shares)
+        counts = self._over_ranks()
+        bad = _bad_samples(counts)
+        shrunk = sum(each.shrunk for each in counts)
+        too_long = sum(each.too_long for each in counts)
+        unread = sum((each.unread for each in counts), Counter[str]())
+        if unread:
+            line = unread_told(unread, f"{sum(each.read for each in counts):,} samples so far")
+            self._record.event("unread", engine.iteration, f"data: {line}", unread=dict(unread))
+        if not (bad or shrunk or too_long):
+            return
+        line = (
+            f"data so far: {len(bad)} bad samples were replaced or left out, {too_long} too long ones too, "
+            f"{shrunk} were shortened"
+        )
+        if bad:
+            line += f"; {shortened([f'{sample} ({reason})' for sample, reason in bad.items()], most=3)}"
+        self._record.event("data", engine.iteration, line, bad=bad, shrunk=shrunk, too_long=too_long)
+
+    def _over_ranks(self) -> list[DataCounts]:
+        if self._group is None:
+            return [self._loader.counts]
+        gathered = [self._loader.counts] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, self._loader.counts, group=self._group)
+        return gathered
+
+
+def _bad_samples(counts: Sequence[DataCounts]) -> dict[str, str]:
+    """Sample → reason, of all ranks."""
+    bad: dict[str, str] = {}
+    for each in counts:
+        bad |= each.bad
+    return bad
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def summary_hook(parts: RunParts) -> Hook:
+    """The hook, which every run has."""
+    folder = parts.arguments.model.model_name_or_path
+    options = parts.family.trial_options(parts.assembled.model) if folder and _answers(Path(folder)) else None
+    return SummaryHook(parts.record.progress.note, parts.arguments.training.save, options)
+
+
+def _answers(folder: Path) -> bool:
+    """Whether a model's folder has what a question is read by, or draws: an own module's has neither."""
+    return (folder / "model_index.json").is_file() or any(folder.glob("token*")) or any(folder.glob("*processor*"))
+
+
+class SummaryHook(Hook):
+    """Keeps the lowest and the last loss of this start, and tells them when training ends.
+
+    Args:
+        note: Tells people.
+        save: The run folder.
+        trial_options: Options of `mm infer` that try the trained model; None where it cannot be tried so.
+    """
+
+    def __init__(self, note: Callable[[str], None], save: str | None, trial_options: str | None) -> None:
+        self._note, self._save, self._trial_options = note, save, trial_options
+        self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
+        self._began = time.monotonic()
+
+    @override
+    def on_train_begin(self, engine: TrainEngine) -> None:
+        self._began = time.monotonic()
+
+    @override
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        self._last = (result.step, result.loss)
+        self._lowest = min(self._lowest, self._last, key=lambda pair: pair[1])
+        if engine.validated_step == result.step and "val_loss" in engine.validation:
+            self._last_validation = (result.step, engine.validation["val_loss"])
+            self._lowest_validation = min(self._lowest_validation, self._last_validation, key=lambda pair: pair[1])
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """Tell how it went; nothing where no step was done."""
+        if not self._last[0]:
+            return
+        took = clock(time.monotonic() - self._began)
+        self._note(f"done   step {engine.iteration} of {engine.schedule.total_steps}, {took} for this start")
+        self._note(f"loss   {_described(self._last, self._lowest)}")
+        if self._last_validation[0]:
+            self._note(f"valid  {_described(self._last_validation, self._lowest_validation)}")
+        if self._save is None:
+            self._note("run    nothing was saved: training.save is not set")
+            return
+        steps = list_iterations(Path(self._save))
+        if not steps:
+            self._note(f"run    {self._save}, no checkpoint")
+            return
+        best = best_of(Path(self._save))
+        told = f"newest checkpoint {steps[-1]}"
+        if best is not None and best[0] != steps[-1]:
+            told += f"; mm infer and mm export use the best, step {best[0]} ({best[1]}): --checkpoint newest"
+        self._note(f"run    {self._save}, {told}")
+        run = shlex.quote(self._save)
+        trial = f"mm infer {run} {self._trial_options}; mm export {run} FOLDER; " if self._trial_options else ""
+        self._note(f"next   {trial}mm report {run}")
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Nothing: the error says what to do."""
+
+
+def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
+    """`final 0.1234, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
+    told = f"final {last[1]:.4f}"
+    if lowest[0] and lowest != last:
+        told += f", lowest {lowest[1]:.4f} at step {lowest[0]}"
+    return told

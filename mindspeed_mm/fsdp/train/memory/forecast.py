@@ -1,4 +1,5 @@
-"""What a configuration would hold on one rank: the model is put together as for training and its step is simulated.
+"""What a configuration would hold on one rank: the model is put together as for training and its step is simulated; the
+frozen reference of post-training is added to it.
 
 Nothing is loaded, nothing runs on a device, and no process group is needed: any number of ranks can be asked about.
 """
@@ -18,15 +19,19 @@ from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, SOUND
+from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
+from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldUnit, held_units
 from mindspeed_mm.fsdp.train.family import family_of
-from mindspeed_mm.fsdp.train.memory.frozen_reference import frozen_reference_bytes
+from mindspeed_mm.fsdp.train.reference_start import reference_outline, reference_start
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 _TEXT_WIDTH = 4096
 """Width of the text features of both families, where the folder does not say."""
@@ -125,3 +130,40 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
 
 def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return torch.stack(list(objective.terms(model, batch).values())).sum()
+
+
+# --- the frozen reference ---------------------------------------------------------------------------------------------
+
+
+def frozen_reference_bytes(arguments: Arguments, sizes: ParallelSizes) -> int:
+    """Bytes of its shards, and of the units that stay gathered behind its forward pass: there is no backward pass, in
+    front of which they would be cut again. 0 where there is no such reference.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
+    if reference_kind(arguments) != "frozen" or has_moving_reference(arguments.posttrain):
+        return 0
+    start = reference_start(arguments)
+    outline = reference_outline(arguments)
+    outline.model.requires_grad_(False)
+    compute = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+    set_dtypes(outline.model, compute)
+    plan = resolve_plan(outline, start, sizes, trains=False)
+    units = held_units(outline.model, plan.parallel)
+    reshards = plan.parallel.sharding.section.reshard_after_forward is not False
+    held = sum(buffer.numel() * buffer.element_size() for buffer in outline.model.buffers())
+    for unit in units:
+        held += sum(parameter.bytes for parameter in unit.parameters)
+        if unit.shards > 1 and not (reshards and _is_cut_again(unit)):
+            held += _whole_bytes(unit, compute)
+    return held
+
+
+def _is_cut_again(unit: HeldUnit) -> bool:
+    """The root, and modules that are gathered together, stay whole until the backward pass."""
+    return len(unit.names) == 1 and unit.names[0] != ""
+
+
+def _whole_bytes(unit: HeldUnit, compute: torch.dtype | None) -> int:
+    return sum(parameter.padded_numel * (compute or parameter.dtype).itemsize for parameter in unit.parameters)

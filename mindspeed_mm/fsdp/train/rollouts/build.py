@@ -16,15 +16,14 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
 from mindspeed_mm.core.outbound import CHECK_S
+from mindspeed_mm.fsdp.checkpoint.adapters import save_merged_hf
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.checkpoint.merged_hf import save_merged_hf
 from mindspeed_mm.fsdp.data import MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import build_collator
 from mindspeed_mm.fsdp.data.dataloader.order import TOO_FEW
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.loss.pair_objective import ReferenceModel
-from mindspeed_mm.fsdp.loss.policy_gradient import PolicyRule
-from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective, PolicyRule
 from mindspeed_mm.fsdp.models.behaviour.media_once import RepeatedMedia
 from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -44,13 +43,12 @@ from mindspeed_mm.fsdp.train.reference import FrozenModel
 from mindspeed_mm.fsdp.train.reference_start import reference_start
 from mindspeed_mm.fsdp.train.rollouts.files import digest_of
 from mindspeed_mm.fsdp.train.rollouts.loader import RolloutLoader
-from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
+from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder, RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.server import SERVERS, TIMEOUT_S, ServedRollouts
-from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts
-from mindspeed_mm.fsdp.train.run.context import base_of_adapters
 from mindspeed_mm.fsdp.train.run.data import RunData
 from mindspeed_mm.fsdp.train.run.job import DataShare, Job
+from mindspeed_mm.fsdp.train.run.resume import base_of_adapters
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks

@@ -27,9 +27,7 @@ from mindspeed_mm.fsdp.loss.advantages import Advantages, group_advantages
 from mindspeed_mm.fsdp.posttrain_rewards.registry import check_judged
 from mindspeed_mm.fsdp.train.rollouts import files
 from mindspeed_mm.fsdp.train.rollouts.metrics import RolloutMetrics, scores_of_lines
-from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder
-from mindspeed_mm.fsdp.train.rollouts.source import RolloutSource
-from mindspeed_mm.fsdp.train.rollouts.weights import weights_mark
+from mindspeed_mm.fsdp.train.rollouts.order import RolloutOrder, RolloutSource, weights_mark
 from mindspeed_mm.fsdp.train.run.job import Job
 
 Prompt = Mapping[str, Any]

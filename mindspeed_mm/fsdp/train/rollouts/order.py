@@ -1,17 +1,101 @@
-"""Which prompts make a rollout, which optimizer steps it serves, and where a run that was stopped goes on in them."""
+"""What a rollout is: what a kind of model does for it (it draws samples, has them judged and makes batches of them),
+which prompts make it, which optimizer steps it serves, where a run that was stopped goes on in them, and a number that
+tells the weights that drew it from others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import RolloutPlace
 from mindspeed_mm.fsdp.train.rollouts import files
-from mindspeed_mm.fsdp.train.rollouts.source import RolloutPlan
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Settings that decide how a rollout is cut into optimizer steps and how its rewards become advantages."""
+
+    group_size: int
+    """Samples of each prompt."""
+    steps: int = 1
+    """Optimizer steps that a rollout is cut into."""
+    iterations: int = 1
+    """How often it is trained on."""
+    scale: Any = "group"
+    aggregation: Any = "sum_then_normalize"
+    """Of `group_advantages`."""
+    ahead: int = 0
+    """1: the samples of the next rollout are drawn while a rollout is trained on."""
+
+    @property
+    def uses(self) -> int:
+        """Optimizer steps of a rollout."""
+        return self.steps * self.iterations
+
+
+class RolloutSource(Protocol):
+    """Samples of a policy that is being trained. Prompts and samples are of the source's own kind."""
+
+    reward_names: list[str]
+    reward_weights: torch.Tensor
+    """(rewards,) fp64."""
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Inside, samples are drawn: the model is in evaluation mode, its parameters whole."""
+        ...
+
+    def draw(self, prompts: Sequence[Any], keys: Sequence[str]) -> list[Any]:
+        """One sample for each prompt; a sample depends on the model, its prompt and its key alone."""
+        ...
+
+    def judge(self, prompts: Sequence[Any], samples: Sequence[Any]) -> torch.Tensor:
+        """(samples, rewards) fp64 scores; not a number where a reward does not judge a sample."""
+        ...
+
+    def record(self, prompt: Any, sample: Any) -> dict[str, Any]:
+        """A sample as JSON takes it, exactly."""
+        ...
+
+    def restore(self, record: Mapping[str, Any]) -> Any:
+        """Rebuild the sample that `record` wrote."""
+        ...
+
+    def facts(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Sums of numbers for the log, by name; `samples`, of how many they are, divides them."""
+        ...
+
+    def batches(
+        self, prompts: Sequence[Any], samples: Sequence[Any], advantages: torch.Tensor, *, is_fresh: bool
+    ) -> list[Batch]:
+        """The micro-batches of a step.
+
+        Args:
+            prompts: Of each sample.
+            samples: Of this rank, group by group.
+            advantages: (samples,).
+            is_fresh: The policy has not changed since it drew them.
+        """
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers of the loss for the log, since the last call."""
+        ...
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 class RolloutOrder:
@@ -78,3 +162,24 @@ class RolloutOrder:
                 way_out="Put the file back, or resume from an earlier checkpoint.",
             )
         return stored
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+_AS_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def weights_mark(model: nn.Module) -> int:
+    """Of all trained parameters, to the bit, on all ranks the same. Sums of whole numbers wrap around and are exact, so
+    it depends on no order; another plan, which keeps copies elsewhere, gives another number."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            bits = own.contiguous().view(_AS_WHOLE[own.element_size()])
+            factor = derive_seed(name) % 2**31 | 1
+            total += bits.sum(dtype=torch.int64).cpu() * factor
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return int(total)

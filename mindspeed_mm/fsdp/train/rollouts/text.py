@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSampl
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import whole_logits
-from mindspeed_mm.fsdp.loss.policy_objective import PolicyObjective
+from mindspeed_mm.fsdp.loss.policy_gradient import PolicyObjective
 from mindspeed_mm.fsdp.posttrain_rewards.registry import Judged, Reward, Row, names_and_weights, scores_of
 from mindspeed_mm.fsdp.sampling.answers.drawn import DrawnAnswer, DrawRule, draw_answers
 from mindspeed_mm.fsdp.train.train_engine import move

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.progress import Progress
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker, Trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type
-from mindspeed_mm.fsdp.utils.plugin_import import plugin_hashes
+from mindspeed_mm.fsdp.utils.plugins import plugin_hashes
 
 RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
 

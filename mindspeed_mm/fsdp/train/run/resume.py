@@ -1,4 +1,6 @@
-"""Where a run starts: from weights, from its own newest checkpoint, or from another run's."""
+"""Where a run starts: from weights, from its own newest checkpoint, or from another run's; and what a checkpoint's
+manifest records of a run, which a resume compares.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.counts import is_count
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, weights_folder_of_load
 from mindspeed_mm.fsdp.checkpoint.committed import verify_converted
 from mindspeed_mm.fsdp.checkpoint.loading import (
     RESTORE,
@@ -27,11 +31,14 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedChe
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.path import missing_input
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 
 Note = Callable[[str], None]
@@ -229,3 +236,39 @@ def _from_elsewhere(
         _check_goes_on(checkpoint, options, context, note, with_optimizer=True)
         say(f"continue from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def run_context(
+    config: ResolvedConfig, dataset: MMDataset, *, world_size: int, mesh: str, global_batch: int | None
+) -> RunContext:
+    """The context of `checkpoint.resume.check_resumable`, but for `batching`, which the loader knows.
+
+    Args:
+        config: The configuration.
+        dataset: What is trained on.
+        world_size: Ranks of the job.
+        mesh: Its axes, in words.
+        global_batch: Samples of an optimizer step; None where the number of ranks is not known.
+    """
+    training = config.arguments.training
+    base = base_of_adapters(training) or config.arguments.model.model_name_or_path
+    context: RunContext = {
+        "world_size": world_size,
+        "mesh": mesh,
+        "config": resolved_dict(config),
+        "dataset": dataset.fingerprint(),
+        "global_batch": global_batch,
+        "seed": training.seed,
+        "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
+    }
+    if training.lora.enable and base:
+        context["base_weights"] = base_weights_mark(Path(base))
+    return context
+
+
+def base_of_adapters(training: TrainingArguments) -> Path | None:
+    """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
+    return weights_folder_of_load(training.load) if training.lora.enable else None

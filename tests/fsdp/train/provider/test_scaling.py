@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
-from mindspeed_mm.fsdp.train.provider.per_token import PerTokenForwardBackward
+from mindspeed_mm.fsdp.train.provider.objective import PerTokenForwardBackward, ProviderObjective
 from mindspeed_mm.fsdp.train.step.tally import Tally
 from tests.fsdp.train.provider.user_run import FORMS, MICRO_BATCHES, ROWS, by_formula, data_provider, train
 from tests.helpers.distributed import run_ranks

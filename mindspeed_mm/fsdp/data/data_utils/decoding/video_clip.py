@@ -1,16 +1,17 @@
 """Videos for models that watch them: which frames are looked at, and when each is shown.
 
 `video_fps` frames a second, at most `video_maxlen`, spread evenly from the first to the last; or those that the model's
-processor picks. Either is a function of the file's header alone, so a clip's size is known before it is decoded. Frame
-i is what is on the screen at i / (mean rate), by the file's timestamps; of a video of varying rate too, therefore,
-times are right. Stretches between two frames that are far apart are jumped over.
+processor picks, or those that the row asks for. All are functions of the file's header alone, so a clip's size is
+known before it is decoded. Frame i is what is on the screen at i / (mean rate), by the file's timestamps; of a video of
+varying rate too, therefore, times are right. Stretches between two frames that are far apart are jumped over.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
@@ -30,10 +31,12 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     read_start,
     timed,
 )
+from mindspeed_mm.fsdp.data.data_utils.sample import ItemOptions
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
+
 
 JUMP_S = 10.0
 """Frames so far apart are sought, not decoded through; above the distance of key frames in most files."""
@@ -239,3 +242,56 @@ def _jumping(
             frame = next((later for later in played if later.time is not None and later.time > time_s), None)
         else:
             frame = next(played, None)
+
+
+# --- the part of a video that a row asks for --------------------------------------------------------------------------
+
+
+_EVERY_FRAME_FPS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class PartRule(ClipRule):
+    """A rule for a part of a video. Frames keep their numbers in the file, so times are those of the whole video."""
+
+    start_s: float = 0.0
+    end_s: float = math.inf
+
+    def header(self, video: VideoHeader) -> ClipHeader:
+        """The clip that the part gives: frames from the first at or after its start to the last at or before its end,
+        as qwen-vl-utils counts them.
+
+        Raises:
+            DataError: The video ends before.
+        """
+        first = math.ceil(self.start_s * video.fps - 1e-6)
+        last = min(video.frames - 1, math.floor(min(self.end_s, video.frames / video.fps) * video.fps + 1e-6))
+        if first > last:
+            raise DataError(
+                f"the part from {self.start_s:g} s holds no frame: the video has {video.frames / video.fps:.2f} s",
+                way_out="Correct start and end of the video, or drop the row.",
+            )
+        whole = ClipRule(self.fps, self.most_frames, self.pick)
+        found = whole.header(replace(video, frames=last - first + 1))
+        return replace(found, indices=tuple(index + first for index in found.indices))
+
+
+def rule_of(rule: ClipRule, options: ItemOptions) -> ClipRule:
+    """The rule for one video.
+
+    Args:
+        rule: For all videos.
+        options: What the row asks for of this one.
+    """
+    own = {field.name: getattr(rule, field.name) for field in fields(ClipRule)}
+    if "frames" in options:
+        own |= {"fps": _EVERY_FRAME_FPS, "most_frames": max(1, options["frames"]), "pick": None}
+    elif "fps" in options or "max_frames" in options:
+        own |= {
+            "fps": options.get("fps") or rule.fps,
+            "most_frames": max(1, options.get("max_frames", rule.most_frames)),
+            "pick": None,
+        }
+    if "start" in options or "end" in options:
+        return PartRule(**own, start_s=options.get("start", 0.0), end_s=options.get("end", math.inf))
+    return ClipRule(**own)

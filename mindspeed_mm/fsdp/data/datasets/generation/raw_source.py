@@ -24,8 +24,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     drawn_view,
     repeated_id,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
-from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import HeaderCache, MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.media_notes import doubled_note, rates_note, scaling_notes, stills_note
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import (
     MediaHeader,

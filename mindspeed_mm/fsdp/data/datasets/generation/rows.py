@@ -31,9 +31,8 @@ from mindspeed_mm.fsdp.data.data_utils.media import (
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules, captions_of
-from mindspeed_mm.fsdp.data.datasets.generation.companions import CompanionFolder
 from mindspeed_mm.fsdp.data.datasets.generation.pair_rows import as_pair, take_scores
-from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import CompanionFolder, RowFile, open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.row_notes import (
     all_unusable,
     empty_captions_note,

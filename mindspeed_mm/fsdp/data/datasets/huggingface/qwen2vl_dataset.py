@@ -19,13 +19,11 @@ from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline, build_tokens
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.prompts import collated_prompts, encoded_prompt, question_of_prompt, with_answer
-from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
-from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
-from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows, open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import unread_told
 from mindspeed_mm.fsdp.data.data_utils.sample import (
     EncodedPair,

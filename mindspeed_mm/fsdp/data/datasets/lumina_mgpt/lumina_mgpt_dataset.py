@@ -9,7 +9,7 @@ from mindspeed_mm.fsdp.utils.register import data_register
 @data_register.register("lumina_mgpt")
 class LuminaMGPTDataset(Qwen2VLDataset):
     """Rows as of `huggingface`; a picture in a turn of the model, with the tokens around it, is trained as words are.
-    The labels are placeholders until the model has said which tokens the picture is (`loss/picture_labels.py`).
+    The labels are placeholders until the model has said which tokens the picture is (`loss/language_objective.py`).
 
     Arguments and errors as of `Qwen2VLDataset`.
     """

@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCol
 from mindspeed_mm.fsdp.data.data_utils.encode import at_place, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.prompts import words_of
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
+from mindspeed_mm.fsdp.data.data_utils.spoken_rows import codes_of, in_rows
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.data.datasets.qwen3omni_talker.layout import SpokenAnswer, spoken_answer
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters

@@ -13,12 +13,10 @@ from mindspeed_mm.core.batch import SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, located
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
-from mindspeed_mm.fsdp.data.data_utils.rows.beside import located
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
-from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
-from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows
+from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows, codes_of, in_rows
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters

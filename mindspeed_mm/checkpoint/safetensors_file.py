@@ -1,4 +1,5 @@
-"""Reads and checks the header of a safetensors file, so that a damaged file is named for what it is.
+"""One safetensors file: its header is read and checked, so that a damaged file is named for what it is, and it is
+written with the operating system's own errors.
 
 The library's own reader calls a Git LFS pointer or an HTML page "header too large" and accepts a key that stands twice.
 Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without holes
@@ -8,14 +9,20 @@ Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import parse_json
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own cap."""
@@ -158,3 +165,33 @@ def _check_spans(spans: list[tuple[int, ...]], data_bytes: int, file: Path) -> N
 
 def _damaged(file: Path, what: str) -> ModelFolderError:
     return ModelFolderError(what, where=str(file), way_out="Copy or download the file again.")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Write tensors. The library makes a file that only its owner may read, whatever the umask says; this one has the
+    umask's mode.
+
+    Args:
+        tensors: Contiguous, none sharing memory with another.
+        path: The file; replaced when it is there.
+        notes: Text for the header.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(dict(tensors), path, None if notes is None else dict(notes))
+    except SafetensorError as error:
+        raise _os_error(error, path) from error
+    path.chmod(mode)
+
+
+def _os_error(error: SafetensorError, path: Path) -> OSError:
+    """The library says `... (os error 28)`."""
+    number = str(error).rpartition("os error ")[2].rstrip(") ")
+    return OSError(int(number) if number.isdigit() else 5, str(error), str(path))

@@ -1,20 +1,26 @@
-"""Imports what `training.plugin` names: a module, or a package and the modules in it."""
+"""Plugins: imports what `training.plugin` names, a module, or a package and the modules in it; and calls what a plugin
+registered with what its signature takes."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.params.cards import plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
 
 KEY = "training.plugin"
 _NO_PARTS = frozenset({"__init__", "__main__", "setup", "conftest"})
@@ -127,3 +133,74 @@ def hash_of_files(files: Iterable[Path]) -> str:
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+# --- calling ----------------------------------------------------------------------------------------------------------
+
+
+def call_plugin(
+    function: Callable[..., Any],
+    offered: Mapping[str, Any],
+    *,
+    order: Sequence[str],
+    spread: Sequence[str] = (),
+    key: str,
+    name: str,
+) -> Any:
+    """Call `function` with those of the offered values that it asks for.
+
+    A parameter gets the value of its name; one that must be given and has a name of its own gets the value that `order`
+    has at its place.
+
+    Args:
+        function: A function, a class, or a class method of a plugin.
+        offered: Name → value; several names may stand for one value.
+        order: Names of the values, in the order in which they are given to parameters by place, and to `*args`.
+        spread: Names of the values that `**kwargs` gets, unless they were given already.
+        key: The configuration key that names the plugin's entry, for messages.
+        name: What the entry is called there.
+
+    Raises:
+        ConfigError: A parameter cannot be given, or the function failed; the line of the plugin is named.
+    """
+    bound = _bind(function, offered, order, spread, key, name)
+    try:
+        return function(*bound.args, **bound.kwargs)
+    except MMError:
+        raise
+    except Exception as error:  # a plugin is foreign code: whatever it raises is its cause
+        raise ConfigError(
+            f"'{name}' cannot be built: {type(error).__name__}: {error}", where=place_of_error(error), key=key
+        ) from error
+
+
+def _bind(
+    function: Callable[..., Any],
+    offered: Mapping[str, Any],
+    order: Sequence[str],
+    spread: Sequence[str],
+    key: str,
+    name: str,
+) -> inspect.BoundArguments:
+    signature = inspect.signature(function)
+    bound = signature.bind_partial()
+    given = set(signature.parameters)
+    for place, parameter in enumerate(signature.parameters.values()):
+        is_by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            bound.arguments[parameter.name] = tuple(offered[each] for each in order[place:])
+            given.update(order[place:])
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            bound.arguments[parameter.name] = {each: offered[each] for each in spread if each not in given}
+        elif parameter.name in offered:
+            bound.arguments[parameter.name] = offered[parameter.name]
+        elif parameter.default is parameter.empty and is_by_place and place < len(order):
+            bound.arguments[parameter.name] = offered[order[place]]
+        elif parameter.default is parameter.empty:
+            raise ConfigError(
+                f"'{name}' has a parameter '{parameter.name}', which is not passed to it",
+                where=getattr(function, "__qualname__", ""),
+                key=key,
+                way_out=f"It can have the parameters {', '.join(offered)}; give others a default.",
+            )
+    return bound
