@@ -26,22 +26,26 @@ quickstart: install
 quickstart-generation: install
 	$(BIN)/python examples/quickstart_generation.py
 
+# One worker more than the cores that the tests are made for: ranks of one test wait for each other.
+WORKERS ?= 3
+PYTEST_WORKERS := -n $(WORKERS) --dist loadfile
+
 # Test files and the package are compiled once, not by each worker and by each command that a test starts.
 test test-floor: export PYTHONDONTWRITEBYTECODE =
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(PYTEST_WORKERS)
 
 # Those that prove what differs from a commit (`make test-changed SINCE=main`), the slow ones too with SLOW=1.
 SINCE ?= HEAD
 test-changed: export PYTHONDONTWRITEBYTECODE =
 test-changed: install
 	@files=$$($(BIN)/python -m tests.changed $(SINCE)); test -n "$$files" || { echo "no test is near the change"; exit 0; }; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(if $(SLOW),-m "slow or not slow") $$files
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(if $(SLOW),-m "slow or not slow") $$files
 
 # The same tests at the floors that pyproject.toml declares, in an environment of their own.
 test-floor: $(FLOOR)/installed
-	$(FLOOR)/bin/python -m pytest -n 2 --dist loadfile
+	$(FLOOR)/bin/python -m pytest $(PYTEST_WORKERS)
 
 $(FLOOR)/installed: pyproject.toml constraints-floor.txt
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
