@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.core.python_words import word_for_python
 from mindspeed_mm.tasks.given.arguments import (
-    check_choice,
     check_counts,
     check_flags,
     refuse_unknown,
@@ -114,10 +114,16 @@ def train(
         MMError: Anything that a person can act on. `StoppedAfterSave` after Ctrl-C.
     """
     refuse_unknown(unknown, train)
-    flags = {"weights_only": weights_only, "allow_fresh": allow_fresh, "accept_data_change": accept_data_change}
-    check_flags(**flags)
-    check_counts(steps=steps)
-    options = {"steps": steps, "resume": wants_resume(resume), **flags}
+    from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+
+    options = TrainOptions(
+        steps=steps,
+        resume=wants_resume(resume),
+        weights_only=weights_only,
+        allow_fresh=allow_fresh,
+        accept_data_change=accept_data_change,
+        raises_on_second_interrupt=True,
+    )
     sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
     given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
     from mindspeed_mm.tasks.given.training import train_given
@@ -165,10 +171,15 @@ def check(
         MMError: An argument is none.
     """
     refuse_unknown(unknown, check)
-    flags = {"weights_only": weights_only, "allow_fresh": allow_fresh, "accept_data_change": accept_data_change}
-    check_flags(**flags)
+    from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
+
     check_counts(nproc=nproc)
-    start = {"resume": wants_resume(resume), **flags}
+    start = ResumeOptions(
+        resume=wants_resume(resume),
+        weights_only=weights_only,
+        allow_fresh=allow_fresh,
+        accept_data_change=accept_data_change,
+    )
     sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
     given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
     from mindspeed_mm.tasks.given.checking import check_given
@@ -294,21 +305,20 @@ def evaluate(
         MMError: Anything that a person can act on.
     """
     refuse_unknown(unknown, evaluate)
-    check_flags(loss=loss, ignore_case=ignore_case, ignore_punctuation=ignore_punctuation)
-    check_choice("metric", metric, ("exact", "wer", "cer"))
-    check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     from mindspeed_mm.tasks.given.models import model_path, question_file
     from mindspeed_mm.tasks.given.rows import is_in_memory
+    from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
-    folder, results, in_memory = model_path(model), optional_path(out, "out"), is_in_memory(rows)
-    shown: dict[str, Any] = {
-        "lora": optional_path(lora, "lora"),
-        "config": optional_path(config, "config"),
-        "media_dir": Path.cwd() if in_memory else None,
-        "data_name": _IN_MEMORY if in_memory else None,
-    }
+    in_memory = is_in_memory(rows)
+    asked: dict[str, Any] = {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
+    asked |= {"out": optional_path(out, "out"), "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    asked |= {"lora": optional_path(lora, "lora"), "config": optional_path(config, "config")}
+    if in_memory:
+        asked |= {"media_dir": Path.cwd(), "data_name": _IN_MEMORY}
+    request = EvaluateRequest(str(model_path(model)), loss=loss, metric=metric, **asked)
     with TemporaryDirectory(prefix="mm-") as name:
         data = question_file(rows, Path(name)) if rows is not None else None
+        request = replace(request, data=data)
         if loss:
             _refuse_given(
                 max_new_tokens=max_new_tokens is not None,
@@ -316,16 +326,14 @@ def evaluate(
                 ignore_case=ignore_case,
                 ignore_punctuation=ignore_punctuation,
             )
-            return _loss_of(folder, data, batch_size, results, shown)
+            from mindspeed_mm.tasks.evaluate import loss as loss_task
+
+            return loss_task.run(request)
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
-        from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
         from mindspeed_mm.tasks.evaluate import evaluate as task
 
-        shown["comparison"] = Comparison(metric, ignore_case, ignore_punctuation)
-        return task.run(
-            folder, data, out=results, max_new_tokens=max_new_tokens or 512, batch_size=batch_size or 64, **shown
-        )
+        return task.run(request)
 
 
 def _refuse_given(**is_given: bool) -> None:
@@ -333,20 +341,6 @@ def _refuse_given(**is_given: bool) -> None:
     for key, given in is_given.items():
         if given:
             raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
-
-
-def _loss_of(
-    model: Path,
-    data: Path | None,
-    batch_size: int | None,
-    out: Path | None,
-    shown: dict[str, Any],
-) -> LossEvaluation:
-    """Measure the cross-entropy of known answers, as `mm evaluate --loss` does; nothing is generated."""
-    from mindspeed_mm.tasks.evaluate import loss
-
-    size = batch_size or loss.BATCH_SIZE
-    return loss.run(loss.LossEvaluationRequest(model, data, batch_size=size, **shown), out)
 
 
 @_worded
@@ -388,15 +382,12 @@ def export(
         MMError: Anything that a person can act on.
     """
     refuse_unknown(unknown, export)
-    check_flags(merge=merge, transformer_only=transformer_only, overwrite=overwrite, single_file=single_file)
-    check_counts(0, step=step)
-    check_choice("weights", weights, ("ema", "model"))
-    check_choice("lora_format", lora_format, ("diffusers", "comfyui", "kohya"))
-    check_choice("dtype", dtype, ("bf16", "fp16", "fp32", "fp64"))
     from mindspeed_mm.tasks.export import export as task
     from mindspeed_mm.tasks.given.models import model_path
+    from mindspeed_mm.tasks.requests.export import ExportRequest
 
-    return task.run(
+    check_counts(0, step=step)
+    request = ExportRequest(
         model_path(run),
         named_path(target, "target"),
         step=step,
@@ -409,6 +400,7 @@ def export(
         single_file=single_file,
         lora_format=lora_format,
     )
+    return task.run(request)
 
 
 @_worded

@@ -14,8 +14,9 @@ from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.evaluate.published import evaluate as published
-from mindspeed_mm.tasks.evaluate.published.evaluate import PublishedRequest, PublishedResult
+from mindspeed_mm.tasks.evaluate.published.evaluate import PublishedResult
 from mindspeed_mm.tasks.evaluate.published.sets import SETS
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
 
 def evaluate_rows() -> None:
@@ -47,10 +48,8 @@ def evaluate_rows() -> None:
         )
     out = Path(found) if (found := section.get("result_output_path")) else None
     longest = section.get("generation_config", JsonSection()).get("max_new_tokens", 512)
-    if name is None:
-        scores: Evaluation | PublishedResult = evaluate.run(Path(model), Path(rows), out=out, max_new_tokens=longest)
-    else:
-        scores = published.run(PublishedRequest(Path(model), name, Path(rows), out, max_new_tokens=longest))
+    request = EvaluateRequest(model, data=Path(rows), benchmark=name, out=out, max_new_tokens=longest)
+    scores: Evaluation | PublishedResult = (evaluate if name is None else published).run(request)
     if not args.rank:  # all ranks have answered their share
         say("\n".join(scores.lines()))
 

@@ -8,13 +8,11 @@ from typing import Any
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.terminal import say
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.answer.infer import answer_prompt
-
-MEDIA: tuple[Any, ...] = ("image", "video", "audio")
+from mindspeed_mm.tasks.requests.infer import MAX_NEW_TOKENS, InferRequest
 
 
 def infer() -> None:
@@ -34,10 +32,12 @@ def infer() -> None:
     prompts = section.get("prompts") or []
     if not prompts:
         raise ConfigError("has no prompts", where=str(args.mm_model), key="prompts", way_out="Add them.")
-    media = [MediaItem(kind, str(Path(path).absolute())) for kind in MEDIA if (path := section.get(f"{kind}_path"))]
-    longest = section.get("generation_config", JsonSection()).get("max_new_tokens", 512)
+    media: dict[str, Any] = {
+        f"{kind}s": (Path(path),) for kind in ("image", "video", "audio") if (path := section.get(f"{kind}_path"))
+    }
+    longest = section.get("generation_config", JsonSection()).get("max_new_tokens", MAX_NEW_TOKENS)
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
-        say(answer_prompt(Path(model), prompt, media, max_new_tokens=longest).text)
+        say(answer_prompt(InferRequest(Path(model), prompts=(prompt,), max_new_tokens=longest, **media)).text)
 
 
 def main() -> None:

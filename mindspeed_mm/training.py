@@ -27,8 +27,8 @@ from mindspeed_mm.fsdp.train.provider.live import LIVE, live_args, live_trainer
 from mindspeed_mm.fsdp.train.provider.loader import as_batch
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import TrainOptions
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.models.configured import with_sized_folder

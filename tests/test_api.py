@@ -16,7 +16,8 @@ from torch import nn
 import mindspeed_mm as mm
 from mindspeed_mm.cli.main import VERBS
 from mindspeed_mm.core.errors import StoppedAfterSave
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import STEADY, make_tiny_run, tiny_config
 

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.sampling.answers import scored
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.extract import extract
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from mindspeed_mm.tools.feature_extraction import get_sora_feature
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines
@@ -78,7 +79,7 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     settings = {"dataset_path": str(rows), "result_output_path": str(tmp_path / "scores")}
     model = write_json(tmp_path, "evaluate", settings | {"generation_config": {"max_new_tokens": 2}})
     assert run(monkeypatch, evaluate_vlm, "--mm-model", model, "--load", str(folder)) == 0
-    expected = evaluate.run(folder, rows, out=tmp_path / "expected", max_new_tokens=2)
+    expected = evaluate.run(EvaluateRequest(str(folder), data=rows, out=tmp_path / "expected", max_new_tokens=2))
     assert capsys.readouterr().out.splitlines() == expected.lines()
     assert (tmp_path / "scores" / scored.SAMPLES).read_text() == (tmp_path / "expected" / scored.SAMPLES).read_text()
     monkeypatch.setenv("RANK", "1")
@@ -98,7 +99,7 @@ def test_ranks_share_the_rows(tmp_path: Path) -> None:
     folder, rows = make_tiny_qwen3_vl(tmp_path / "model"), make_rows(tmp_path, 3)
     settings = {"dataset_path": str(rows), "result_output_path": str(tmp_path / "scores")}
     model = write_json(tmp_path, "evaluate", settings | {"generation_config": {"max_new_tokens": 2}})
-    expected = evaluate.run(folder, rows, out=tmp_path / "expected", max_new_tokens=2)
+    expected = evaluate.run(EvaluateRequest(str(folder), data=rows, out=tmp_path / "expected", max_new_tokens=2))
     said = run_ranks(2, evaluate_as_rank, str(model), str(folder))
     assert said == ["\n".join(expected.lines()) + "\n", ""]
     assert (tmp_path / "scores" / scored.SAMPLES).read_text() == (tmp_path / "expected" / scored.SAMPLES).read_text()

@@ -16,7 +16,6 @@ from torch import nn
 
 from mindspeed_mm import inference_sora, inference_vlm, pretrain_transformers, training
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.trainer import Trainer
@@ -25,6 +24,7 @@ from mindspeed_mm.megatron_names.__main__ import main
 from mindspeed_mm.megatron_names.install import install
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.tasks.answer.infer import answer_prompt
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.fsdp.train.provider.user_run import data_provider, forward_step, seeded_model
 from tests.helpers.distributed import alone
 from tests.helpers.tiny_generators import make_tiny_flux
@@ -201,6 +201,7 @@ from mindspeed_mm.data.data_utils.utils import build_iterations
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.models.vlm_model import VLMModel
 from mindspeed_mm.patchs import dummy_optimizer_patch
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.training import pretrain
 from mindspeed_mm.utils.hetero_parallel import apply_hetero_parallel_hooks, change_parallel_state, hetero_align_config
 from mindspeed_mm.utils.transformer_model_config import get_model_config
@@ -371,8 +372,8 @@ def test_answers_to_the_prompts_of_a_file(
     )
     monkeypatch.setattr(sys, "argv", ["inference_vlm.py", "--mm-model", path])
     inference_vlm.main()
-    media = [MediaItem("image", str(image))]
-    expected = [answer_prompt(model, p, media, max_new_tokens=3).text for p in ("What is it?", "And now?")]
+    asked = [InferRequest(model, prompts=(p,), images=(image,), max_new_tokens=3) for p in ("What is it?", "And now?")]
+    expected = [answer_prompt(each).text for each in asked]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
     monkeypatch.setattr(sys, "argv", ["inference_vlm.py"])
     with pytest.raises(SystemExit) as ended:

@@ -110,18 +110,21 @@ class Quickstart:
     def export(self) -> None:
         """A Hugging Face folder from the newest checkpoint."""
         from mindspeed_mm.tasks.export import export
+        from mindspeed_mm.tasks.requests.export import ExportRequest
 
         say(f"mm export {self.run_folder} {self.folder / 'hf'} --overwrite")
-        exported = export.run(self.run_folder, self.folder / "hf", overwrite=True)
+        exported = export.run(ExportRequest(self.run_folder, self.folder / "hf", overwrite=True))
         print(f"{exported.folder}: step {exported.step}, {exported.size_bytes / 2**20:.1f} MiB")
 
     def evaluate(self) -> Evaluation:
         """Answers to all held-out questions, from the exported folder."""
         from mindspeed_mm.tasks.evaluate import evaluate
+        from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
         out = self.run_folder / "eval"
         say(f"mm evaluate {self.folder / 'hf'} --data {self.test_rows} --out {out} --max-new-tokens {MAX_NEW_TOKENS}")
-        evaluation = evaluate.run(self.folder / "hf", self.test_rows, out=out, max_new_tokens=MAX_NEW_TOKENS)
+        asked = EvaluateRequest(str(self.folder / "hf"), data=self.test_rows, out=out, max_new_tokens=MAX_NEW_TOKENS)
+        evaluation = evaluate.run(asked)
         print(f"{evaluation.overall.n} held-out questions answered; samples and results are in {out}")
         return evaluation
 

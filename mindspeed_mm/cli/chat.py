@@ -7,17 +7,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from mindspeed_mm.cli.sharing import is_address, of_checkpoint
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.tasks.requests.chat import ChatRequest
+from mindspeed_mm.tasks.requests.shared import is_address, read_key
 
 if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.tasks.answer.conversation import Conversation
 
 EXAMPLES = """
@@ -37,96 +40,27 @@ COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you 
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model")
-@click.option(
-    "--image",
-    "images",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Picture that is sent with the first message.",
-)
-@click.option(
-    "--video",
-    "videos",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Video that is sent with the first message.",
-)
-@click.option(
-    "--audio",
-    "audios",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Audio file that is sent with the first message.",
-)
-@click.option("--system", default="", help="System prompt; default: that of the model's chat template.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    help="Maximum length of an answer in tokens. [default: 512, or the server's]",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    help="Sampling temperature; 0 is greedy. Default: that of the model's generation_config.json.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Sample from the most likely tokens whose probabilities add up to this; default: generation_config.json.",
-)
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of each answer; default: a new one each time.")
-@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    help="YAML whose data section sets the chat template and media sizes; default: the run's.",
-)
-@click.option("--name", default="", help="Name of a server's model to talk to; default: the first one listed.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the API key of a server.")
-@click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, once it is complete.")
-@of_checkpoint
-def command(
-    model: str,
-    images: tuple[Path, ...],
-    videos: tuple[Path, ...],
-    audios: tuple[Path, ...],
-    system: str,
-    max_new_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    lora: Path | None,
-    config: Path | None,
-    name: str,
-    key_file: Path | None,
-    as_json: bool,
-) -> int:
+@takes(ChatRequest)
+def command(request: ChatRequest) -> int:
     """Talk to MODEL, a Hugging Face folder, a run or the address of a running server, in the terminal.
 
     Answers appear while they are made; Ctrl-C stops one. /help lists what else can be typed. Where lines do not
     come from a terminal, the exit code is that of the first one that failed.
     """
-    if temperature == 0 and top_p is not None:
-        raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
-    settings = Settings(max_new_tokens or USUAL_LENGTH, temperature, top_p, seed)
-    if is_address(model):
-        others: dict[str, object] = {"--lora": lora, "--config": config}
-        chat = beside_server(model, name, key_file, settings, system, others, says_length=max_new_tokens is not None)
-    else:
-        chat = with_folder(Path(model), {"--name": name, "--key-file": key_file}, settings, system, lora, config)
-    for path in images:
+    request.check_choice()
+    chat = beside_server(request) if is_address(request.model) else with_folder(request)
+    for path in request.images:
         chat.show("image", path)
-    for path in videos:
+    for path in request.videos:
         chat.show("video", path)
-    for path in audios:
+    for path in request.audios:
         chat.show("audio", path)
     if sys.stdin.isatty():
         say("Say something, or /help.")
     code = ExitCode.OK
     for line in said():
         try:
-            if not reply(chat, line, as_json):
+            if not reply(chat, line, request.as_json):
                 break
         except (MMError, OSError) as error:
             known = error if isinstance(error, MMError) else explained_os_error(error)
@@ -142,57 +76,37 @@ USUAL_LENGTH = 512
 """Tokens of an answer that is made here."""
 
 
-class Settings(NamedTuple):
-    """How tokens are chosen; as `Sampling` begins, which takes seconds to import."""
-
-    max_new_tokens: int
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-
-
-def beside_server(
-    address: str,
-    name: str,
-    key_file: Path | None,
-    settings: Settings,
-    system: str,
-    others: dict[str, object],
-    *,
-    says_length: bool,
-) -> Conversation:
+def beside_server(request: ChatRequest) -> Conversation:
     """A conversation with a server's model."""
-    refuse(others, "is for models that are loaded here, and a server has loaded its own")
-    from mindspeed_mm.cli.serve import read_key
-    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-    from mindspeed_mm.tasks.answer import conversation, remote
+    request.check_for_server()
+    from mindspeed_mm.tasks.answer import conversation, remote  # torch: the help does without
 
-    key = read_key(key_file)
-    server = replace(remote.RemoteModel.at(address, name, key), says_length=says_length)
-    return conversation.Conversation(server, Sampling(*settings), system)
+    server = remote.RemoteModel.at(request.model, request.name, read_key(request.key_file))
+    server = replace(server, says_length=request.max_new_tokens is not None)
+    return conversation.Conversation(server, sampling_of(request), request.system)
 
 
-def with_folder(
-    model: Path, others: dict[str, object], settings: Settings, system: str, lora: Path | None, config: Path | None
-) -> Conversation:
+def with_folder(request: ChatRequest) -> Conversation:
     """A conversation with a model that is loaded here."""
-    refuse(others, "is for servers")
+    request.check_for_folder()
     from mindspeed_mm.core.model_kinds import GENERATOR
     from mindspeed_mm.tasks.model_kind import kind_of_path
 
+    model = Path(request.model)
     if kind_of_path(model) is GENERATOR:
         raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")
-    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
     from mindspeed_mm.tasks.answer import conversation  # torch: the help does without
 
-    return conversation.begin(model, Sampling(*settings), system=system, lora=lora, config=config)
+    sampling = sampling_of(request)
+    return conversation.begin(model, sampling, system=request.system, lora=request.lora, config=request.config)
 
 
-def refuse(given: dict[str, object], why: str) -> None:
-    """Raise `UsageError` for the first of these options that has a value."""
-    for option, value in given.items():
-        if value:
-            raise UsageError(why, key=option, way_out="Leave it out.")
+def sampling_of(request: ChatRequest) -> Sampling:
+    """How the tokens of answers are chosen."""
+    from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # torch: the help does without
+
+    length = request.max_new_tokens or USUAL_LENGTH
+    return Sampling(length, request.temperature, request.top_p, request.seed)
 
 
 def said() -> Iterator[str]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
-from mindspeed_mm.cli.resuming import resume_options
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.errors import align, count_problems
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.tasks.check import check as task
+from mindspeed_mm.tasks.requests.train import CheckRequest
 
 EXAMPLES = """
 \b
@@ -23,24 +22,8 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option(
-    "--config-only", is_flag=True, help="Check only the text, keys and values; import no plugin and build nothing."
-)
-@click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
-@resume_options
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.pass_context
-def command(
-    ctx: click.Context,
-    config: Path,
-    overrides: tuple[str, ...],
-    config_only: bool,
-    nproc: int | None,
-    start: ResumeOptions,
-    as_json: bool,
-) -> None:
+@takes(CheckRequest)
+def command(request: CheckRequest) -> None:
     """Find what is wrong with CONFIG before training, and say how to fix it.
 
     Checked in this order: the configuration, plugins, paths, module patterns against the model (built without weights),
@@ -48,12 +31,18 @@ def command(
     --nproc ranks). What the run would go on from is checked, too, under the options that mm train will be given.
     OVERRIDES are section.key=value, each parsed as YAML.
     """
-    result = task.run(config, overrides, config_only=config_only, nproc=nproc, options=start)
-    if as_json:
+    result = task.run(
+        request.config,
+        request.overrides,
+        config_only=request.config_only,
+        nproc=request.nproc,
+        options=request.start,
+    )
+    if request.as_json:
         say_json(_as_dict(result), indent=2)
     else:
         say(_as_text(result))
-    ctx.exit(result.exit_code)
+    click.get_current_context().exit(result.exit_code)
 
 
 def _as_dict(result: task.CheckResult) -> dict[str, object]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from typing_extensions import override
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.fsdp.tools.flops_tool.peaks import PRECISIONS
+from mindspeed_mm.tasks.requests.measure import FlopsRequest
 
 if TYPE_CHECKING:
     from mindspeed_mm.tasks.flops import FlopsReport
@@ -31,78 +29,17 @@ allows; full: over all pairs. MFU does not count recomputation, HFU does.
 """
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2 on alone
-    """Type of an option whose value is a size in pixels, `HEIGHTxWIDTH`, converted to (height, width)."""
-
-    name = "HxW"
-
-    @override
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        found = re.fullmatch(r"(\d+)[x×](\d+)", value)
-        if found is None:
-            self.fail(f"'{value}' is not a size; write HEIGHTxWIDTH, such as 480x832.", param, ctx)
-        return int(found[1]), int(found[2])
-
-
-_COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-
-
 @click.command(epilog=EXAMPLES)
-@click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--seq", type=_COUNT, help="Tokens in a sample, media included; for a generator, in its caption.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Number of samples in a step.")
-@click.option(
-    "--labels", type=click.IntRange(min=0), help="Number of tokens with a label; default: all that are not media."
-)
-@click.option("--images", type=click.IntRange(min=0), default=0, help="Number of images or videos in a sample.")
-@click.option(
-    "--image-size",
-    type=Size(),
-    default=None,
-    help="Size of each image or video in pixels; for a generator, the size it denoises.",
-)
-@click.option(
-    "--frames",
-    type=_COUNT,
-    default=1,
-    show_default=True,
-    help="Number of frames of each image or video; with more than one it is a video.",
-)
-@click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of audio in a sample.")
-@click.option("--lora", is_flag=True, help="Train adapters on the default layers and nothing else.")
-@click.option("--recompute", type=click.Choice(["full", "selective"]), help="Recompute blocks in the backward pass.")
-@click.option(
-    "--tokens-per-s", type=_POSITIVE, help="Compare this throughput of one device with its peak, in tokens per second."
-)
-@click.option("--device", help="Device whose peak the throughput is compared with: H100, H200, A100, 910B …")
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True, help="Precision of the peak."
-)
-@click.option("--peak-tflops", type=_POSITIVE, help="Peak TFLOP/s of a device that is not in the table.")
-@click.option("--json", "as_json", is_flag=True, help="Print the count as JSON.")
-def command(
-    target: Path, overrides: tuple[str, ...], seq: int | None, batch: int, labels: int | None, images: int,
-    image_size: tuple[int, int] | None, frames: int, sound_s: float | None, lora: bool, recompute: str | None,
-    tokens_per_s: float | None, device: str | None, precision: str, peak_tflops: float | None, as_json: bool,
-) -> None:  # fmt: skip
+@takes(FlopsRequest)
+def command(request: FlopsRequest) -> None:
     """Count the FLOPs of a training step of MODEL_FOLDER, or of the model of CONFIG, by module.
 
     Needs the folder's config.json, no weights. OVERRIDES are section.key=value, for CONFIG.
     """
-    from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape  # torch: the help does without
-    from mindspeed_mm.tasks import flops as task
+    from mindspeed_mm.tasks import flops as task  # torch: the help does without
 
-    height, width = image_size or (0, 0)
-    sample = SampleShape(seq or 0, labels, images, height, width, frames, sound_s or 0.0)
-    found = task.run(
-        target, overrides, sample, samples=batch, lora=lora, recompute=recompute, tokens_per_s=tokens_per_s,
-        device=device, precision=precision, peak_tflops=peak_tflops,
-    )  # fmt: skip
-    if as_json:
+    found = task.run(request)
+    if request.as_json:
         say_json(found.to_dict(), indent=2)
     else:
         say(as_text(found))

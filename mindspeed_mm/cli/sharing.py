@@ -2,119 +2,73 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
-from click.core import ParameterSource
-
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.request import Request, all_fields, words_of
 from mindspeed_mm.core.terminal import say
+from mindspeed_mm.tasks.requests.shared import is_address
 
 _INPUTS = frozenset(("data", "media_dir", "config", "plan", "against", "lora"))
-"""Options that name what is read."""
-
-Options = dict[str, Any]
-"""Values of a command's options, by the names of its parameters; each has the type that the option declares."""
+"""Fields of requests that name what is read."""
 
 
-def chosen(options: Options, *names: str) -> Options:
-    """Return only the options with these names, each of which must be there."""
-    return {name: options[name] for name in names}
+def at_checkpoint(request: Any) -> Any:
+    """The same request of the checkpoint that it means, if its model is a run that keeps several; stderr says which.
 
+    Args:
+        request: A request with the fields `model` and `checkpoint`.
 
-def given_of(options: Options, *names: str) -> Options:
-    """Those of some options that have a value."""
-    return {name: options[name] for name in names if options[name] is not None}
-
-
-def is_given(context: click.Context, parameter: click.Parameter) -> bool:
-    """Whether somebody has written the option."""
-    return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-
-
-def of_checkpoint(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command that takes MODEL the option `--checkpoint`: of a run, the command gets the folder of the
-    checkpoint that is meant, and stderr says which."""
-
-    @click.option(
-        "--checkpoint",
-        metavar="best|newest|STEP",
-        help="Checkpoint of a run to use; default: the best one if the run keeps one, else the newest.",
-    )
-    @functools.wraps(command)
-    def with_checkpoint(*arguments: Any, checkpoint: str | None, **options: Any) -> Any:
-        named = options["model"]
-        if not is_address(str(named)):
-            from mindspeed_mm.checkpoint.choice import choose_checkpoint  # not for --help
-
-            meant = choose_checkpoint(Path(named), checkpoint)
-            if meant.why:
-                say(f"{named}: {meant}", err=True)
-            if meant.why and checkpoint is not None:
-                options["model"] = type(named)(meant.folder)
-                click.get_current_context().params["model"] = options["model"]
-        elif checkpoint is not None:
+    Raises:
+        UsageError: A checkpoint of a server is named.
+        MMError: The run has no such checkpoint.
+    """
+    named, checkpoint = request.model, request.checkpoint
+    if is_address(str(named)):
+        if checkpoint is not None:
             raise UsageError("a server has no checkpoints", key="--checkpoint", way_out="Leave it out.")
-        return command(*arguments, **options)
+        return request
+    from mindspeed_mm.checkpoint.choice import choose_checkpoint  # not for --help
 
-    return with_checkpoint
+    meant = choose_checkpoint(Path(named), checkpoint)
+    if meant.why:
+        say(f"{named}: {meant}", err=True)
+    if not meant.why or checkpoint is None:
+        return request
+    return replace(request, model=type(named)(meant.folder))
 
 
-def is_address(model: str) -> bool:
-    """Whether what is named is a server, not a folder."""
-    return model.lower().startswith(("http://", "https://"))
-
-
-def check_inputs(context: click.Context) -> None:
-    """Raise for a model folder, or the first option whose file or folder is not there, before torch is loaded.
+def check_inputs(request: Any) -> None:
+    """Check that the model and every other file and folder that a request reads are there, before torch is loaded.
 
     Raises:
         CheckpointError: There is no such model folder.
         DataError: There are no such rows or media.
         UsageError: Another path does not exist.
     """
-    model = context.params.get("model")
-    if isinstance(model, str | Path):
-        from mindspeed_mm.checkpoint.recognise import check_folder_exists, is_gguf  # the help does without
+    from mindspeed_mm.checkpoint.recognise import check_folder_exists, is_gguf  # the help does without
 
-        if not is_gguf(Path(model)):
-            check_folder_exists(Path(model))
-    for option in context.command.params:
-        path = context.params[option.name or ""]
-        if option.name in _INPUTS and isinstance(path, Path) and not path.exists():
-            error = DataError if option.name in ("data", "media_dir") else UsageError
-            what = "there is no such folder" if option.name == "media_dir" else "there is no such file or folder"
+    if not is_gguf(Path(request.model)):
+        check_folder_exists(Path(request.model))
+    for each in all_fields(type(request)):
+        path = getattr(request, each.name, None)
+        if each.name in _INPUTS and isinstance(path, Path) and not path.exists():
+            error = DataError if each.name in ("data", "media_dir") else UsageError
+            what = "there is no such folder" if each.name == "media_dir" else "there is no such file or folder"
             way_out = f"Relative paths start at '{Path.cwd()}'."
-            raise error(what, where=str(path), key=option.opts[0], way_out=way_out)
+            raise error(what, where=str(path), key=each.flag, way_out=way_out)
 
 
-def words_of(context: click.Context) -> list[str]:
-    """The command line again, for each rank: everything that was given but the number of ranks."""
-    words = [str(context.params["model"])]
-    for option in context.command.params:
-        if not isinstance(option, click.Option) or option.name == "nproc" or not is_given(context, option):
-            continue
-        value = context.params[option.name or ""]
-        if option.is_flag:
-            words.append(option.opts[0])
-        else:
-            # Written as one word: a prompt may begin with a dash.
-            items = value if option.multiple else [value]
-            for item in items:
-                words.append(f"{option.opts[0]}={item}")
-    return words
-
-
-def share(context: click.Context, verb: str, action: Callable[[], None], *, shares: bool = True) -> int:
-    """Start the ranks that `--nproc` asks for, or do this rank's part; the exit code.
+def share(verb: str, request: Any, action: Callable[[], None], *, shares: bool = True) -> int:
+    """Start the ranks that a request asks for, or do this rank's part; the exit code.
 
     Args:
-        context: Of the command; its options have `nproc`.
         verb: The command's name.
+        request: What it is asked, with the field `nproc`.
         action: What a rank does.
         shares: Whether there is something to share; otherwise this process does all of it.
     """
@@ -122,8 +76,8 @@ def share(context: click.Context, verb: str, action: Callable[[], None], *, shar
     from mindspeed_mm.tasks import train  # torch: the help does without
     from mindspeed_mm.tasks.launch.launcher import launch
 
-    if shares and starts_ranks(context.params["nproc"]):
-        return launch(context.params["nproc"], [verb, *words_of(context)], None)
+    if shares and starts_ranks(request.nproc):
+        return launch(request.nproc, [verb, *rank_words(request)], None)
     try:
         action()
     except Exception as error:
@@ -131,6 +85,18 @@ def share(context: click.Context, verb: str, action: Callable[[], None], *, shar
             return int(error.exit_code)  # the launcher prints it, once for all ranks
         raise
     return 0
+
+
+def rank_words(request: Any) -> list[str]:
+    """The command line again, for each rank: everything but the number of ranks."""
+    alone: Request = replace(request, nproc=1)
+    return words_of(alone)
+
+
+def option_words(request: Any) -> list[str]:
+    """The options of the command line again, for each rank, without its arguments and the number of ranks."""
+    alone: Request = replace(request, nproc=1)
+    return words_of(alone, with_arguments=False)
 
 
 def speaks() -> bool:

@@ -90,18 +90,20 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line. Numbers that JSON lacks (NaN, infinities) become null.
+def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append JSON objects, each as one line. Numbers that JSON lacks (NaN, infinities) become null.
 
     A line that a crash has cut short stays on its own line; readers skip what does not parse.
     """
-    line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    lines = "".join(json.dumps(_finite(each), ensure_ascii=False, allow_nan=False) + "\n" for each in records)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = "\n" + line
-        os.write(descriptor, line.encode())
+            lines = "\n" + lines
+        rest = memoryview(lines.encode())
+        while rest:  # a full disk takes a part, and refuses the rest
+            rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)
 

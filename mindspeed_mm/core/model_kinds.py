@@ -20,6 +20,12 @@ class ModelKind:
     """A kind of model, by the questions that are asked about it."""
 
     name: str
+    title: str
+    """Models of this kind, as the help of an option begins."""
+    plural: str
+    """Models of this kind, in a sentence."""
+    singular: str
+    """One of them, with its article."""
     library: Literal["transformers", "diffusers"]
     """What loads an exported model and its adapters."""
     has_tokens: bool
@@ -39,6 +45,9 @@ class ModelKind:
 
 LANGUAGE = ModelKind(
     "language",
+    title="Language models",
+    plural="language models",
+    singular="a language model",
     library="transformers",
     has_tokens=True,
     casts_inputs=True,
@@ -50,6 +59,9 @@ LANGUAGE = ModelKind(
 """Models of transformers, and of plugins, that are trained on tokens."""
 GENERATOR = ModelKind(
     "generator",
+    title="Generators",
+    plural="image and video generators",
+    singular="an image or video generator",
     library="diffusers",
     has_tokens=False,
     # All inputs cast together, timesteps and rotary tables would be rounded to bf16, which tells 999 from 1000 no more.

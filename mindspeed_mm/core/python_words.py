@@ -8,10 +8,17 @@ from dataclasses import replace
 
 from mindspeed_mm.core.errors import MMError, Problem
 
-FLAGS = ("accept-data-change", "allow-fresh", "loss", "merge", "overwrite", "transformer-only", "weights-only")
+FLAGS = (
+    "accept-data-change", "allow-fresh", "ignore-case", "ignore-punctuation", "loss", "merge", "overwrite",
+    "single-file", "transformer-only", "weights-only",
+)  # fmt: skip
 """Options without a value."""
 ARGUMENTS = {
-    **{name: name.replace("-", "_") for name in (*FLAGS, "batch-size", "config", "dtype", "lora", "max-new-tokens")},
+    **{name: name.replace("-", "_") for name in FLAGS},
+    "batch-size": "batch_size",
+    "lora-format": "lora_format",
+    "max-new-tokens": "max_new_tokens",
+    **{name: name for name in ("config", "dtype", "lora", "metric")},
     **{name: name for name in ("out", "prompt", "resume", "step", "steps", "weights")},
     "data": "rows",
     "image": "images",

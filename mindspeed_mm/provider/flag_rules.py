@@ -6,6 +6,7 @@ import re
 from pathlib import PurePosixPath
 
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.provider.draft import derived
 from mindspeed_mm.provider.lora_names import adapter_targets
 from mindspeed_mm.provider.reading import LENGTH_OF_RUN, Reading
@@ -21,7 +22,7 @@ _STYLES = {
     "wsd": "wsd",
 }
 _ANNEALS = ("linear", "cosine", "exponential", "minus_sqrt")
-_OPTIMIZERS = {"adam": "adamw", "muon": "muon"}
+_OPTIMIZERS = {facts.launch_name: name for name, facts in OPTIMIZERS.items() if facts.launch_name}
 _SELECTIONS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
 _WEIGHTINGS = {
     "none": ("timestep_density", "uniform"),
@@ -120,7 +121,7 @@ def optimizer(reading: Reading) -> None:
     """Which optimizer, and whether an average of the weights is kept."""
     name, selection, draft = reading.value("optimizer"), reading.value("optimizer_selection"), reading.draft
     if name not in _OPTIMIZERS:
-        draft.problem(f"'{name}' is not built", reading.place("optimizer"), "There are adam and muon.")
+        draft.problem(f"'{name}' is not built", reading.place("optimizer"), f"There are {' and '.join(_OPTIMIZERS)}.")
     elif reading.has("optimizer"):
         draft.put("training.optimizer", _OPTIMIZERS[name], reading.place("optimizer"))
     if reading.value("swap_optimizer") and name == "adam":

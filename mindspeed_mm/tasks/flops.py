@@ -12,13 +12,13 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import known_peak
+from mindspeed_mm.tasks.requests.measure import FlopsRequest
+from mindspeed_mm.tasks.requests.shared import height_and_width
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mindspeed_mm.fsdp.tools.flops_tool.count import ByConvention, FlopCount
-    from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape
-
 
 _UNSAID = ("cut patches", "samples", "passes")
 """Sequences that say nothing which others do not say."""
@@ -61,43 +61,24 @@ class FlopsReport:
         return asdict(self)
 
 
-def run(
-    target: Path,
-    overrides: Sequence[str],
-    sample: SampleShape,
-    *,
-    samples: int = 1,
-    lora: bool = False,
-    recompute: str | None = None,
-    tokens_per_s: float | None = None,
-    device: str | None = None,
-    precision: str = "bf16",
-    peak_tflops: float | None = None,
-) -> FlopsReport:
-    """Count.
-
-    Args:
-        target: A model folder, or a YAML whose model, adapters, frozen parts and recomputation are counted.
-        overrides: `section.key=value`, of a YAML.
-        sample: What each sample is.
-        samples: In a step of one device.
-        lora: Train adapters on the default layers, whatever the target says.
-        recompute: `full` or `selective`, of all blocks; None: as the YAML says.
-        tokens_per_s: A speed of one device to be judged.
-        device: Whose peak that is a share of.
-        precision: Of the peak.
-        peak_tflops: The peak itself, instead of a device.
+def run(request: FlopsRequest) -> FlopsReport:
+    """Count what a step of some equal samples takes on one device.
 
     Raises:
         ConfigError: The sample, the device or the model is not known.
+        UsageError: The size of images is none.
     """
-    from mindspeed_mm.fsdp.tools.flops_tool.imagined import imagined_batch, with_labels
+    from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape, imagined_batch, with_labels
 
-    peak = _peak(tokens_per_s, device, precision, peak_tflops)
-    model, count = _counted(target, overrides, lora=lora, recompute=recompute)
+    height, width = height_and_width(request.image_size, "--image-size") if request.image_size else (0, 0)
+    sample = SampleShape(
+        request.seq or 0, request.labels, request.images, height, width, request.frames, request.sound_s or 0.0
+    )
+    peak, samples = _peak(request), request.batch
+    model, count = _counted(request)
     if count is None:
         raise ConfigError(
-            f"it is not known what the modules of a {type(model).__name__} get as input", where=str(target)
+            f"it is not known what the modules of a {type(model).__name__} get as input", where=str(request.target)
         )
     batch = imagined_batch(model, sample, samples)
     lengths = count.lengths(with_labels(batch, count.lengths(batch), sample, samples))
@@ -124,24 +105,22 @@ def run(
     )
 
 
-def _counted(
-    target: Path, overrides: Sequence[str], *, lora: bool, recompute: str | None
-) -> tuple[nn.Module, FlopCount | None]:
+def _counted(request: FlopsRequest) -> tuple[nn.Module, FlopCount | None]:
     from mindspeed_mm.fsdp.plan.outline import build_outline
     from mindspeed_mm.fsdp.plan.resolve import resolve_plan
     from mindspeed_mm.fsdp.train.run.utilisation import count_step
 
-    arguments = _arguments(target, overrides)
+    arguments = _arguments(request.target, request.overrides)
     changes: dict[str, Any] = {}
-    if lora:
+    if request.lora:
         training = arguments.training
         changes["training"] = training.model_copy(update={"lora": LoraArguments(enable=True)})
-    if recompute is not None:
-        plan = arguments.features.recompute_plan.model_copy(update={"mode": recompute})
+    if request.recompute is not None:
+        plan = arguments.features.recompute_plan.model_copy(update={"mode": request.recompute})
         changes["features"] = arguments.features.model_copy(update={"recompute": True, "recompute_plan": plan})
     arguments = arguments.model_copy(update=changes)
     outline = build_outline(arguments)
-    resolved = resolve_plan(outline, arguments, trains=not target.is_dir())
+    resolved = resolve_plan(outline, arguments, trains=not request.target.is_dir())
     return outline.model, count_step(outline.model, resolved.features, arguments)
 
 
@@ -156,20 +135,19 @@ def _arguments(target: Path, overrides: Sequence[str]) -> Arguments:
     return Arguments(model=ModelArguments(model_name_or_path=str(target)))
 
 
-def _peak(
-    tokens_per_s: float | None, device: str | None, precision: str, peak_tflops: float | None
-) -> tuple[float, float, str] | None:
-    if tokens_per_s is None:
+def _peak(request: FlopsRequest) -> tuple[float, float, str] | None:
+    if request.tokens_per_s is None:
         return None
-    if peak_tflops is not None:
-        return tokens_per_s, peak_tflops, device or "a device"
-    if device is None:
+    if request.peak_tflops is not None:
+        return request.tokens_per_s, request.peak_tflops, request.device or "a device"
+    if request.device is None:
         raise ConfigError(
             "a throughput can only be compared with the peak of a device",
             key="--device",
             way_out="Give --device or --peak-tflops.",
         )
-    return tokens_per_s, known_peak(device, precision), f"{device}, {precision}"
+    peak = known_peak(request.device, request.precision)
+    return request.tokens_per_s, peak, f"{request.device}, {request.precision}"
 
 
 def _speed(total: ByConvention, tokens: int, tokens_per_s: float, peak: float, device: str) -> Speed:

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.export.source import noted_model, unnamed_model
+from mindspeed_mm.tasks.requests.export import ExportRequest
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
@@ -133,7 +134,7 @@ def model_of_run(path: Path) -> tuple[Path, str] | None:
             from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
 
             merge = bool(checkpoint.context.get("base_weights")) or _trained_adapters(run)
-            export.run(checkpoint.path, target, merge=merge)
+            export.run(ExportRequest(checkpoint.path, target, merge=merge))
     return target, f"step {checkpoint.iteration} ({chosen.why})" if chosen.why else f"step {checkpoint.iteration}"
 
 
@@ -187,7 +188,7 @@ def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) 
     if not target.is_dir():
         from mindspeed_mm.tasks.export import export  # formats of all models, for once in a run
 
-        export.run(checkpoint, target, weights=weights, merge=whole, transformer_only=not whole)
+        export.run(ExportRequest(checkpoint, target, weights=weights, merge=whole, transformer_only=not whole))
         _remove_others(target)
     return target
 

@@ -41,7 +41,8 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
     with collecting_later():
         config = load_of_run(config_path, overrides)
         # Imported here: everything above answers a wrong YAML before torch is loaded.
-        from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+        from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+        from mindspeed_mm.fsdp.train.trainer import Trainer
 
         with config.told_as_own(), leaving_no_unbegun_run(_save_folder(config)):
             _check_inputs(config)

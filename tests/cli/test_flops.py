@@ -129,7 +129,7 @@ def test_the_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--seq", "64", "--images", "1"), "sees no images"),
         (("--seq", "64", "--audio", "1"), "takes no audio"),
         (("training.lr=1", "--seq", "64"), "training.lr=1"),
-        (("--seq", "64", "--image-size", "12"), "HEIGHTxWIDTH"),
+        (("--seq", "64", "--image-size", "12"), "Give height and width"),
     ],
 )
 def test_what_is_refused(llama: Path, words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
 from mindspeed_mm.tasks.export import export, merge
+from mindspeed_mm.tasks.requests.export import ExportRequest, MergeRequest
 from tests.fsdp.checkpoint import small_run
 from tests.helpers.adapters import adapted_model
 from tests.helpers.distributed import alone
@@ -48,12 +49,12 @@ def check_exports(run: Path, tmp_path: Path, adapter: Path | None, which: str) -
 
     def write(target: Path, overwrite: bool) -> None:
         if adapter is None:
-            export.run(run, target, overwrite=overwrite)
+            export.run(ExportRequest(run, target, overwrite=overwrite))
         else:
-            merge.run(run.parent / "model", [adapter], target, overwrite=overwrite)
+            merge.run(MergeRequest(run.parent / "model", [adapter], out=target, overwrite=overwrite))
 
     older, newer = tmp_path / "older", tmp_path / "newer"
-    export.run(run, older / "X", step=1)
+    export.run(ExportRequest(run, older / "X", step=1))
     write(newer / "X", False)
     wholes = [weights_and_files(older / "X"), weights_and_files(newer / "X")]
     assert wholes[0] != wholes[1]

@@ -28,10 +28,11 @@ from click.testing import CliRunner
 from openai import OpenAI
 from PIL import Image
 
-from mindspeed_mm.cli.serve import command, read_key
+from mindspeed_mm.cli.serve import command
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.requests.shared import read_key
 from mindspeed_mm.tasks.serve.limits import Limits
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.served import NAME, served

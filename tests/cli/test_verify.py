@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.model_kinds import GENERATOR
+from mindspeed_mm.tasks.requests.measure import VerifyRequest
 from mindspeed_mm.tasks.verify import verify
 from mindspeed_mm.tasks.verify.faults import FAULTS, PlannedRun, check_fault
 from mindspeed_mm.tasks.verify.setup import smallest_plan
@@ -31,9 +32,10 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the task is to find."""
     given: dict[str, Any] = {"rows": ROWS}
 
-    def run(path: Path, overrides: Any, *, nproc: Any, full: bool, fault: str | None) -> Verification:
-        given["asked"] = (overrides, nproc, full)
-        return Verification(path, "2 processes: dp_shard 2", "Model", ("weights: random",), given["rows"], 12.3, fault)
+    def run(request: VerifyRequest) -> Verification:
+        given["asked"] = (request.overrides, request.nproc, request.full)
+        rows, fault = given["rows"], request.fault
+        return Verification(request.config, "2 processes: dp_shard 2", "Model", ("weights: random",), rows, 12.3, fault)
 
     monkeypatch.setattr(verify, "run", run)
     return given

@@ -116,14 +116,15 @@ def test_rows_of_the_page_are_read_as_the_page_says(
 ) -> None:
     """Every row is usable, and what is trained is the model's answer."""
     from mindspeed_mm.tasks.data import check, preview
+    from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest
 
     yaml = make_folder(tmp_path, heading, model)
     monkeypatch.chdir(tmp_path)
-    result = check.run(yaml, workers=0)
+    result = check.run(DataCheckRequest(yaml, workers=0))
     expected = {"duplicate rows", "duplicate ids"} | ({"template mismatch"} if "Tools" in heading else set())
     assert {finding.kind for finding in result.findings} <= expected
     assert result.usable == result.rows == (2 * ROWS if "Factory" in heading else ROWS)
-    shown = preview.run(yaml, rows=[0]).shown[0]
+    shown = preview.run(DataPreviewRequest(yaml, rows="0")).shown[0]
     trained = "".join(s.text for answer in shown.answers for s in answer.stretches if s.weight)
     assert ANSWERS[heading] in trained
     assert len(shown.media) == len(re.findall(r"\.(?:png|mp4)", blocks(heading)["json"])) + ("Factory" in heading)

@@ -20,7 +20,8 @@ from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3_vl, make_tiny_qwen3_vl_moe

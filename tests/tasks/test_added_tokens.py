@@ -19,6 +19,7 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.export import export, merge
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.requests.export import ExportRequest, MergeRequest
 from mindspeed_mm.tasks.serve.backend import Served, running
 from tests.helpers.added_tokens import ANSWER, IDS, make_run, plain_batch, plain_model, plain_tokenizer
 
@@ -77,7 +78,7 @@ def check_tokenizer(written: Path, folder: Path) -> None:
 
 def test_the_exported_model(run: tuple[Path, torch.Tensor, bool], tmp_path: Path) -> None:
     folder, _, adapts = run
-    export.run(folder / "run", tmp_path / "out", merge=adapts)
+    export.run(ExportRequest(folder / "run", tmp_path / "out", merge=adapts))
     check_whole(tmp_path / "out", run)
     if adapts:  # of rows that are not new, none has moved
         before = plain_model(folder / "model", torch.float32, grown=False)
@@ -92,7 +93,7 @@ def test_exported_adapters(run: tuple[Path, torch.Tensor, bool], tmp_path: Path)
     folder, expected, adapts = run
     if not adapts:
         pytest.skip("it has none")
-    export.run(folder / "run", tmp_path / "adapters")
+    export.run(ExportRequest(folder / "run", tmp_path / "adapters"))
     assert "model.resize_token_embeddings(384)" in (tmp_path / "adapters" / "README.md").read_text()
     for adapters in (tmp_path / "adapters", folder / "run" / "hf" / "iter_0000004"):
         base = plain_model(folder / "model", torch.float32, grown=False)
@@ -101,7 +102,7 @@ def test_exported_adapters(run: tuple[Path, torch.Tensor, bool], tmp_path: Path)
         found = logits(model, folder)
         torch.testing.assert_close(found[..., :323], expected[..., :323], rtol=0, atol=1e-5)
         check_tokenizer(adapters, folder)
-    merge.run(folder / "model", [tmp_path / "adapters"], tmp_path / "merged")
+    merge.run(MergeRequest(folder / "model", [tmp_path / "adapters"], out=tmp_path / "merged"))
     check_whole(tmp_path / "merged", run)
     source = ModelSource(folder / "model", lora=tmp_path / "adapters")
     generator = load_generator(source.folder, source.lora, rows_view(source))
@@ -139,7 +140,7 @@ def test_tokens_of_the_folder_are_reported_and_kept(
 ) -> None:
     """A folder that was exported with the tokens: nothing is added, and no row begins anew."""
     folder, expected, adapts = run
-    export.run(folder / "run", tmp_path / "out", merge=adapts)
+    export.run(ExportRequest(folder / "run", tmp_path / "out", merge=adapts))
     words = [f"model.model_name_or_path={tmp_path / 'out'}", "training.lora.enable=false", "training.lr=0"]
     engine = Trainer(load_with_plugins(folder / "run.yaml", [*words, "parallel.fsdp_plan.param_dtype=null"])).train()
     assert "3 that the tokenizer already has (<think>, </think>, <call>)" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.words import check_lines
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.tasks.data_rows import GOOD_ROWS, add_rows, bad_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page
 
@@ -36,7 +37,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(bad: Path) -> DataCheck:
-    return check.run(bad, basics(cutoff_len=400))
+    return check.run(DataCheckRequest(bad, basics(cutoff_len=400)))
 
 
 def of_kind(result: DataCheck, kind: str) -> DataFinding:
@@ -45,7 +46,7 @@ def of_kind(result: DataCheck, kind: str) -> DataFinding:
 
 
 def test_good_rows_pass(good: Path) -> None:
-    result = check.run(good)
+    result = check.run(DataCheckRequest(good))
     assert (result.rows, result.read, result.usable, result.findings, result.exit_code) == (24, 24, 24, [], 0)
     assert sum(each.rows for each in result.tokens) == 24
     assert sum(each.rows for each in result.patches) == 16  # every third row has no image
@@ -91,40 +92,42 @@ def test_only_decoding_finds_half_a_picture(good: Path, tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     bad_rows(tmp_path)
     add_rows(tmp_path, [conversation("<image>?", images=["images/half.png"])])
-    assert check.run(yaml).exit_code == 0
-    result = check.run(yaml, decode=True)
+    assert check.run(DataCheckRequest(yaml)).exit_code == 0
+    result = check.run(DataCheckRequest(yaml, decode=True))
     assert [(row.place, row.fault.kind) for row in result.bad] == [("rows.jsonl:25", "broken media")]
 
 
 def test_skipping_makes_faults_warnings_until_they_are_too_many(bad: Path) -> None:
-    few = check.run(bad, basics(cutoff_len=400, on_bad_sample="skip", max_bad_fraction=0.5))
+    few = check.run(DataCheckRequest(bad, basics(cutoff_len=400, on_bad_sample="skip", max_bad_fraction=0.5)))
     assert few.exit_code == 0
     assert {finding.severity for finding in few.findings} == {"warning"}
-    many = check.run(bad, basics(cutoff_len=400, on_bad_sample="skip", max_bad_fraction=0.01))
+    many = check.run(DataCheckRequest(bad, basics(cutoff_len=400, on_bad_sample="skip", max_bad_fraction=0.01)))
     assert many.exit_code == 4
     advised = next(fix.what for fix in many.findings[0].fixes if "max_bad_fraction=" in fix.what)
     words = advised.partition(": ")[2].split()
-    assert check.run(bad, [*basics(cutoff_len=400), *words]).exit_code == 0  # the advice does what it says
+    assert (
+        check.run(DataCheckRequest(bad, [*basics(cutoff_len=400), *words])).exit_code == 0
+    )  # the advice does what it says
 
 
 class TestTooLong:
     def test_the_lengths_advised_save_what_they_say(self, tmp_path: Path) -> None:
         yaml = make_run(tmp_path)
-        result = check.run(yaml, basics(cutoff_len=45))
+        result = check.run(DataCheckRequest(yaml, basics(cutoff_len=45)))
         finding = of_kind(result, "too long")
         assert (finding.severity, finding.rows) == ("warning", len(result.bad))
         assert finding.rows > 3
         for fix in finding.fixes:
-            again = check.run(yaml, [*basics(cutoff_len=45), fix.what])
+            again = check.run(DataCheckRequest(yaml, [*basics(cutoff_len=45), fix.what]))
             assert again.usable == result.usable + fix.saves_rows
 
     def test_truncation_error_is_an_error_and_shrinking_is_counted(self, tmp_path: Path) -> None:
         yaml = make_run(tmp_path)
         turns = [*conversation("one")["messages"], *conversation("two " * 30, "three " * 30)["messages"]]
         add_rows(tmp_path, [{"messages": turns}])
-        strict = check.run(yaml, basics(cutoff_len=100, truncation="error"))
+        strict = check.run(DataCheckRequest(yaml, basics(cutoff_len=100, truncation="error")))
         assert (of_kind(strict, "too long").severity, strict.exit_code) == ("error", 4)
-        shrunk = check.run(yaml, basics(cutoff_len=100, truncation="shrink"))
+        shrunk = check.run(DataCheckRequest(yaml, basics(cutoff_len=100, truncation="shrink")))
         assert (of_kind(shrunk, "shortened").rows, shrunk.shrunk, shrunk.usable, shrunk.exit_code) == (1, 1, 25, 0)
 
     def test_lengths_that_save(self) -> None:
@@ -139,7 +142,7 @@ class TestDuplicates:
         yaml = make_run(tmp_path)
         first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
         add_rows(tmp_path, [first | {"id": "other"}, conversation("else", id="row3"), conversation("new", id="new")])
-        result = check.run(yaml)
+        result = check.run(DataCheckRequest(yaml))
         rows, ids = of_kind(result, "duplicate rows"), of_kind(result, "duplicate ids")
         assert (rows.rows, rows.examples) == (1, ("rows.jsonl:25  as rows.jsonl:1",))
         assert (ids.rows, ids.examples) == (1, ("rows.jsonl:26  as rows.jsonl:4",))
@@ -149,25 +152,25 @@ class TestDuplicates:
         yaml = make_run(tmp_path)
         first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
         add_rows(tmp_path, [first | {"id": "other", "images": ["images/2_0.png"]}])
-        assert check.run(yaml).findings == []
+        assert check.run(DataCheckRequest(yaml)).findings == []
 
 
 def test_missing_media_are_looked_for_beside_the_rows(good: Path, tmp_path: Path) -> None:
-    result = check.run(good, basics(dataset_dir=str(tmp_path)))
+    result = check.run(DataCheckRequest(good, basics(dataset_dir=str(tmp_path))))
     fix = of_kind(result, "missing media").fixes[0]
     assert (fix.what, fix.saves_rows) == (f"data.dataset_param.basic_parameters.dataset_dir={good.parent}", 16)
-    assert check.run(good, [fix.what]).exit_code == 0
+    assert check.run(DataCheckRequest(good, [fix.what])).exit_code == 0
 
 
 def test_special_tokens_in_a_text(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     add_rows(tmp_path, [conversation("what does <|im_end|> mean?")])
-    found = of_kind(check.run(yaml), "special tokens in the text")
+    found = of_kind(check.run(DataCheckRequest(yaml)), "special tokens in the text")
     assert found.examples == ("rows.jsonl:25  '<|im_end|>'",)
     assert found.what.endswith("it is read as plain text")
     (fix,) = found.fixes
     key, _, value = fix.what.split()[0].partition("=")
-    found = of_kind(check.run(yaml, [f"{key}={value}"]), "special tokens in the text")
+    found = of_kind(check.run(DataCheckRequest(yaml, [f"{key}={value}"])), "special tokens in the text")
     assert (value, found.what.endswith("the model reads a control token, not words")) == ("false", True)
 
 
@@ -175,7 +178,7 @@ def test_special_tokens_in_a_text(tmp_path: Path) -> None:
 def test_rows_that_were_read_by_a_rule_are_reported(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     add_rows(tmp_path, [conversation("hm", images=["images/0_0.png"]), conversation("what is <video>?")])
-    result = check.run(yaml)
+    result = check.run(DataCheckRequest(yaml))
     assert result.exit_code == 0
     assert {finding.examples: finding.what for finding in result.findings} == {
         ("rows.jsonl:25",): "1 row: media without a placeholder in the text are shown before the first question",
@@ -191,7 +194,7 @@ def test_empty_answers(tmp_path: Path) -> None:
     untrained["messages"] += [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]
     untrained["messages"][1]["train"] = False
     add_rows(tmp_path, [conversation("hi", ""), conversation("ho", " \n"), untrained, called])
-    result = check.run(yaml)
+    result = check.run(DataCheckRequest(yaml))
     found = of_kind(result, "empty answers")
     assert (found.severity, found.rows, found.examples) == ("warning", 2, ("rows.jsonl:25", "rows.jsonl:26"))
     assert result.usable >= 26
@@ -209,42 +212,44 @@ class TestTemplate:
         return basics(chat_template=str(path))
 
     def test_marks_that_are_no_tokens(self, good: Path, tmp_path: Path) -> None:
-        result = check.run(good, self.source(tmp_path, "<|turn|>"))
+        result = check.run(DataCheckRequest(good, self.source(tmp_path, "<|turn|>")))
         first, second = [finding for finding in result.findings if finding.kind == "template mismatch"]
         assert {"<|turn|>" in first.what, "<|turn|>" in second.what} == {True, False}
         assert result.exit_code == 0
 
     def test_the_same_format_written_otherwise_is_none(self, good: Path, tmp_path: Path) -> None:
-        assert check.run(good, self.source(tmp_path, "<|im_start|>")).findings == []
+        assert check.run(DataCheckRequest(good, self.source(tmp_path, "<|im_start|>"))).findings == []
 
 
 class TestBatches:
     def test_fewer_rows_than_a_global_batch(self, good: Path) -> None:
-        result = check.run(good, ["training.gradient_accumulation_steps=4"], nproc=4)
+        result = check.run(DataCheckRequest(good, ["training.gradient_accumulation_steps=4"], nproc=4))
         assert (of_kind(result, "too few rows").severity, result.exit_code) == ("error", 4)
         assert "24 rows can be used, fewer than one global batch of 32" in result.findings[0].what
-        assert check.run(good, ["training.gradient_accumulation_steps=4"], nproc=2).exit_code == 0
+        assert check.run(DataCheckRequest(good, ["training.gradient_accumulation_steps=4"], nproc=2)).exit_code == 0
         kept = check.run(
-            good, ["training.gradient_accumulation_steps=4", "data.dataloader_param.drop_last=false"], nproc=4
+            DataCheckRequest(
+                good, ["training.gradient_accumulation_steps=4", "data.dataloader_param.drop_last=false"], nproc=4
+            )
         )
         assert kept.exit_code == 0
 
     def test_rows_above_a_budget(self, good: Path) -> None:
         words = ["data.dataloader_param.max_tokens_per_batch=400", "data.dataloader_param.max_patches_per_batch=20"]
-        result = check.run(good, words)
+        result = check.run(DataCheckRequest(good, words))
         [finding] = result.findings
         assert (finding.severity, finding.kind, finding.rows) == ("warning", "above max_patches_per_batch", 8)
         assert finding.fixes[0].what == "data.dataloader_param.max_patches_per_batch=32"
-        assert check.run(good, [*words, finding.fixes[0].what]).findings == []
-        assert check.run(good, [*words, *basics(truncation="error")]).exit_code == 4
+        assert check.run(DataCheckRequest(good, [*words, finding.fixes[0].what])).findings == []
+        assert check.run(DataCheckRequest(good, [*words, *basics(truncation="error")])).exit_code == 4
 
     def test_a_budget_that_no_row_fits_stops_the_run(self, good: Path) -> None:
-        result = check.run(good, ["data.dataloader_param.max_tokens_per_batch=2"])
+        result = check.run(DataCheckRequest(good, ["data.dataloader_param.max_tokens_per_batch=2"]))
         assert [finding.severity for finding in result.findings] == ["error"]
         assert result.exit_code == 4
 
     def test_a_part_of_the_rows_says_nothing_about_that(self, good: Path) -> None:
-        result = check.run(good, ["training.gradient_accumulation_steps=4"], nproc=4, limit=5)
+        result = check.run(DataCheckRequest(good, ["training.gradient_accumulation_steps=4"], nproc=4, limit=5))
         assert (result.read, result.rows, result.exit_code) == (5, 24, 0)
 
 
@@ -253,13 +258,13 @@ def test_shares_of_a_mixture(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(conversation(f"q {i}")) + "\n" for i in range(8)))
     entries = [str(tmp_path / "rows.jsonl"), str(tmp_path / "more.jsonl")]
     mix = {"weights": {entries[0]: 1, entries[1]: 3}}
-    result = check.run(yaml, basics(dataset=entries, mix=mix))
+    result = check.run(DataCheckRequest(yaml, basics(dataset=entries, mix=mix)))
     assert [(each.rows, each.of_rows, each.weight) for each in result.shares] == [(24, 0.75, 0.25), (8, 0.25, 0.75)]
     assert sum(each.of_tokens for each in result.shares) == pytest.approx(1)
 
 
 def test_workers_find_the_same_in_the_same_order(bad: Path, found: DataCheck) -> None:
-    spread = check.run(bad, basics(cutoff_len=400), workers=2)
+    spread = check.run(DataCheckRequest(bad, basics(cutoff_len=400), workers=2))
     assert {**spread.to_dict(), "seconds": 0} == {**found.to_dict(), "seconds": 0}
     assert [row.to_dict() for row in spread.bad] == [row.to_dict() for row in found.bad]
 
@@ -276,15 +281,15 @@ def test_a_worker_that_dies_is_told() -> None:
 
 
 def test_files_that_do_not_open_are_a_finding(good: Path) -> None:
-    result = check.run(good, basics(dataset="none.jsonl"))
+    result = check.run(DataCheckRequest(good, basics(dataset="none.jsonl")))
     assert (result.exit_code, result.findings[0].kind) == (4, "the data set does not open")
     with pytest.raises(ConfigError):
-        check.run(good, ["data.nonsense=1"])
+        check.run(DataCheckRequest(good, ["data.nonsense=1"]))
 
 
 def test_rows_of_which_none_fits_blame_the_mapping(good: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text(json.dumps({"q": "x"}) + "\n")
-    result = check.run(good, basics(dataset=str(tmp_path / "other.jsonl")))
+    result = check.run(DataCheckRequest(good, basics(dataset=str(tmp_path / "other.jsonl"))))
     assert (result.exit_code, "attr" in result.findings[0].what) == (4, True)
 
 
@@ -304,7 +309,9 @@ def test_a_plugins_data_set_is_looked_at_too(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     yaml = make_run(tmp_path)
     result = check.run(
-        yaml, ["training.plugin=[my_rows_for_check]", "data.dataset_param.dataset_type=my_rows_for_check"]
+        DataCheckRequest(
+            yaml, ["training.plugin=[my_rows_for_check]", "data.dataset_param.dataset_type=my_rows_for_check"]
+        )
     )
     assert [(row.place, row.fault.kind) for row in result.bad] == [("3", "broken media"), ("4", "the data set failed")]
     assert (result.usable, sum(each.rows for each in result.tokens)) == (8, 8)
@@ -337,7 +344,7 @@ def test_huge_pictures_are_beyond_the_limits(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     Image.new("1", (9000, 9000)).save(tmp_path / "images" / "huge.png")
     add_rows(tmp_path, [conversation("<image>?", images=["images/huge.png"])])
-    result = check.run(yaml)
+    result = check.run(DataCheckRequest(yaml))
     assert [row.fault.kind for row in result.bad] == ["media beyond the limits"]
 
 

@@ -15,6 +15,7 @@ from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.preview_words import preview_lines
+from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.fsdp.data.row_formats import FORMATS, PICTURE, QUESTION
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -47,13 +48,13 @@ def words(folder: Path, *files: str) -> list[str]:
 @pytest.mark.parametrize("files", [("verl.parquet",), ("rows.jsonl",), ("verl.parquet", "rows.jsonl")])
 def test_prompts_are_checked_counted_and_shown(run: Path, tmp_path: Path, files: tuple[str, ...]) -> None:
     told = words(tmp_path, *files)
-    result = check.run(run, told)
+    result = check.run(DataCheckRequest(run, told))
     assert [(each.kind, each.what) for each in result.findings if each.is_error] == []
     assert result.usable == result.rows == (4 if "verl.parquet" in files else 0) + (12 if "rows.jsonl" in files else 0)
     assert "empty answers" not in {each.kind for each in result.findings}
-    shown = "\n".join(preview_lines(preview.run(run, told, rows=[0]), Paint(colour=False)))
+    shown = "\n".join(preview_lines(preview.run(DataPreviewRequest(run, told, rows="0")), Paint(colour=False)))
     assert QUESTION in shown
-    assert stats.run(run, told).rows == result.rows
+    assert stats.run(DataStatsRequest(run, told)).rows == result.rows
 
 
 def test_the_samples_are_those_of_training(run: Path, tmp_path: Path) -> None:

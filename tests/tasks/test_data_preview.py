@@ -28,6 +28,7 @@ from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.preview import Preview
 from mindspeed_mm.tasks.data.preview_words import preview_lines
 from mindspeed_mm.tasks.data.tokens import TokenReader
+from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_media import write_video
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
@@ -59,7 +60,7 @@ def tokenizer(yaml: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def found(yaml: Path) -> Preview:
-    return preview.run(yaml, rows=[0, 2, 24, 25, 26])
+    return preview.run(DataPreviewRequest(yaml, rows="0,2,24,25,26"))
 
 
 def plain(found: Preview) -> str:
@@ -151,16 +152,16 @@ class TestPage:
 
 class TestWhichRows:
     def test_by_id_and_place(self, yaml: Path) -> None:
-        shown = preview.run(yaml, row_ids=["odd", "rows.jsonl:3"]).shown
+        shown = preview.run(DataPreviewRequest(yaml, row_ids=["odd", "rows.jsonl:3"])).shown
         assert [row.index for row in shown] == [24, 2]
         with pytest.raises(UsageError, match="no row has the id or location nobody"):
-            preview.run(yaml, row_ids=["nobody"])
+            preview.run(DataPreviewRequest(yaml, row_ids=["nobody"]))
         with pytest.raises(UsageError, match="row 99 does not exist: the data set has 27"):
-            preview.run(yaml, rows=[99])
+            preview.run(DataPreviewRequest(yaml, rows="99"))
 
     def test_the_first_of_training_and_their_steps_are_those_that_the_loader_takes(self, yaml: Path) -> None:
         words = ["training.gradient_accumulation_steps=2", *basics(max_samples=24)]
-        shown = preview.run(yaml, words, count=7).shown
+        shown = preview.run(DataPreviewRequest(yaml, words, count=7)).shown
         loader = open_data(yaml, words).loader()
         steps = [[name for batch in step for name in batch["sample_ids"]] for step in itertools.islice(loader, 2)]
         taken = [name for step in steps for name in step]
@@ -169,25 +170,25 @@ class TestWhichRows:
             assert row.when is not None
             step = next(number for number, names in enumerate(steps, 1) if row.place in names)
             assert (row.when.step, row.when.of_steps) == (step, 6)
-        assert preview.run(yaml, words, count=7, ranks=2).shown[4].when.step == 1  # type: ignore[union-attr]
+        assert preview.run(DataPreviewRequest(yaml, words, count=7, nproc=2)).shown[4].when.step == 1  # type: ignore[union-attr]
 
     def test_rows_for_validation(self, yaml: Path) -> None:
         words = basics(val_dataset=str(yaml.parent / "rows.jsonl"), val_max_samples=5)
-        found = preview.run(yaml, words, validation=True)
+        found = preview.run(DataPreviewRequest(yaml, words, validation=True))
         assert (found.rows, [row.index for row in found.shown], found.batch) == (5, [0, 1, 2], None)
         with pytest.raises(UsageError, match="no validation rows"):
-            preview.run(yaml, validation=True)
+            preview.run(DataPreviewRequest(yaml, validation=True))
 
 
 class TestOtherOrders:
     def test_streamed_rows_are_looked_at_by_number_and_batched_as_they_come(self, yaml: Path) -> None:
-        found = preview.run(yaml, basics(streaming=True, max_samples=24))
+        found = preview.run(DataPreviewRequest(yaml, basics(streaming=True, max_samples=24)))
         assert found.batch is not None, found.batch_trouble
         assert str(found.shown[0].when).startswith("epoch 0, step 1, micro-batch ")
 
     def test_the_part_for_training_and_that_for_validation(self, yaml: Path) -> None:
         words = basics(val_rate=0.25, max_samples=24)
-        parts = [preview.run(yaml, words, count=24, validation=flag) for flag in (False, True)]
+        parts = [preview.run(DataPreviewRequest(yaml, words, count=24, validation=flag)) for flag in (False, True)]
         assert [found.rows for found in parts] == [18, 6]
         for row in (row for found in parts for row in found.shown):
             assert row.place == f"rows.jsonl:{int((row.row_id or '').removeprefix('row')) + 1}"
@@ -195,12 +196,12 @@ class TestOtherOrders:
 
     def test_nothing_is_encoded_ahead(self, yaml: Path, tmp_path: Path) -> None:
         words = basics(preprocess_on_fly=False, cache_dir=str(tmp_path / "cache"), max_samples=24)
-        assert preview.run(yaml, words).batch is not None
+        assert preview.run(DataPreviewRequest(yaml, words)).batch is not None
         assert not (tmp_path / "cache").exists()
 
     def test_batches_by_a_budget(self, yaml: Path) -> None:
         words = [*basics(max_samples=24), "data.dataloader_param.max_tokens_per_batch=300"]
-        found = preview.run(yaml, words)
+        found = preview.run(DataPreviewRequest(yaml, words))
         assert found.batch is not None
         assert found.batch.rows > 2
         assert found.batch.rows * found.batch.length <= 300
@@ -209,7 +210,7 @@ class TestOtherOrders:
 
 class TestMicroBatch:
     def test_padded(self, yaml: Path) -> None:
-        batch = preview.run(yaml, basics(max_samples=24)).batch
+        batch = preview.run(DataPreviewRequest(yaml, basics(max_samples=24))).batch
         assert batch is not None
         assert (batch.rows, batch.is_packed) == (2, False)
         real = [document for document in batch.documents if document.sample_id]
@@ -234,14 +235,14 @@ class TestMicroBatch:
         assert (view.is_packed, view.fill) == (True, 0.75)
 
     def test_packs_of_a_run(self, yaml: Path) -> None:
-        found = preview.run(yaml, basics(max_samples=24, packing=True, cutoff_len=200))
+        found = preview.run(DataPreviewRequest(yaml, basics(max_samples=24, packing=True, cutoff_len=200)))
         assert found.batch is not None, found.batch_trouble
         assert (found.batch.is_packed, found.batch.rows) == (True, 1)
         assert len([document for document in found.batch.documents if document.sample_id]) > 1
         assert "packed" in plain(found)
 
     def test_too_few_rows_for_a_step_is_told(self, yaml: Path) -> None:
-        found = preview.run(yaml, basics(max_samples=1))
+        found = preview.run(DataPreviewRequest(yaml, basics(max_samples=1)))
         assert (len(found.shown), found.batch) == (1, None)
         assert "fewer than one global batch of 2" in plain(found)
 
@@ -250,7 +251,7 @@ def test_videos_are_strips_of_frames(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_video(tmp_path / "a.mp4", range(0, 256, 8))
     add_rows(tmp_path, [conversation("<video>?", videos=["a.mp4"])])
-    found = preview.run(run, rows=[24])
+    found = preview.run(DataPreviewRequest(run, rows="24"))
     assert not found.shown[0].fault
     html = preview_page(found)
     assert Page(html).tags.count("img") >= 2
@@ -278,12 +279,12 @@ def test_sounds_can_be_seen_and_heard(tmp_path: Path) -> None:
 def test_rows_of_a_generator(tmp_path: Path) -> None:
     """They have no tokens; what there is to see is seen."""
     run = make_tiny_generator_run(tmp_path)
-    found = preview.run(run, rows=[0])
+    found = preview.run(DataPreviewRequest(run, rows="0"))
     assert found.batch is not None, found.batch_trouble
     assert "pixels" in found.batch.shapes
     assert "first micro-batch of training  2 samples" in plain(found)
-    assert check.run(run).exit_code == 0
-    assert stats.run(run).tokens == {}
+    assert check.run(DataCheckRequest(run)).exit_code == 0
+    assert stats.run(DataStatsRequest(run)).tokens == {}
 
 
 def test_preference_rows_show_both_answers(tmp_path: Path) -> None:
@@ -293,5 +294,5 @@ def test_preference_rows_show_both_answers(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     words = [*basics(dataset=str(tmp_path / "pairs.jsonl"), stage="rm"), "data.dataset_param.attr={ranking: true}"]
     words.append("posttrain.method=dpo")
-    text = plain(preview.run(run, words, rows=[0]))
+    text = plain(preview.run(DataPreviewRequest(run, words, rows="0")))
     assert re.search(r"chosen: .*«seven<\|im_end\|>».*rejected: .*«one<\|im_end\|>»", text, flags=re.DOTALL)

@@ -18,6 +18,7 @@ from mindspeed_mm.tasks.data.page import stats_page
 from mindspeed_mm.tasks.data.paint import Paint, bars
 from mindspeed_mm.tasks.data.stats import DataStats, PackingEstimate, packing_at, padded_fill
 from mindspeed_mm.tasks.data.words import stats_lines
+from mindspeed_mm.tasks.requests.data import DataStatsRequest
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page, external
 
@@ -29,7 +30,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(yaml: Path) -> DataStats:
-    return stats.run(yaml)
+    return stats.run(DataStatsRequest(yaml))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_fills_by_hand(found: DataStats) -> None:
 
 
 def test_long_rows_count_before_truncation_and_a_length_is_suggested(yaml: Path, encoded: list[Any]) -> None:
-    short = stats.run(yaml, basics(cutoff_len=45))
+    short = stats.run(DataStatsRequest(yaml, basics(cutoff_len=45)))
     lengths = sorted(len(sample["input_ids"]) for sample in encoded)
     assert short.usable == sum(length <= 45 for length in lengths)
     assert sum(each.rows for each in short.token_bins) == 24
@@ -99,11 +100,11 @@ def test_no_usable_row_is_an_error_that_names_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
     add_rows(tmp_path, [conversation("<image>?", images=["none.png"])])
     with pytest.raises(DataError, match=r"rows.jsonl:1 .*none of the 1 rows can be used.*'none.png' not found"):
-        stats.run(run)
+        stats.run(DataStatsRequest(run))
 
 
 def test_a_part_of_the_rows(yaml: Path) -> None:
-    assert (stats.run(yaml, limit=6).read, stats.run(yaml, limit=6).rows) == (6, 24)
+    assert (stats.run(DataStatsRequest(yaml, limit=6)).read, stats.run(DataStatsRequest(yaml, limit=6)).rows) == (6, 24)
 
 
 class TestHistogram:

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison, score, wilson_interval
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -112,7 +113,7 @@ def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
 
 def test_another_models_answers_to_the_same_rows(folder: Path, rows: Path, tmp_path: Path) -> None:
     """Of the other's three wrong answers two are right now, and one of its right ones is wrong."""
-    evaluate.run(folder, rows, out=tmp_path / "first", max_new_tokens=TOKENS)
+    evaluate.run(EvaluateRequest(str(folder), data=rows, out=tmp_path / "first", max_new_tokens=TOKENS))
     path = tmp_path / "first" / "samples.jsonl"
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     for sample, is_right in ((samples[0], False), (samples[1], False), (samples[2], True)):
@@ -141,7 +142,7 @@ def test_results_of_one_folder_do_not_replace_those_of_another(
     other = shutil.copytree(folder, tmp_path / "other")
     monkeypatch.chdir(tmp_path)
     for model in (folder, other):
-        evaluate.run(model, rows, max_new_tokens=2)
+        evaluate.run(EvaluateRequest(str(model), data=rows, max_new_tokens=2))
         assert json.loads(Path("eval", model.name, "results.json").read_text())["model"] == str(model)
 
 
@@ -155,7 +156,7 @@ def test_a_row_without_an_answer_is_named(folder: Path, rows: Path, tmp_path: Pa
     with rows.open("a") as file:
         file.write('{"conversations": [{"from": "human", "value": "and this?"}]}\n')
     with pytest.raises(DataError, match=re.escape("test.jsonl:13")):
-        evaluate.run(folder, rows, out=tmp_path / "eval")
+        evaluate.run(EvaluateRequest(str(folder), data=rows, out=tmp_path / "eval"))
     assert not (tmp_path / "eval").exists()
 
 

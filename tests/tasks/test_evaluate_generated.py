@@ -13,6 +13,7 @@ from PIL import Image
 
 from mindspeed_mm.tasks.evaluate.generated import evaluate
 from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, kernel_distance, psnr, ssim
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.runs import mm
 from tests.helpers.tiny_clip import make_tiny_clip
 
@@ -82,13 +83,13 @@ def test_a_folder_is_measured(clip: Path, tmp_path: Path) -> None:
         scores.append(max(0.0, 100 * float(similarity)))
     assert result["measures"]["CLIP score"]["value"] == pytest.approx(np.mean(scores), abs=1e-3)
     assert (
-        evaluate.run(evaluate.GeneratedRequest(own, real, out=tmp_path / "out")).facts["counted"]["pairs"] == 4
+        evaluate.run(EvaluateRequest(str(own), reference=real, out=tmp_path / "out")).facts["counted"]["pairs"] == 4
     )  # its own
 
 
 def test_prompts_of_what_mm_infer_drew_are_found(clip: Path, tmp_path: Path) -> None:
     own, real = make_pictures(tmp_path / "own", 2, 1), make_pictures(tmp_path / "real", 2, 2)
-    request = evaluate.GeneratedRequest(own, real, clip, out=tmp_path / "out")
+    request = EvaluateRequest(str(own), reference=real, clip=clip, out=tmp_path / "out")
     score = evaluate.run(request).measures["CLIP score"]
     (own / "samples.jsonl").rename(own / "manifest.jsonl")
     assert evaluate.run(request).measures["CLIP score"] == score

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.tasks.evaluate.harness.evaluate import FILES, RESULTS, HarnessRequest, run
-from mindspeed_mm.tasks.evaluate.harness.served import Folder
+from mindspeed_mm.tasks.evaluate.harness.evaluate import FILES, RESULTS, run
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.runs import Said, mm
 from tests.helpers.stub_harnesses import install_stubs
@@ -122,7 +122,7 @@ def test_a_generator_is_refused(tmp_path: Path) -> None:
     model.mkdir()
     (model / "model_index.json").write_text("{}")
     with pytest.raises(UsageError, match="is a generator, and harnesses ask models that answer"):
-        run(HarnessRequest(Folder(model), "lmms-eval", ["ai2d"], tmp_path / "out"))
+        run(EvaluateRequest(str(model), harness="lmms-eval", tasks="ai2d", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

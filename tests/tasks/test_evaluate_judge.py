@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import Question
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.judge import Judge
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.hostile import hostile
 from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -32,6 +33,12 @@ SAID = {"spider": "Yes.", "river?": "**Yes**, it does", "tower?": "no", "sea?": 
 
 def judge_at(server: JudgingServer, **options: Any) -> Judge:
     return Judge(f"http://127.0.0.1:{server.server_port}/v1/", "large", **options)
+
+
+def request_of(model: Path, data: Path, out: Path, judge: Judge) -> EvaluateRequest:
+    return EvaluateRequest(
+        str(model), data=data, out=out, judge=judge.url, judge_model=judge.model, judge_key_env=judge.key_variable
+    )
 
 
 def fixed(questions: list[Question], *_: Any, **__: Any) -> dict[int, Answer]:
@@ -57,8 +64,8 @@ def test_its_word_counts_and_is_kept(data: Path, tmp_path: Path, monkeypatch: py
     model = make_tiny_qwen3(tmp_path / "model")
     with judging(SAID) as server:
         judge = judge_at(server, key_variable="JUDGE_KEY")
-        found = evaluate.run(model, data, out=tmp_path / "out", judge=judge)
-        evaluate.run(model, data, out=tmp_path / "out", judge=judge)  # over its own results
+        found = evaluate.run(request_of(model, data, tmp_path / "out", judge))
+        evaluate.run(request_of(model, data, tmp_path / "out", judge))  # over its own results
     samples = {one["id"]: one for one in map(json.loads, (tmp_path / "out" / "samples.jsonl").open())}
     assert [name for name, sample in samples.items() if sample["correct"]] == ["capital?", "river?"]
     assert samples["capital?"]["judge"] is None
@@ -97,19 +104,19 @@ def test_answers_are_stored_before_they_are_judged_and_a_rerun_judges_alone(
         if ending == "KeyboardInterrupt":
             interrupted.setattr(Judge, "verdicts", _interrupt)
             with pytest.raises(KeyboardInterrupt):
-                evaluate.run(model, data, out=out, judge=judge_at(server))
+                evaluate.run(request_of(model, data, out, judge_at(server)))
             interrupted.undo()
         else:
-            found = evaluate.run(model, data, out=out, judge=Judge(broken.url, "large"))
+            found = evaluate.run(request_of(model, data, out, Judge(broken.url, "large")))
             assert (
                 found.lines()[-1] == f"The answers are kept in {out}/answers.jsonl: the same command judges them again."
             )
-        found = evaluate.run(model, data, out=out, judge=judge_at(server))
+        found = evaluate.run(request_of(model, data, out, judge_at(server)))
         assert answered == [5] and found.overall.to_dict()["correct"] == 2
         assert not (out / "answers.jsonl").exists() and "judges them again" not in "".join(found.lines())
-        evaluate.run(model, data, out=out, judge=Judge(broken.url, "large"))
+        evaluate.run(request_of(model, data, out, Judge(broken.url, "large")))
         data.write_text(data.read_text().replace("Paris", "Lyons"))
-        evaluate.run(model, data, out=out, judge=judge_at(server))
+        evaluate.run(request_of(model, data, out, judge_at(server)))
     assert answered == [5, 5, 5]  # of other rows
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,15 +20,15 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from scipy.stats import binomtest
 
-from mindspeed_mm.cli.evaluate import BENCHMARKS, JUDGED, command
+from mindspeed_mm.cli.evaluate import command
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.evaluate import judge as judging_answers
 from mindspeed_mm.tasks.evaluate.comparing import compare, mcnemar
-from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.evaluate.published import evaluate, mmmu_rules, rules
 from mindspeed_mm.tasks.evaluate.published.item import Item
 from mindspeed_mm.tasks.evaluate.published.sets import SETS
+from mindspeed_mm.tasks.requests.evaluate import JUDGED, Benchmark, EvaluateRequest
 from tests.helpers.judging import JudgingServer, judging
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -208,7 +208,7 @@ def test_paired_tests() -> None:
 
 
 def test_the_command_offers_every_set() -> None:
-    assert tuple(SETS) == BENCHMARKS
+    assert tuple(SETS) == get_args(Benchmark)
 
 
 def test_a_tsv_file_gives_its_pictures_to_whoever_names_them(tmp_path: Path) -> None:
@@ -442,8 +442,10 @@ def judged_run(
     """With answers that are made up."""
     answers = {place: Answer((), text, finished=True) for place, text in enumerate(given)}
     monkeypatch.setattr(evaluate, "_answers", lambda *_: answers)
-    judge = Judge(f"http://127.0.0.1:{server.server_port}/v1", "large") if more.pop("judged", True) else None
-    return evaluate.run(evaluate.PublishedRequest(data.parent / "model", name, data, judge=judge, **more))
+    judge = {"judge": f"http://127.0.0.1:{server.server_port}/v1", "judge_model": "large"}
+    if not more.pop("judged", True):
+        judge = {}
+    return evaluate.run(EvaluateRequest(str(data.parent / "model"), benchmark=name, data=data, **judge, **more))
 
 
 def test_a_judge_finds_what_the_authors_ask_it_for(
@@ -501,7 +503,7 @@ def test_a_judge_is_for_sets_whose_authors_ask_one(model: Path, tmp_path: Path) 
     words = ["--benchmark", "docvqa_val", "--data", str(tmp_path), "--judge", "http://x/v1", "--judge-model", "m"]
     with pytest.raises(UsageError, match=r"docvqa_val score by their rule alone.*mmbench_dev and mathvista_testmini"):
         CliRunner().invoke(command, [str(model), *words], catch_exceptions=False)
-    request = evaluate.PublishedRequest(model, "docvqa_val", tmp_path, judge=Judge("http://x/v1", "m"))
+    request = EvaluateRequest(str(model), benchmark="docvqa_val", data=tmp_path, judge="http://x/v1", judge_model="m")
     with pytest.raises(UsageError, match="DocVQA score by their rule alone"):
         evaluate.run(request)
 

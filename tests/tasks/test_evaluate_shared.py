@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.evaluate.published import evaluate as published
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -42,11 +42,16 @@ def score_as_rank(model: str, data: str, out: str, plan: str | None, benchmark: 
     spread, answered = Path(plan) if plan else None, Path(out)
     try:
         if benchmark is None:
-            found = evaluate.run(
-                Path(model), Path(data), out=answered, plan=spread, comparison=Comparison("cer"), **LIMITS
-            )
-            return json.dumps(found.overall.to_dict())
-        request = published.PublishedRequest(Path(model), benchmark, Path(data), answered, plan=spread, **LIMITS)
+            asked = EvaluateRequest(model, data=Path(data), out=answered, plan=spread, metric="cer", **LIMITS)
+            return json.dumps(evaluate.run(asked).overall.to_dict())
+        request = EvaluateRequest(
+            model,
+            benchmark=benchmark,
+            data=Path(data),
+            out=answered,
+            plan=spread,
+            **LIMITS,  # type: ignore[arg-type]
+        )
         return json.dumps(published.run(request).overall.to_dict())
     except MMError as error:
         return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import soundfile
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.sampling.answers.questions import read_transcripts
-from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.tasks.test_transcripts import TOKENS, make_whisper
 
 
@@ -40,8 +41,9 @@ def test_speech_is_read_as_published_and_scored(tmp_path: Path) -> None:
     ]
     assert {question.task for question in read_transcripts(subset.parent)} == {"test-clean"}
     model = make_whisper(tmp_path / "model")
-    comparison = Comparison("wer", ignore_case=True, ignore_punctuation=True)
-    found = evaluate.run(model, subset, out=tmp_path / "out", max_new_tokens=TOKENS, comparison=comparison)
+    compared: dict[str, Any] = {"metric": "wer", "ignore_case": True, "ignore_punctuation": True}
+    asked = EvaluateRequest(str(model), data=subset, out=tmp_path / "out", max_new_tokens=TOKENS, **compared)
+    found = evaluate.run(asked)
     assert (found.overall.n, found.overall.to_dict()["units"]) == (4, 7)  # words of all transcripts together
     assert [sample["expected"] for sample in found.samples] == [question.expected for question in questions]
 

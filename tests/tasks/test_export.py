@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents, export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 prepare_for_transformers()
@@ -86,7 +87,7 @@ def question(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_plain_transformers_gives_the_same_logits(tree: tuple[Path, nn.Module], tmp_path: Path) -> None:
     run, trained = tree
-    exported = export.run(run, tmp_path / "out", max_shard_bytes=50_000)
+    exported = export.run(ExportRequest(run, tmp_path / "out", max_shard_bytes=50_000))
     assert (exported.step, exported.notes) == (4, ())
     model = AutoModelForImageTextToText.from_pretrained(exported.folder).eval()
     inputs = question(exported.folder)
@@ -101,9 +102,9 @@ def test_plain_transformers_gives_the_same_logits(tree: tuple[Path, nn.Module], 
 
 def test_step_and_checkpoint_folder(tree: tuple[Path, nn.Module], tmp_path: Path) -> None:
     run, _ = tree
-    older = export.run(run, tmp_path / "older", step=2)
-    same = export.run(run / "iter_0000002", tmp_path / "same")
-    newest = export.run(run, tmp_path / "newest")
+    older = export.run(ExportRequest(run, tmp_path / "older", step=2))
+    same = export.run(ExportRequest(run / "iter_0000002", tmp_path / "same"))
+    newest = export.run(ExportRequest(run, tmp_path / "newest"))
     assert (older.step, same.step, newest.step) == (2, 2, 4)
     weights = [load_file(e.folder / "model.safetensors") for e in (older, same, newest)]
     key = "model.language_model.norm.weight"
@@ -113,17 +114,17 @@ def test_step_and_checkpoint_folder(tree: tuple[Path, nn.Module], tmp_path: Path
 
 def test_dtype_is_the_source_models_unless_told_otherwise(run_folder: Path, tmp_path: Path) -> None:
     source = load_file(run_folder.parent / "tiny-qwen" / "model.safetensors")
-    own = load_file(export.run(run_folder, tmp_path / "own").folder / "model.safetensors")
+    own = load_file(export.run(ExportRequest(run_folder, tmp_path / "own")).folder / "model.safetensors")
     assert {key: t.dtype for key, t in own.items()} == {key: t.dtype for key, t in source.items()}
     frozen = [key for key in own if "visual" in key]
     assert frozen and all(torch.equal(own[key], source[key]) for key in frozen)
-    told = export.run(run_folder, tmp_path / "told", dtype="fp32")
+    told = export.run(ExportRequest(run_folder, tmp_path / "told", dtype="fp32"))
     assert {t.dtype for t in load_file(told.folder / "model.safetensors").values()} == {torch.float32}
     assert AutoModelForImageTextToText.from_pretrained(told.folder).dtype == torch.float32
 
 
 def test_model_card(run_folder: Path, tmp_path: Path) -> None:
-    card = (export.run(run_folder, tmp_path / "my-digits").folder / "README.md").read_text()
+    card = (export.run(ExportRequest(run_folder, tmp_path / "my-digits")).folder / "README.md").read_text()
     for line in (
         "library_name: transformers",
         "pipeline_tag: image-text-to-text",
@@ -140,7 +141,7 @@ def test_model_card(run_folder: Path, tmp_path: Path) -> None:
     ):
         assert line in card.splitlines() or line in card, line
     assert "/data/secret" not in card and str(tmp_path) not in card  # where things lie is nobody's business
-    older = (export.run(run_folder, tmp_path / "older", step=2).folder / "README.md").read_text()
+    older = (export.run(ExportRequest(run_folder, tmp_path / "older", step=2)).folder / "README.md").read_text()
     assert "| training loss | 0.5000 | step 2 |" in older
     assert "accuracy" not in older  # scores are the newest checkpoint's
 
@@ -150,29 +151,29 @@ def test_existing_target(run_folder: Path, tmp_path: Path) -> None:
     target.mkdir()
     (target / "precious").write_text("")
     with pytest.raises(UsageError, match=r"no mm command wrote there \(precious\)"):
-        export.run(run_folder, target, overwrite=True)
+        export.run(ExportRequest(run_folder, target, overwrite=True))
     assert [p.name for p in target.iterdir()] == ["precious"]
     (target / "precious").unlink()
-    export.run(run_folder, target)
+    export.run(ExportRequest(run_folder, target))
     with pytest.raises(UsageError, match=r"the target exists.*--overwrite"):
-        export.run(run_folder, target)
-    export.run(run_folder, target, overwrite=True)
+        export.run(ExportRequest(run_folder, target))
+    export.run(ExportRequest(run_folder, target, overwrite=True))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_refusals(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"has no step 3\. Steps here: 2, 4\."):
-        export.run(run_folder, tmp_path / "out", step=3)
+        export.run(ExportRequest(run_folder, tmp_path / "out", step=3))
     with pytest.raises(CheckpointError, match=r"digit +does not exist\. Did you mean '[^']*/digits'\?"):
-        export.run(run_folder.parent / "digit", tmp_path / "out")
+        export.run(ExportRequest(run_folder.parent / "digit", tmp_path / "out"))
     with pytest.raises(CheckpointError, match="folder of kind 'hf'"):
-        export.run(run_folder.parent / "tiny-qwen", tmp_path / "out")
+        export.run(ExportRequest(run_folder.parent / "tiny-qwen", tmp_path / "out"))
     other = make_tiny_qwen3_vl(tmp_path / "other", num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"saved from another model: \d+ tensors are missing"):
-        export.run(run_folder, tmp_path / "out", model_folder=other)
+        export.run(ExportRequest(run_folder, tmp_path / "out", model_folder=other))
     monkeypatch.setattr(contents, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match=r"bytes are needed, but only 1,000 are free"):
-        export.run(run_folder, tmp_path / "out")
+        export.run(ExportRequest(run_folder, tmp_path / "out"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
 
 
@@ -184,8 +185,8 @@ def test_run_whose_model_is_gone_takes_another_folder(run_folder: Path, tmp_path
     record.write_text(json.dumps({"model_name_or_path": "/gone/tiny"}))
     try:
         with pytest.raises(ModelFolderError, match=r"/gone/tiny.*no longer exists.*--model FOLDER"):
-            export.run(run_folder, tmp_path / "out")
-        assert export.run(run_folder, tmp_path / "out", model_folder=moved).step == 4
+            export.run(ExportRequest(run_folder, tmp_path / "out"))
+        assert export.run(ExportRequest(run_folder, tmp_path / "out", model_folder=moved)).step == 4
     finally:
         record.write_text(before)
 
@@ -194,11 +195,11 @@ def test_damaged_checkpoint_falls_back_and_says_so(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, make_tiny_qwen3_vl(tmp_path / "tiny-qwen"))
     shard = run / "iter_0000004" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
-    exported = export.run(run, tmp_path / "out")
+    exported = export.run(ExportRequest(run, tmp_path / "out"))
     assert exported.step == 2
     assert "iter_0000004/__0_0.distcp" in exported.notes[0]
     with pytest.raises(CheckpointError, match=r"iter_0000004 is damaged\. An older one is .*iter_0000002"):
-        export.run(run, tmp_path / "again", step=4)
+        export.run(ExportRequest(run, tmp_path / "again", step=4))
 
 
 def test_command(run_folder: Path, tmp_path: Path) -> None:

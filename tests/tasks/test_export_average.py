@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.tasks.test_export import make_run
 
@@ -40,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_average_is_the_default_and_frozen_weights_stay(run: Path, tmp_path: Path) -> None:
     told = CliRunner().invoke(command, [str(run), str(tmp_path / "default")])
     assert "the average of the weights from" in told.output, told.output
-    exported = export.run(run, tmp_path / "model", weights="model")
+    exported = export.run(ExportRequest(run, tmp_path / "model", weights="model"))
     average, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("default", "model"))
     assert exported.weights == "model"
     assert torch.equal(average[KEY], 2 * trained[KEY])
@@ -52,5 +53,5 @@ def test_checkpoint_without_an_average(run: Path, tmp_path: Path) -> None:
     told = CliRunner().invoke(command, [str(run), str(tmp_path / "out"), "--step", "4", "--json"])
     assert json.loads(told.output)["weights"] == "model"
     with pytest.raises(CheckpointError, match="holds no average of the weights"):
-        export.run(run, tmp_path / "other", step=4, weights="ema")
+        export.run(ExportRequest(run, tmp_path / "other", step=4, weights="ema"))
     assert not (tmp_path / "other").exists()

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents, export
 from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -61,7 +62,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("family", ["flux", "i2v"])
 def test_whole_folder(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run, engine = request.getfixturevalue(family)
-    exported = export.run(run, tmp_path / "out", weights="model", max_shard_bytes=30_000)
+    exported = export.run(ExportRequest(run, tmp_path / "out", weights="model", max_shard_bytes=30_000))
     assert (exported.kind, exported.weights, exported.step) == ("generator", "model", 2)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(exported.folder)
     stored, live = pipeline.transformer.state_dict(), engine.model.state_dict()
@@ -77,7 +78,7 @@ def test_whole_folder(family: str, request: pytest.FixtureRequest, tmp_path: Pat
 @pytest.mark.edge("BN15")
 def test_the_average_is_what_is_written(flux: Trained, tmp_path: Path) -> None:
     run, engine = flux
-    exported = export.run(run, tmp_path / "out", transformer_only=True)
+    exported = export.run(ExportRequest(run, tmp_path / "out", transformer_only=True))
     assert (exported.kind, exported.weights) == ("transformer", "ema")
     transformer = diffusers.FluxTransformer2DModel.from_pretrained(exported.folder / "transformer")
     live = engine.model.state_dict()
@@ -95,7 +96,7 @@ def test_what_a_run_writes_beside_its_checkpoints(flux: Trained) -> None:
 
 def test_training_and_inference_take_what_was_written(flux: Trained, tmp_path: Path) -> None:
     run, engine = flux
-    exported = export.run(run, tmp_path / "out", weights="model")
+    exported = export.run(ExportRequest(run, tmp_path / "out", weights="model"))
     model_args = ModelArguments(model_name_or_path=str(run.parent / "model"))
     for folder in (exported.folder, exported.folder / "transformer"):
         model = ModelHub.build(model_args)
@@ -116,7 +117,9 @@ def test_training_and_inference_take_what_was_written(flux: Trained, tmp_path: P
 
 def test_dtype_and_settings(flux: Trained, tmp_path: Path) -> None:
     run, _ = flux
-    folder = export.run(run, tmp_path / "out", dtype="bf16", transformer_only=True).folder / "transformer"
+    folder = (
+        export.run(ExportRequest(run, tmp_path / "out", dtype="bf16", transformer_only=True)).folder / "transformer"
+    )
     assert {t.dtype for t in load_file(folder / "diffusion_pytorch_model.safetensors").values()} == {torch.bfloat16}
     source = json.loads((run.parent / "model" / "transformer" / "config.json").read_text())
     assert json.loads((folder / "config.json").read_text()) == source
@@ -124,8 +127,8 @@ def test_dtype_and_settings(flux: Trained, tmp_path: Path) -> None:
 
 def test_card(flux: Trained, tmp_path: Path) -> None:
     run, _ = flux
-    whole = (export.run(run, tmp_path / "whole").folder / "README.md").read_text()
-    alone = (export.run(run, tmp_path / "alone", transformer_only=True).folder / "README.md").read_text()
+    whole = (export.run(ExportRequest(run, tmp_path / "whole")).folder / "README.md").read_text()
+    alone = (export.run(ExportRequest(run, tmp_path / "alone", transformer_only=True)).folder / "README.md").read_text()
     for card in (whole, alone):
         assert "library_name: diffusers\npipeline_tag: text-to-image\nbase_model: model\n" in card
         assert "longest sample" not in card and str(tmp_path) not in card
@@ -137,10 +140,10 @@ def test_refusals(flux: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run, _ = flux
     language = make_tiny_qwen3(tmp_path / "language")
     with pytest.raises(UsageError, match=r"--transformer-only +the model is not a generator"):
-        export.run(run, tmp_path / "out", transformer_only=True, model_folder=language)
+        export.run(ExportRequest(run, tmp_path / "out", transformer_only=True, model_folder=language))
     monkeypatch.setattr(contents, "free_bytes", lambda path: 300_000)
     with pytest.raises(MachineError, match=r"bytes are needed, but only 300,000 are free"):
-        export.run(run, tmp_path / "out")
+        export.run(ExportRequest(run, tmp_path / "out"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["language"]
 
 
@@ -149,7 +152,7 @@ def test_a_component_that_is_gone(flux: Trained, tmp_path: Path) -> None:
     model = Path(shutil.copytree(run.parent / "model", tmp_path / "model"))
     shutil.rmtree(model / "tokenizer_2")
     with pytest.raises(ModelFolderError, match=r"'tokenizer_2' is listed in model_index\.json"):
-        export.run(run, tmp_path / "out", model_folder=model)
+        export.run(ExportRequest(run, tmp_path / "out", model_folder=model))
     assert not (tmp_path / "out").exists()
 
 

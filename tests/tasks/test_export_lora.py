@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents as export_contents
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.adapters import FEW, adapted_model, denoised, logits
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -74,7 +75,7 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def test_adapters_are_what_is_written(language: tuple[Path, Any], tmp_path: Path) -> None:
     run, trained = language
-    exported = export.run(run, tmp_path / "out")
+    exported = export.run(ExportRequest(run, tmp_path / "out"))
     assert (exported.kind, exported.step) == ("adapters", 3)
     assert sorted(p.name for p in exported.folder.iterdir()) == [MARKER, "README.md", PEFT_CONFIG, PEFT_WEIGHTS]
     base = AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.float32)
@@ -87,7 +88,7 @@ def test_adapters_are_what_is_written(language: tuple[Path, Any], tmp_path: Path
 
 def test_merged_model_equals_the_unmerged(language: tuple[Path, Any], tmp_path: Path) -> None:
     run, trained = language
-    exported = export.run(run, tmp_path / "out", merge=True, dtype="fp64", max_shard_bytes=50_000)
+    exported = export.run(ExportRequest(run, tmp_path / "out", merge=True, dtype="fp64", max_shard_bytes=50_000))
     assert exported.kind == "model" and len(list(exported.folder.glob("model-*-of-*.safetensors"))) > 2
     merged = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float64)
     expected = logits(trained.double())
@@ -98,7 +99,7 @@ def test_merged_model_equals_the_unmerged(language: tuple[Path, Any], tmp_path: 
 def test_merged_model_keeps_the_layout_and_dtype_of_the_base(language: tuple[Path, Any], tmp_path: Path) -> None:
     run, _ = language
     base = load_file(run.parent / "base" / "model.safetensors")
-    merged = load_file(export.run(run, tmp_path / "out", merge=True).folder / "model.safetensors")
+    merged = load_file(export.run(ExportRequest(run, tmp_path / "out", merge=True)).folder / "model.safetensors")
     assert {key: (t.shape, t.dtype) for key, t in merged.items()} == {k: (t.shape, t.dtype) for k, t in base.items()}
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     assert {key.split(".")[-2] for key in changed} <= {"q_proj", "k_proj", "v_proj", "norm", "embed_tokens"}
@@ -120,7 +121,7 @@ def test_a_wrong_merge_would_show(
             lambda *given: {name: delta for name, delta in whole(*given).items() if ".1." not in name},
         )
     merged = AutoModelForCausalLM.from_pretrained(
-        export.run(run, tmp_path / "out", merge=True, dtype="fp64").folder, dtype=torch.float64
+        export.run(ExportRequest(run, tmp_path / "out", merge=True, dtype="fp64")).folder, dtype=torch.float64
     )
     expected = logits(trained.double())
     trained.float()
@@ -131,13 +132,13 @@ def test_generator(generator: tuple[Path, Any], tmp_path: Path) -> None:
     run, trained = generator
     adapter = facts_of(trained).adapter
     expected = denoised(trained, adapter)
-    exported = export.run(run, tmp_path / "adapters", transformer_only=True)
+    exported = export.run(ExportRequest(run, tmp_path / "adapters", transformer_only=True))
     assert exported.kind == "adapters"
     assert sorted(p.name for p in exported.folder.iterdir()) == [MARKER, "README.md", DIFFUSERS_WEIGHTS]
     pipeline = DiffusionPipeline.from_pretrained(run.parent / "base")
     pipeline.load_lora_weights(exported.folder)
     torch.testing.assert_close(denoised(pipeline.transformer, adapter), expected, rtol=0, atol=2e-6)
-    merged = export.run(run, tmp_path / "merged", merge=True, transformer_only=True, dtype="fp64")
+    merged = export.run(ExportRequest(run, tmp_path / "merged", merge=True, transformer_only=True, dtype="fp64"))
     assert merged.kind == "transformer"
     transformer = FluxTransformer2DModel.from_pretrained(merged.folder / "transformer", torch_dtype=torch.float64)
     torch.testing.assert_close(denoised(transformer, adapter), denoised(trained.double(), adapter), rtol=0, atol=1e-12)
@@ -161,15 +162,17 @@ def test_other_base_weights_are_refused(language: tuple[Path, Any], tmp_path: Pa
     run, _ = language
     other = make_tiny_qwen3(tmp_path / "other", seed=1, tie="tied" in str(run), dtype=torch.bfloat16)
     with pytest.raises(ModelFolderError, match=r"does not hold the weights that the adapters were trained on"):
-        export.run(run, tmp_path / "out", merge=True, model_folder=other)
-    assert export.run(run, tmp_path / "out", model_folder=other).kind == "adapters"
+        export.run(ExportRequest(run, tmp_path / "out", merge=True, model_folder=other))
+    assert export.run(ExportRequest(run, tmp_path / "out", model_folder=other)).kind == "adapters"
 
 
 def test_a_checkpoint_outside_a_run_does_not_say_which_adapters(language: tuple[Path, Any], tmp_path: Path) -> None:
     run, _ = language
     shutil.copytree(run / "iter_0000003", tmp_path / "copied" / "iter_0000003")
     with pytest.raises(CheckpointError, match="holds adapters and does not say of which kind"):
-        export.run(tmp_path / "copied" / "iter_0000003", tmp_path / "out", model_folder=run.parent / "base")
+        export.run(
+            ExportRequest(tmp_path / "copied" / "iter_0000003", tmp_path / "out", model_folder=run.parent / "base")
+        )
     assert not (tmp_path / "out").exists()
 
 

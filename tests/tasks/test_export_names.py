@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
@@ -48,7 +49,7 @@ def test_a_pipeline_loads_what_was_trained(case: str, tmp_path: Path) -> None:
     run, trained = make_run(tmp_path, make(tmp_path / "base"), alpha=8, target_modules=targets)
     outputs = {}
     for name in ("diffusers", lora_format):
-        exported = export.run(run, tmp_path / name, lora_format=name)
+        exported = export.run(ExportRequest(run, tmp_path / name, lora_format=name))
         pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base")
         before = denoised(pipeline.transformer, facts_of(trained).adapter)
         pipeline.load_lora_weights(exported.folder)
@@ -63,10 +64,10 @@ def test_a_pipeline_loads_what_was_trained(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora_format", ["comfyui", "kohya"])
 def test_names_that_diffusers_does_not_read_are_told(lora_format: Any, tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, make_tiny_conditioned(tmp_path / "base", "vace"))
-    (note,) = export.run(run, tmp_path / "out", lora_format=lora_format).notes
+    (note,) = export.run(ExportRequest(run, tmp_path / "out", lora_format=lora_format)).notes
     assert f"diffusers does not load adapters of WanVACETransformer3DModel by {lora_format}'s names" in note
     assert "load_lora_weights" not in (tmp_path / "out" / "README.md").read_text()
-    assert export.run(run, tmp_path / "own").notes == ()
+    assert export.run(ExportRequest(run, tmp_path / "own")).notes == ()
     assert "load_lora_weights" in (tmp_path / "own" / "README.md").read_text()
 
 
@@ -111,7 +112,7 @@ def test_a_layer_without_its_alpha_would_show(tmp_path: Path, monkeypatch: pytes
     real = lora_names.LayerAdapter
     monkeypatch.setattr("mindspeed_mm.fsdp.checkpoint.adapters.LayerAdapter", lambda a, b, _scale: real(a, b, 1.0))
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base")
-    pipeline.load_lora_weights(export.run(run, tmp_path / "out", lora_format="comfyui").folder)
+    pipeline.load_lora_weights(export.run(ExportRequest(run, tmp_path / "out", lora_format="comfyui")).folder)
     adapter = facts_of(trained).adapter
     assert not torch.allclose(denoised(pipeline.transformer, adapter), denoised(trained, adapter), atol=1e-4)
 
@@ -139,8 +140,8 @@ def test_a_single_file_is_the_trained_transformer(family: str, tmp_path: Path) -
     base = tmp_path / "base"
     make_tiny_conditioned(base, family) if family == "vace" else make_tiny_wan(base, task=family)
     run, _ = make_run(tmp_path, base, alpha=8)
-    whole = export.run(run, tmp_path / "whole", merge=True, transformer_only=True)
-    single = export.run(run, tmp_path / "single", merge=True, single_file=True)
+    whole = export.run(ExportRequest(run, tmp_path / "whole", merge=True, transformer_only=True))
+    single = export.run(ExportRequest(run, tmp_path / "single", merge=True, single_file=True))
     assert (single.kind, single.tensors, single.size_bytes) == ("single_file", whole.tensors, whole.size_bytes)
     (file,) = single.folder.glob("*.safetensors")
     assert any(".self_attn.q.weight" in key for key in load_file(file))

@@ -16,7 +16,8 @@ from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings, diffe
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.tasks.extraction_run import make_run, run

@@ -32,6 +32,8 @@ from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.export import export as export_task
+from mindspeed_mm.tasks.requests.export import ExportRequest
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
@@ -138,7 +140,11 @@ def test_answers_end_where_the_models_positions_do(tmp_path: Path) -> None:
 
 
 def run(folder: Path, rows: Path, **options: Any) -> infer.InferOutcome:
-    return infer.run(folder, rows, rows.parent / "answers.jsonl", max_new_tokens=TOKENS, batch_size=2, **options)
+    return infer.run(
+        InferRequest(
+            folder, data=rows, out=rows.parent / "answers.jsonl", max_new_tokens=TOKENS, batch_size=2, **options
+        )
+    )
 
 
 def test_a_file_of_answers_continues_where_it_stopped(
@@ -176,7 +182,7 @@ def test_answers_of_something_else_are_not_continued(folder: Path, rows: Path, t
         run(folder, rows)
     assert run(folder, rows, overwrite=True).answered == 7
     with pytest.raises(UsageError, match="the file of questions itself"):
-        infer.run(folder, rows, rows)
+        infer.run(InferRequest(folder, data=rows, out=rows))
     assert rows.read_text() == changed
 
 
@@ -222,9 +228,9 @@ class Found:
 def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exports: list[Path] = []
 
-    def export(checkpoint: Path, target: Path, **options: Any) -> None:
-        exports.append(checkpoint)
-        with atomic_folder(target) as draft:
+    def export(request: ExportRequest) -> None:
+        exports.append(request.run)
+        with atomic_folder(request.out) as draft:
             (draft / "config.json").write_text("{}")
 
     def newest(path: Path, ranks: Any, verification: str) -> Found:
@@ -293,7 +299,7 @@ def test_a_bad_model_folder_is_named(
     folder: Path, tmp_path: Path, build: Callable[[Path, Path], Path], error: type[MMError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        infer.answer_prompt(build(tmp_path, folder), "hi", max_new_tokens=1)
+        infer.answer_prompt(InferRequest(build(tmp_path, folder), prompts=("hi",), max_new_tokens=1))
 
 
 def test_the_command_answers_a_prompt(folder: Path, rows: Path) -> None:

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.sampling.answers.questions import ask, read_questions
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
@@ -51,7 +52,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(folder: Path, rows: Path, out: Path, **options: Any) -> list[str]:
-    infer.run(folder, rows, out, max_new_tokens=TOKENS, **options)
+    infer.run(InferRequest(folder, data=rows, out=out, max_new_tokens=TOKENS, **options))
     return [json.loads(line)["answer"] for line in out.read_text().splitlines()]
 
 
@@ -60,8 +61,8 @@ def test_the_generation_configuration_decides_and_rows_do_not_depend_on_their_ba
 ) -> None:
     found = answers(folder, rows, tmp_path / "all.jsonl", batch_size=9)
     assert answers(folder, rows, tmp_path / "two.jsonl", batch_size=2) == found
-    greedy = answers(folder, rows, tmp_path / "greedy.jsonl", sampling=Sampling(temperature=0))
-    other = answers(folder, rows, tmp_path / "other.jsonl", sampling=Sampling(seed=1))
+    greedy = answers(folder, rows, tmp_path / "greedy.jsonl", temperature=0)
+    other = answers(folder, rows, tmp_path / "other.jsonl", seed=1)
     assert len({tuple(each) for each in (found, greedy, other)}) == 3
 
     generator = load_generator(folder)
@@ -85,7 +86,7 @@ def test_a_configured_temperature_of_almost_nothing_takes_the_likeliest_token() 
 def test_other_settings_are_not_mixed_into_a_file(folder: Path, rows: Path, tmp_path: Path) -> None:
     answers(folder, rows, tmp_path / "a.jsonl")
     with pytest.raises(DataError, match="with other settings"):
-        answers(folder, rows, tmp_path / "a.jsonl", sampling=Sampling(temperature=0))
+        answers(folder, rows, tmp_path / "a.jsonl", temperature=0)
 
 
 def test_thoughts_are_left_out_where_that_is_asked(
@@ -94,10 +95,10 @@ def test_thoughts_are_left_out_where_that_is_asked(
     thinking = "<think>it is\none</think>\n\none"
     monkeypatch.setattr(Generator, "answer_live", lambda _, rows: [Answer((1,), thinking, True) for _ in rows])
     assert set(answers(folder, rows, tmp_path / "shown.jsonl")) == {thinking}
-    assert set(answers(folder, rows, tmp_path / "hidden.jsonl", hides_thoughts=True)) == {"one"}
+    assert set(answers(folder, rows, tmp_path / "hidden.jsonl", hide_thoughts=True)) == {"one"}
     monkeypatch.setattr(Generator, "thinks", lambda *_: True)
     monkeypatch.setattr(Generator, "answer_live", lambda _, rows: [Answer((1,), "so</think>two", True) for _ in rows])
-    assert set(answers(folder, rows, tmp_path / "begun.jsonl", hides_thoughts=True)) == {"two"}
+    assert set(answers(folder, rows, tmp_path / "begun.jsonl", hide_thoughts=True)) == {"two"}
 
 
 def test_options(folder: Path, rows: Path, tmp_path: Path) -> None:
@@ -173,6 +174,10 @@ def by_peft(folder: Path, adapters: Path | None, prompts: list[str]) -> list[str
     return said
 
 
+def named(adapters: dict[str, Path]) -> tuple[str, ...]:
+    return tuple(f"{name}={folder}" for name, folder in adapters.items())
+
+
 def test_rows_say_what_peft_says_with_their_adapters_alone(
     folder: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -183,11 +188,10 @@ def test_rows_say_what_peft_says_with_their_adapters_alone(
     alone = {name: by_peft(folder, path, prompts) for name, path in [(None, None), *adapters.items()]}
     # Each row tells the three apart: a row with the adapters of another one is seen.
     assert all(len({alone[name][number] for name in alone}) == 3 for number in range(len(names)))
-    greedy = Sampling(temperature=0)
-    found = answers(folder, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", adapters=adapters, sampling=greedy)
+    found = answers(folder, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", adapters=named(adapters), temperature=0)
     assert found == [alone[name][number] for number, name in enumerate(names)]
     swapped = {"warm": adapters["cold"], "cold": adapters["warm"]}
-    other = answers(folder, tmp_path / "rows.jsonl", tmp_path / "other.jsonl", adapters=swapped, sampling=greedy)
+    other = answers(folder, tmp_path / "rows.jsonl", tmp_path / "other.jsonl", adapters=named(swapped), temperature=0)
     differs = [one != two for one, two in zip(found, other, strict=True)]
     assert differs == [name is not None for name in names]
 

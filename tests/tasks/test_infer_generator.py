@@ -7,17 +7,17 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import click
 import numpy as np
 import pytest
 from PIL import Image
 
 from mindspeed_mm.cli import infer as cli
-from mindspeed_mm.cli.sharing import words_of
+from mindspeed_mm.cli.sharing import rank_words
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError, StoppedAfterSave, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
@@ -30,6 +30,8 @@ from mindspeed_mm.tasks.draw.generate import GenerateRequest
 from mindspeed_mm.tasks.draw.sample_folder import SampleFolder
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.requests.export import ExportRequest
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -118,7 +120,7 @@ def test_a_run_is_sampled_with_its_own_settings(tmp_path: Path) -> None:
 def test_adapters_of_a_run_and_beside_a_folder(tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path)
     train(yaml, tmp_path / "run", "training.lora.enable=true", "training.lora.rank=4", "training.lr=0.1")
-    export.run(tmp_path / "run", tmp_path / "lora")
+    export.run(ExportRequest(tmp_path / "run", tmp_path / "lora"))
     asked = request("a cat")
     make(tmp_path / "run", tmp_path / "of run", asked)
     beside = GenerateRequest(asked.prompts, settings=asked.settings, lora=tmp_path / "lora")
@@ -339,7 +341,7 @@ def test_the_command_line_of_a_generator(flux: Path, words: list[str], message: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "a", "--steps", "3"], "--steps  is for image and video generators, but this model is not one"),
+        (["--prompt", "a", "--steps", "3"], "--steps  is for image and video generators, but this model is a language"),
         (["--prompt", "a", "--adapter", "b=c"], "--adapter  only rows of --data choose among adapters"),
         (["--prompt", "a", "--nproc", "2"], "--nproc  one question is answered by one process"),
         (["--prompts", "p.txt"], "--prompts  is for image"),
@@ -369,18 +371,18 @@ def test_ranks_get_the_same_command_line() -> None:
     ]
     seen = []
 
-    def note(context: click.Context, *_: Any) -> int:
-        seen.append(({**context.params, "nproc": None}, words_of(context)))
+    def note(request: InferRequest) -> int:
+        seen.append((replace(request, nproc=1), rank_words(request)))
         return 0
 
     with (
-        mock.patch.dict(cli.COMMANDS, {GENERATOR: (note, (), "")}),
+        mock.patch.dict(cli.COMMANDS, {GENERATOR: note}),
         mock.patch("mindspeed_mm.tasks.model_kind.kind_of_path", lambda _: GENERATOR),
     ):
         assert mm("infer", *given).code == 0
         assert mm("infer", *seen[0][1]).code == 0
     assert seen[0] == seen[1]
-    assert seen[0][0]["prompts"] == ("-a cat", "")
+    assert seen[0][0].prompts == ("-a cat", "")
     assert not any("nproc" in word for word in seen[0][1])
 
 

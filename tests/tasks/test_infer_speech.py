@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.tasks.answer import infer, speech
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_omni_talker import write_omni, write_spoken_rows
 
@@ -80,13 +80,15 @@ def said(folder: Path, sound: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return told, found
 
 
+def asked_of(folder: Path, sound: Path, **options: Any) -> InferRequest:
+    """The prompt about a sound, answered by the likeliest tokens."""
+    return InferRequest(folder, prompts=(PROMPT,), audios=(sound,), max_new_tokens=TOKENS, temperature=0, **options)
+
+
 def test_words_and_voice_are_those_of_transformers(
     folder: Path, sound: Path, said: tuple[dict[str, Any], np.ndarray]
 ) -> None:
-    greedy = Sampling(TOKENS, temperature=0, seed=3)
-    unspoken = infer.answer_prompt(
-        folder, PROMPT, [MediaItem("audio", str(sound))], max_new_tokens=TOKENS, sampling=greedy
-    )
+    unspoken = infer.answer_prompt(asked_of(folder, sound, seed=3))
     ids, samples = by_transformers(folder, sound, 3, "chelsie")
     told, found = said
     assert told["text"] == unspoken.text and list(unspoken.token_ids) == ids
@@ -110,20 +112,17 @@ def test_voice_and_seed_reach_the_model(
         return generate(model, *words, **options)
 
     monkeypatch.setattr(kind, "generate", noted)
-    greedy = Sampling(TOKENS, temperature=0, seed=4)
-    shown = [MediaItem("audio", str(sound))]
-    other = speech.run(folder, PROMPT, shown, tmp_path / "said.wav", sampling=greedy, speaker="ethan")
+    other = speech.run(asked_of(folder, sound, seed=4, speak=tmp_path / "said.wav", speaker="ethan"))
     assert asked == ["ethan"]
     assert other.answer.text == said[0]["text"]
     assert heard(tmp_path / "said.wav")[1].tolist() != said[1].tolist()
 
 
 def test_what_cannot_be_spoken(folder: Path, tmp_path: Path) -> None:
-    greedy = Sampling(TOKENS, temperature=0)
     with pytest.raises(UsageError, match="the model does not speak"):
-        speech.run(make_tiny_qwen3(tmp_path / "text"), "hi", [], tmp_path / "a.wav", sampling=greedy)
+        speech.run(InferRequest(make_tiny_qwen3(tmp_path / "text"), prompts=("hi",), speak=tmp_path / "a.wav"))
     with pytest.raises(UsageError, match=r"there is no voice 'nobody'(?s:.)*Choose one of"):
-        speech.run(folder, "hi", [], tmp_path / "a.wav", sampling=greedy, speaker="nobody")
+        speech.run(InferRequest(folder, prompts=("hi",), speak=tmp_path / "a.wav", speaker="nobody"))
     for words in (
         ["--data", "rows.jsonl", "--out", "a.jsonl", "--speak", "a.wav"],
         ["--prompt", "hi", "--speaker", "ethan"],

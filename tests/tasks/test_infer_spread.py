@@ -14,8 +14,8 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.fsdp.distributed import parallel_state
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.tasks.answer import infer
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl
 
@@ -60,10 +60,18 @@ def make_rows(folder: Path, *, shows: bool) -> Path:
 
 
 def answer_as_rank(model: str, rows: str, out: str, plan: str, beams: int | None = None) -> str:
-    sampling = Sampling(temperature=None if beams else 1.5, beams=beams)
+    sampling = {"temperature": None if beams else 1.5, "beams": beams}
     try:
         infer.run(
-            Path(model), Path(rows), Path(out), max_new_tokens=TOKENS, batch_size=2, plan=Path(plan), sampling=sampling
+            InferRequest(
+                Path(model),
+                data=Path(rows),
+                out=Path(out),
+                max_new_tokens=TOKENS,
+                batch_size=2,
+                plan=Path(plan),
+                **sampling,
+            )
         )
     except MMError as error:
         return str(error)
@@ -76,8 +84,9 @@ def check_same(model: Path, folder: Path, words: str, *, shows: bool) -> None:
     rows, plan = make_rows(folder, shows=shows), make_plan(folder, model, words)
     said = run_ranks(2, answer_as_rank, str(model), str(rows), str(folder / "two.jsonl"), str(plan))
     assert said == ["", ""]
-    warm = Sampling(temperature=1.5)
-    infer.run(model, rows, folder / "one.jsonl", max_new_tokens=TOKENS, batch_size=2, sampling=warm)
+    infer.run(
+        InferRequest(model, data=rows, out=folder / "one.jsonl", max_new_tokens=TOKENS, batch_size=2, temperature=1.5)
+    )
     assert (folder / "two.jsonl").read_text() == (folder / "one.jsonl").read_text()
     answers = [json.loads(line)["answer"] for line in (folder / "one.jsonl").read_text().splitlines()]
     assert len(set(answers)) > 2
@@ -139,4 +148,4 @@ def test_what_is_not_spread(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, shows=False)
     plan = make_plan(tmp_path, model, "ulysses_parallel_size: 2")
     with pytest.raises(UsageError, match="one process holds the whole model"):
-        infer.run(model, rows, tmp_path / "out.jsonl", plan=plan)
+        infer.run(InferRequest(model, data=rows, out=tmp_path / "out.jsonl", plan=plan))

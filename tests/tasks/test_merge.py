@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.export import merge
 from mindspeed_mm.tasks.model_source import ModelSource, with_adapters
+from mindspeed_mm.tasks.requests.export import MergeRequest
 from tests.helpers.adapters import adapted_model, denoised, logits, move_trained
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
@@ -82,7 +83,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", list(FOREIGN))
 def test_adapters_that_peft_wrote(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
     adapter = foreign(bases["dense"], tmp_path / "adapter", **FOREIGN[kind])
-    merged = merge.run(bases["dense"], [adapter], tmp_path / "out", dtype="fp64")
+    merged = merge.run(MergeRequest(bases["dense"], [adapter], out=tmp_path / "out", dtype="fp64"))
     expected = logits(by_peft(bases["dense"], adapter))
     torch.testing.assert_close(logits(loaded(merged.folder)), expected, rtol=0, atol=1e-12)
     assert not torch.allclose(logits(loaded(bases["dense"])), expected, atol=1e-3)
@@ -98,7 +99,7 @@ def test_biases_that_peft_trained_beside_adapters(bias: str, tmp_path: Path) -> 
             if parameter.requires_grad:
                 parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double() / 10
     model.save_pretrained(tmp_path / "adapter")
-    merged = merge.run(base, [tmp_path / "adapter"], tmp_path / "out", dtype="fp64")
+    merged = merge.run(MergeRequest(base, [tmp_path / "adapter"], out=tmp_path / "out", dtype="fp64"))
     weights = load_file(merged.folder / "model.safetensors")
     moved = {name for name in weights if name.endswith(".bias") and bool(weights[name].any())}
     assert any("q_proj" in name for name in moved) and any("k_proj" in name for name in moved) == (bias == "all")
@@ -126,7 +127,9 @@ def test_own_adapters_in_peft_and_merged(kind: str, bases: dict[str, Path], tmp_
     base = bases["moe" if "expert" in kind else "dense"]
     model = adapted_model(base, dtype=torch.float64, **OWN[kind])
     save_adapters(model, tmp_path / "adapter", base)
-    merged = merge.run(base, [tmp_path / "adapter"], tmp_path / "out", dtype="fp64", max_shard_bytes=60_000)
+    merged = merge.run(
+        MergeRequest(base, [tmp_path / "adapter"], out=tmp_path / "out", dtype="fp64", max_shard_bytes=60_000)
+    )
     for found in (by_peft(base, tmp_path / "adapter"), loaded(merged.folder)):
         torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-12)
     assert not torch.allclose(logits(loaded(base)), logits(model), atol=1e-4)
@@ -139,7 +142,9 @@ def test_several_with_scales_and_back(bases: dict[str, Path], tmp_path: Path) ->
         move_trained(model, index)
         save_adapters(model, tmp_path / str(index), bases["dense"])
         adapters.append(tmp_path / str(index))
-    merged = merge.run(bases["dense"], adapters, tmp_path / "both", scales=[0.5, 2.0], dtype="fp64").folder
+    merged = merge.run(
+        MergeRequest(bases["dense"], adapters, out=tmp_path / "both", scales=[0.5, 2.0], dtype="fp64")
+    ).folder
     peft = by_peft(bases["dense"], adapters[0])
     peft.load_adapter(adapters[1], "second", autocast_adapter_dtype=False)
     peft.base_model.set_adapter(["default", "second"])
@@ -148,7 +153,7 @@ def test_several_with_scales_and_back(bases: dict[str, Path], tmp_path: Path) ->
             if isinstance(getattr(module, "scaling", None), dict) and name in module.scaling:
                 module.scaling[name] *= times
     torch.testing.assert_close(logits(loaded(merged)), logits(peft.eval()), rtol=0, atol=1e-12)
-    back = merge.run(merged, adapters, tmp_path / "back", scales=[-0.5, -2.0], dtype="fp64").folder
+    back = merge.run(MergeRequest(merged, adapters, out=tmp_path / "back", scales=[-0.5, -2.0], dtype="fp64")).folder
     found, base = load_file(back / "model.safetensors"), load_file(bases["dense"] / "model.safetensors")
     assert all(torch.allclose(found[key], base[key].double(), rtol=0, atol=1e-12) for key in base)
 
@@ -157,7 +162,9 @@ def test_generator(bases: dict[str, Path], tmp_path: Path) -> None:
     for use_dora in (False, True):
         model = adapted_model(bases["flux"], dtype=torch.float64, use_dora=use_dora)
         save_adapters(model, tmp_path / "adapter", bases["flux"], overwrite=True)
-        out = merge.run(bases["flux"], [tmp_path / "adapter"], tmp_path / f"out{use_dora}", dtype="fp64").folder
+        out = merge.run(
+            MergeRequest(bases["flux"], [tmp_path / "adapter"], out=tmp_path / f"out{use_dora}", dtype="fp64")
+        ).folder
         transformer = FluxTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float64)
         expected = denoised(model, facts_of(model).adapter)
         torch.testing.assert_close(denoised(transformer, facts_of(model).adapter), expected, rtol=0, atol=1e-12)
@@ -174,7 +181,7 @@ def test_a_wrong_merge_would_show(bases: dict[str, Path], tmp_path: Path, monkey
         return whole(self, weight, a, b) + (rest[0] / torch.linalg.norm(weight, dim=1) - 1)[:, None] * weight
 
     monkeypatch.setattr(lora_merge.Delta, "added", faulty)
-    merged = merge.run(bases["dense"], [tmp_path / "adapter"], tmp_path / "out", dtype="fp64").folder
+    merged = merge.run(MergeRequest(bases["dense"], [tmp_path / "adapter"], out=tmp_path / "out", dtype="fp64")).folder
     assert not torch.allclose(logits(loaded(merged)), logits(model), atol=1e-4)
 
 
@@ -198,14 +205,14 @@ def test_refusals(
         change(folder)
     base, adapters = bases[options.pop("base", "dense")], options.pop("adapters", [folder])
     with pytest.raises(error, match=message):
-        merge.run(base, adapters, tmp_path / "out", **options)
+        merge.run(MergeRequest(base, adapters, out=tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
 
 
 def test_dora_is_merged_once(bases: dict[str, Path], tmp_path: Path) -> None:
     folder = foreign(bases["dense"], tmp_path / "adapter", r=4, use_dora=True, target_modules=["q_proj"])
     with pytest.raises(UsageError, match="DoRA"):
-        merge.run(bases["dense"], [folder], tmp_path / "out", scales=[0.5])
+        merge.run(MergeRequest(bases["dense"], [folder], out=tmp_path / "out", scales=[0.5]))
 
 
 def settings(folder: Path, **changes: Any) -> None:
@@ -227,7 +234,7 @@ def test_inference_with_adapters_beside_the_weights(bases: dict[str, Path], tmp_
     assert source.fingerprint() != ModelSource(bases["dense"]).fingerprint()
     generator = load_generator(source.folder, source.lora)
     assert isinstance(generator.model, nn.Module)
-    merged = merge.run(bases["dense"], [folder], tmp_path / "out").folder
+    merged = merge.run(MergeRequest(bases["dense"], [folder], out=tmp_path / "out")).folder
     expected = load_generator(merged)
     torch.testing.assert_close(logits(generator.model), logits(expected.model), rtol=0, atol=1e-5)
     other = foreign(bases["moe"], tmp_path / "other", r=4, target_parameters=["experts.down_proj"], target_modules=[])

@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.tasks.data import preview
 from mindspeed_mm.tasks.report import report
 from mindspeed_mm.tasks.report.rows import MOST_ROWS, training_rows
+from mindspeed_mm.tasks.requests.data import DataPreviewRequest
 from tests.tasks.data_rows import make_run
 from tests.tasks.test_report import Page, external
 
@@ -32,7 +33,7 @@ def test_the_first_rows_of_training_are_on_the_page(run: Path, tmp_path: Path) -
     page = Page(html)
     assert external(page, html) == []
     assert "Training samples" in page
-    expected = preview.run(tmp_path / "run.yaml", count=MOST_ROWS).shown
+    expected = preview.run(DataPreviewRequest(tmp_path / "run.yaml", count=MOST_ROWS)).shown
     for row in expected:
         assert row.place in page
         told = [s.text for s in row.answers[0].stretches if s.weight]

@@ -19,6 +19,9 @@ from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
+from mindspeed_mm.tasks.requests.export import ExportRequest
+from mindspeed_mm.tasks.requests.infer import InferRequest
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import tiny_config
@@ -60,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_and_its_exported_folder_see_what_training_saw(run: Path, tmp_path: Path) -> None:
     from transformers import AutoProcessor  # after the guard, which the helpers call
 
-    exported = export.run(run, tmp_path / "hf").folder
+    exported = export.run(ExportRequest(run, tmp_path / "hf")).folder
     assert AutoProcessor.from_pretrained(exported).image_processor.size["longest_edge"] == MOST
     base = AutoProcessor.from_pretrained(run.parent / "model").image_processor.size["longest_edge"]
     assert base > MOST
@@ -76,16 +79,21 @@ def test_a_run_and_its_exported_folder_see_what_training_saw(run: Path, tmp_path
 @pytest.mark.edge("R9")
 def test_rows_that_train_are_evaluated_and_answered(run: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "held.jsonl")
-    assert evaluate.run(run, rows, out=tmp_path / "eval", max_new_tokens=2).overall.n == 4
+    assert evaluate.run(EvaluateRequest(str(run), data=rows, out=tmp_path / "eval", max_new_tokens=2)).overall.n == 4
     asked = write_rows(tmp_path / "asked.jsonl", answered=False)
-    assert infer.run(run, asked, tmp_path / "out.jsonl", max_new_tokens=2).answered == 4
+    assert infer.run(InferRequest(run, data=asked, out=tmp_path / "out.jsonl", max_new_tokens=2)).answered == 4
 
 
 @pytest.mark.edge("R9")
 def test_a_model_folder_reads_rows_as_a_named_configuration_says(run: Path, tmp_path: Path) -> None:
     rows, model = write_rows(tmp_path / "held.jsonl"), run.parent / "model"
     config = run.parent / "run.yaml"
-    assert evaluate.run(model, rows, out=tmp_path / "eval", max_new_tokens=2, config=config).overall.n == 4
+    assert (
+        evaluate.run(
+            EvaluateRequest(str(model), data=rows, out=tmp_path / "eval", max_new_tokens=2, config=config)
+        ).overall.n
+        == 4
+    )
     usual = tmp_path / "usual.jsonl"
     usual.write_text(
         json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]})

@@ -20,8 +20,8 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve import chat
-from mindspeed_mm.tasks.serve.request import Access
 from tests.helpers.greedy import greedy_answers
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_media import write_video

@@ -22,9 +22,9 @@ from PIL import Image
 from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve import backend, serve
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import Access, ServeRequest
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
@@ -218,13 +218,13 @@ def test_where_it_cannot_be(folder: Path, log: Path, monkeypatch: pytest.MonkeyP
         pass
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        asked = ServeRequest(folder, engine=name)
+        asked = _asked(folder, name)
         with pytest.raises(MachineError, match=f"{title} is not installed"), serve.engine_of(asked):
             pass
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(UsageError, match="made here alone"), serve.engine_of(_asked(tmp_path)):
-        pass
+    with pytest.raises(UsageError, match="made here alone"):
+        check_request(_asked(tmp_path))
 
 
-def _asked(folder: Path) -> ServeRequest:
-    return ServeRequest(folder, engine="vllm")
+def _asked(folder: Path, engine: Any = "vllm") -> ServeRequest:
+    return ServeRequest(folder, engine=engine)

@@ -18,9 +18,9 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve import connections
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import Access, ServeRequest, check_request
 from tests.helpers.runs import mm
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -182,7 +182,7 @@ def with_headers(address: str, *headers: str, path: str = "/v1/chat/completions"
 
 @pytest.mark.edge("BS10")
 def test_pages_of_others_do_not_make_the_server_compute(generator: Generator) -> None:
-    access = Access(hosts=frozenset({"127.0.0.1"}), origins=frozenset({"https://models.example.org"}))
+    access = Access(hosts=frozenset({"127.0.0.1"}), origins=("https://models.example.org",))
     with served(AnswerEngine(generator), access=access) as address:
         typed, own = "Content-Type: application/json", address
         fine = [(typed,), (typed, f"Origin: {own}"), ("content-type: Application/JSON; charset=utf-8",)]
@@ -209,6 +209,6 @@ def test_origins_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     for origin in ("models.example.org", "https://", "ftp://a", "https://a/b"):
         with pytest.raises(UsageError, match="is not the address of pages"):
-            check_request(ServeRequest(folder, origins=frozenset({origin})))
-    known = check_request(ServeRequest(folder, origins=frozenset({"https://models.example.org"})))
+            check_request(ServeRequest(folder, origins=(origin,)))
+    known = check_request(ServeRequest(folder, origins=("https://models.example.org",)))
     assert known.origins == {"https://models.example.org"} and known.hosts is not None

@@ -25,9 +25,9 @@ from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
 from mindspeed_mm.tasks.answer.continuous_fit import is_new_enough
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator, load_model
+from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
 from mindspeed_mm.tasks.serve import serve
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import ServeRequest
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl
 
@@ -280,8 +280,10 @@ def test_the_end_finishes_what_runs(generator: Generator, monkeypatch: pytest.Mo
 def test_models_that_it_is_not_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(**changes: Any) -> str:
         request = ServeRequest(**{"model": folder, "engine": "continuous", **changes})
-        with pytest.raises(MMError) as caught, serve.engine_of(request):
-            pass
+        with pytest.raises(MMError) as caught:
+            check_request(request)
+            with serve.engine_of(request):
+                pass
         (problem,) = caught.value.problems
         assert problem.key == "--engine" and problem.way_out
         return problem.what
@@ -290,7 +292,7 @@ def test_models_that_it_is_not_for(folder: Path, tmp_path: Path, monkeypatch: py
         patched.setattr(continuous_fit, "_NEEDS_TRANSFORMERS", "99.1")
         assert "needs transformers 99.1" in refused()
     assert "pictures" in refused(model=make_tiny_qwen3_vl(tmp_path / "sees"))
-    assert "adapters" in refused(adapters={"kind": tmp_path / "none"})
+    assert "adapters" in refused(adapters=(f"kind={tmp_path / 'none'}",))
     searches = make_tiny_qwen3(tmp_path / "searches")
     (searches / "generation_config.json").write_text(json.dumps({"num_beams": 2, "no_repeat_ngram_size": 3}))
     assert "no_repeat_ngram_size, num_beams" in refused(model=searches)

@@ -14,8 +14,8 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import Access
 from tests.helpers.browser import Page, browser, find_chromium
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan

@@ -27,8 +27,8 @@ from mindspeed_mm.core.errors import MachineError, UsageError
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.requests.serve import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve.serve import listen
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_media import write_video
@@ -287,10 +287,12 @@ def test_keys_are_compared_in_constant_time(generator: Generator, monkeypatch: p
 
 def test_only_this_machine_may_ask_unless_there_is_a_key(tmp_path: Path) -> None:
     assert ServeRequest(tmp_path).host == "127.0.0.1"
+    key = tmp_path / "key.txt"
+    key.write_text("right-key\n")
     for host in ("0.0.0.0", "::", "192.168.0.4", "example.org"):
         with pytest.raises(UsageError, match="there is no key"):
             check_request(ServeRequest(tmp_path, host=host))
-        assert check_request(ServeRequest(tmp_path, host=host, key="right-key")).hosts is None
+        assert check_request(ServeRequest(tmp_path, host=host, key_file=key)).hosts is None
     own = check_request(ServeRequest(tmp_path)).hosts
     assert own is not None and {"127.0.0.1", "localhost"} <= own
     with closing(listen("127.0.0.1", 0)) as taken, pytest.raises(MachineError, match="cannot be listened at"):

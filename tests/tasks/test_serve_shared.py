@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.utils.ranks import PATIENCE_S, Ranks
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource
+from mindspeed_mm.tasks.requests.serve import ServeRequest, check_request
 from mindspeed_mm.tasks.serve import serve, shared
-from mindspeed_mm.tasks.serve.request import ServeRequest
 from mindspeed_mm.tasks.serve.shared import load_shared
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -125,7 +125,8 @@ def test_what_is_not_spread(tmp_path: Path) -> None:
     for more, message in [
         ({}, "one process holds the whole model"),
         ({"engine": "vllm"}, "package's own engine"),
-        ({"adapters": {"terse": tmp_path}}, "adapters are not spread"),
+        ({"adapters": (f"terse={tmp_path}",)}, "adapters are not spread"),
     ]:
         with pytest.raises(UsageError, match=message):
-            serve.run(ServeRequest(model, **asked, **more), print)  # type: ignore[arg-type]
+            request = ServeRequest(model, **asked, **more)  # type: ignore[arg-type]
+            serve.run(request, check_request(request), print)

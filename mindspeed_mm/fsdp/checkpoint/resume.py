@@ -15,6 +15,7 @@ from typing import Any
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.core.redaction import without_credentials
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 
 Context = Mapping[str, Any]
 """What a manifest records of a run, or a part of it."""
@@ -123,9 +124,6 @@ PROVIDED = "provided"
 """How the data of a run are batched that a function of the caller reads."""
 _SPLIT_KEYS = frozenset({"micro_batches_per_step", "micro_batch_size"})
 
-_SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
-"""Values of a key between which a run may change, and the log says so: it is the same run, computed elsewhere."""
-
 
 def check_resumable(manifest_context: Context, current_context: Context, accept_data_change: bool = False) -> list[str]:
     """Compare the run that saved with the run that resumes.
@@ -169,6 +167,12 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
     return told + _environment_notes(manifest_context, current_context)
 
 
+def _state_of(optimizer: object) -> str:
+    """The word of an optimizer's state; of one that is not known here its name."""
+    facts = OPTIMIZERS.get(str(optimizer))
+    return facts.state if facts is not None else str(optimizer)
+
+
 def _check_same_kind_of_data(before: Context, now: Context, accept_data_change: bool) -> None:
     """Raise where a function of the user reads the data of one of the two runs alone: nothing else needs to be said."""
     then, today = before.get("batching"), now.get("batching")
@@ -198,7 +202,8 @@ def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[
         if key not in keys_then and key in _defaults() and values[1] == _defaults()[key]:
             continue  # a key that an older version did not have, at the value that leaves everything as it was
         problem = Problem(_change(*values), key=key)
-        is_same = set(map(str, values)) <= _SAME_STATE.get(key, set())
+        # The same state, computed elsewhere: the log says so.
+        is_same = key == "training.optimizer" and len({_state_of(value) for value in values}) == 1
         is_new = is_updated and key not in keys_then
         if is_same or is_new or _matches(key, NOTED_KEYS):
             noted.append(problem)

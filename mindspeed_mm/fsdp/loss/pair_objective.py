@@ -16,7 +16,7 @@ from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, labelled_rows
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, ModelInputs, Terms, text_tokens
-from mindspeed_mm.fsdp.loss.preference import PAIR_LOSS, PairScores, PairSettings, loss_weights
+from mindspeed_mm.fsdp.loss.preference import PAIR_LOSS, PairScores, beta_of, loss_weights
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.params.posttrain_args import DpoArguments
 
@@ -114,7 +114,7 @@ class PairObjective:
     ) -> None:
         self._inputs, self._head = ModelInputs(model), head
         self._reference, self._media = reference, media
-        self._settings, self._ld_alpha = PairSettings.of(dpo), dpo.ld_alpha
+        self._dpo, self._beta, self._ld_alpha = dpo, beta_of(dpo), dpo.ld_alpha
         self._loss_weights = loss_weights(dpo)
         self._sft = self._loss_weights.pop("sft", 0.0)
         self._sft_by_pair = dpo.pref_ftx if dpo.pref_ftx_by == "pair" else 0.0
@@ -205,7 +205,7 @@ class PairObjective:
             names.append(f"{self._sft:g} · sft")
         if self._sft_by_pair:
             names.append(f"{self._sft_by_pair:g} · sft by pair")
-        described = f"preferences, {' + '.join(names)}, beta {self._settings.beta:g}"
+        described = f"preferences, {' + '.join(names)}, beta {self._beta:g}"
         if self._reference is not None:
             described += f", reference: {self._reference.describe()}"
         return f"{described}; {self._head.describe()}"
@@ -219,10 +219,10 @@ class PairObjective:
         pair = PairScores(*sums.chunk(2), *ratios.chunk(2), *batch["_tokens"].clamp(min=1).to(sums).chunk(2))
         total = sums.new_zeros(len(counts))
         for name, weight in self._loss_weights.items():
-            total = total + weight * PAIR_LOSS[name](pair, self._settings)
-        margins = self._settings.beta * pair.margin.detach()
+            total = total + weight * PAIR_LOSS[name](pair, self._beta, self._dpo)
+        margins = self._beta * pair.margin.detach()
         if reference is None:
-            margins = self._settings.beta * pair.mean_margin.detach()
+            margins = self._beta * pair.mean_margin.detach()
         found = {
             self.term: (total * counts).sum(),
             "rewards/margins": (margins * counts).sum(),

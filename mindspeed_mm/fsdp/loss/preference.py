@@ -53,24 +53,8 @@ class PairScores:
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
-@dataclass(frozen=True)
-class PairSettings:
-    """The numbers that losses take."""
-
-    beta: float
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    discopop_tau: float = 0.05
-
-    @classmethod
-    def of(cls, dpo: DpoArguments) -> PairSettings:
-        """Of the section `posttrain.dpo`, for language models."""
-        beta = DEFAULT_BETA if dpo.beta is None else dpo.beta
-        return cls(beta, dpo.label_smoothing, dpo.simpo_gamma, dpo.discopop_tau)
-
-
-PairLoss = Callable[[PairScores, PairSettings], Tensor]
-"""(P,), differentiable."""
+PairLoss = Callable[[PairScores, float, DpoArguments], Tensor]
+"""The scores, β and the other settings → (P,), differentiable."""
 
 
 def _smoothed(logits: Tensor, epsilon: float) -> Tensor:
@@ -81,86 +65,86 @@ def _smoothed(logits: Tensor, epsilon: float) -> Tensor:
     return loss
 
 
-def _sigmoid(pair: PairScores, given: PairSettings) -> Tensor:
+def _sigmoid(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """Return the DPO loss −log σ(β · h), smoothed by ε (arXiv:2305.18290, equation 7)."""
-    return _smoothed(given.beta * pair.margin, given.label_smoothing)
+    return _smoothed(beta * pair.margin, given.label_smoothing)
 
 
-def _sigmoid_norm(pair: PairScores, given: PairSettings) -> Tensor:
+def _sigmoid_norm(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """The same of means over tokens."""
-    return _smoothed(given.beta * pair.mean_margin, given.label_smoothing)
+    return _smoothed(beta * pair.mean_margin, given.label_smoothing)
 
 
-def _hinge(pair: PairScores, given: PairSettings) -> Tensor:
+def _hinge(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """Return the hinge loss max(0, 1 − β · h) (arXiv:2305.10425, section 2.3)."""
-    return torch.relu(1 - given.beta * pair.margin)
+    return torch.relu(1 - beta * pair.margin)
 
 
-def _ipo(pair: PairScores, given: PairSettings) -> Tensor:
+def _ipo(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2310.12036, equation 17, of means over tokens."""
-    return (pair.mean_margin - 1 / (2 * given.beta)).square()
+    return (pair.mean_margin - 1 / (2 * beta)).square()
 
 
-def _robust(pair: PairScores, given: PairSettings) -> Tensor:
+def _robust(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """arXiv:2403.00409, equation 14: unbiased where labels are wrong with probability ε."""
-    epsilon, logits = given.label_smoothing, given.beta * pair.margin
+    epsilon, logits = given.label_smoothing, beta * pair.margin
     return (-(1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits)) / (1 - 2 * epsilon)
 
 
-def _exo_pair(pair: PairScores, given: PairSettings) -> Tensor:
+def _exo_pair(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """arXiv:2402.00856, equation 16: the reverse divergence from (1 − ε, ε)."""
-    logits = given.beta * pair.margin
+    logits = beta * pair.margin
     log_prior = torch.tensor([1 - given.label_smoothing, given.label_smoothing], dtype=torch.float64).log().tolist()
     log_chosen, log_rejected = F.logsigmoid(logits), F.logsigmoid(-logits)
     return log_chosen.exp() * (log_chosen - log_prior[0]) + log_rejected.exp() * (log_rejected - log_prior[1])
 
 
-def _nca_pair(pair: PairScores, given: PairSettings) -> Tensor:
+def _nca_pair(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """Return the NCA loss −log σ(β · r_c) − ½ log σ(−β · r_c) − ½ log σ(−β · r_j) (arXiv:2402.05369)."""
-    chosen, rejected = given.beta * pair.chosen_ratio, given.beta * pair.rejected_ratio
+    chosen, rejected = beta * pair.chosen_ratio, beta * pair.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _bco_pair(pair: PairScores, given: PairSettings) -> Tensor:
+def _bco_pair(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2404.04656, without its moving threshold."""
-    return -F.logsigmoid(given.beta * pair.chosen_ratio) - F.logsigmoid(-given.beta * pair.rejected_ratio)
+    return -F.logsigmoid(beta * pair.chosen_ratio) - F.logsigmoid(-beta * pair.rejected_ratio)
 
 
-def _sppo_hard(pair: PairScores, given: PairSettings) -> Tensor:
+def _sppo_hard(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2405.00675, equation 4.7, with winning probabilities of 1 and 0."""
-    half = 0.5 / given.beta
+    half = 0.5 / beta
     return (pair.chosen_ratio - half).square() + (pair.rejected_ratio + half).square()
 
 
-def _apo_zero(pair: PairScores, given: PairSettings) -> Tensor:
+def _apo_zero(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2408.06266, equation 7: for answers better than the model's own."""
-    return 1 - torch.sigmoid(given.beta * pair.chosen_ratio) + torch.sigmoid(given.beta * pair.rejected_ratio)
+    return 1 - torch.sigmoid(beta * pair.chosen_ratio) + torch.sigmoid(beta * pair.rejected_ratio)
 
 
-def _apo_down(pair: PairScores, given: PairSettings) -> Tensor:
+def _apo_down(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2408.06266, equation 8: for answers worse than the model's own."""
-    return torch.sigmoid(given.beta * pair.chosen_ratio) + 1 - torch.sigmoid(given.beta * pair.margin)
+    return torch.sigmoid(beta * pair.chosen_ratio) + 1 - torch.sigmoid(beta * pair.margin)
 
 
-def _discopop(pair: PairScores, given: PairSettings) -> Tensor:
+def _discopop(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """arXiv:2406.08414, equation 5: a blend of the logistic and the exponential loss."""
-    logits = given.beta * pair.margin
+    logits = beta * pair.margin
     share = torch.sigmoid(logits / given.discopop_tau)
     return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
 
 
-def _simpo(pair: PairScores, given: PairSettings) -> Tensor:
+def _simpo(pair: PairScores, beta: float, given: DpoArguments) -> Tensor:
     """Return the SimPO loss −log σ(β · (s_c / n_c − s_j / n_j) − γ) (arXiv:2405.14734, equation 6)."""
     chosen, rejected = pair.means
-    return -F.logsigmoid(given.beta * (chosen - rejected) - given.simpo_gamma)
+    return -F.logsigmoid(beta * (chosen - rejected) - given.simpo_gamma)
 
 
-def _orpo(pair: PairScores, given: PairSettings) -> Tensor:
+def _orpo(pair: PairScores, beta: float, _given: DpoArguments) -> Tensor:
     """arXiv:2403.07691, equation 7, of which the cross-entropy is a term of its own: the log odds ratio of the answers,
     whose probabilities are means over tokens."""
     chosen, rejected = pair.means
     odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
-    return -given.beta * F.logsigmoid(odds)
+    return -beta * F.logsigmoid(odds)
 
 
 def _log_of_rest(log_p: Tensor) -> Tensor:
@@ -185,6 +169,11 @@ PAIR_LOSS: dict[str, PairLoss] = {
     "orpo": _orpo,
 }
 """Name in `posttrain.dpo.loss_type` → the loss; `sft` is a cross-entropy beside them."""
+
+
+def beta_of(dpo: DpoArguments) -> float:
+    """Return β of a section `posttrain.dpo`, for language models: 0.1 where it names none."""
+    return DEFAULT_BETA if dpo.beta is None else dpo.beta
 
 
 def loss_weights(dpo: DpoArguments) -> dict[str, float]:

@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.optimizer.muon import Muon
 from mindspeed_mm.fsdp.optimizer.shards import local, room_like
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
-from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 
@@ -76,7 +76,7 @@ def build_optimizer(
             matched_rms=training.matched_adamw_rms,
             **options,
         )
-    swaps, dtype = training.optimizer == "adamw_swap", training.optimizer_state_dtype
+    swaps, dtype = OPTIMIZERS[training.optimizer].moments_on_host, training.optimizer_state_dtype
     if not (swaps or dtype or gradients_on_host):
         return ShardedAdamW(groups, **options)
     return StreamedAdamW(

@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
-from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at, first_of
 
 Group = dict[str, Any]
@@ -70,7 +70,7 @@ def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
     if (lora := facts_of(model).lora) is not None:
         undecayed.update(lora.token_rows)
     scales = _lr_scales(trainable, training)
-    counts = matrices(model, trainable) if training.optimizer == "muon" else {}
+    counts = matrices(model, trainable) if OPTIMIZERS[training.optimizer].for_matrices else {}
     settings = {}
     for name in trainable:
         decay = 0.0 if name in undecayed else training.weight_decay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -25,26 +26,36 @@ NotNegative = Annotated[Number, Field(ge=0)]
 
 BUILT_METHODS = {"language": ("dpo", "grpo"), "generator": ("dpo", "grpo", "nft")}
 """Kind of model → the methods that this version has for it."""
-PAIR_LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "sigmoid_norm",
-    "discopop",
-    "sft",
-    "simpo",
-    "orpo",
-)
+
+
+@dataclass(frozen=True)
+class PairLossFacts:
+    """What the configuration must know of a loss of preference pairs; `fsdp/loss/preference.py` computes it."""
+
+    reads: tuple[str, ...] = ()
+    """Keys of `posttrain.dpo` that act on this loss, and not on all."""
+    has_reference: bool = True
+    """Whether it compares the policy with a reference."""
+
+
+PAIR_LOSSES = {
+    "sigmoid": PairLossFacts(("label_smoothing",)),
+    "hinge": PairLossFacts(),
+    "ipo": PairLossFacts(),
+    "robust": PairLossFacts(("label_smoothing",)),
+    "exo_pair": PairLossFacts(("label_smoothing",)),
+    "nca_pair": PairLossFacts(),
+    "bco_pair": PairLossFacts(),
+    "sppo_hard": PairLossFacts(),
+    "apo_zero": PairLossFacts(),
+    "apo_down": PairLossFacts(),
+    "sigmoid_norm": PairLossFacts(("label_smoothing",)),
+    "discopop": PairLossFacts(("discopop_tau",)),
+    "sft": PairLossFacts(has_reference=False),
+    "simpo": PairLossFacts(("simpo_gamma",), has_reference=False),
+    "orpo": PairLossFacts(has_reference=False),
+}
 """Losses of preference pairs, as `posttrain.dpo.loss_type` names them."""
-WITHOUT_REFERENCE = frozenset({"sft", "simpo", "orpo"})
-"""Those that compare the policy with no reference."""
 
 
 def _loss_types(value: Any) -> Any:

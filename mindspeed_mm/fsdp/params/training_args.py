@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -28,6 +29,30 @@ from mindspeed_mm.fsdp.params.value_types import (
 
 NotNegative = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the configuration, checkpoints and the memory forecast must know of an optimizer."""
+
+    state: str
+    """Optimizers with the same word go on from each other's checkpoints."""
+    launch_name: str | None = None
+    """How launch scripts call it, as in Megatron's `--optimizer`; None: they do not."""
+    keeps_two_moments: bool = True
+    """Whether it keeps AdamW's two moments, which `optimizer_state_dtype` is about."""
+    moments_on_host: bool = False
+    """Whether moments stay on the host, and are copied to the device bucket by bucket."""
+    for_matrices: bool = False
+    """Whether it is for matrices of blocks alone: AdamW updates the rest, and the factors of adapters."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerFacts("AdamW", "adam"),
+    "adamw_swap": OptimizerFacts("AdamW", moments_on_host=True),
+    "muon": OptimizerFacts("Muon", "muon", keeps_two_moments=False, for_matrices=True),
+}
+"""By their names in `training.optimizer`."""
 
 
 def _listed(value: Any) -> Any:

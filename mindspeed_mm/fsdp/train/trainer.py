@@ -54,7 +54,6 @@ from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import seed_everything
 from mindspeed_mm.fsdp.train.run.record import WARNING, RunRecord, trusted_code
 from mindspeed_mm.fsdp.train.run.resume import ResumePoint, base_of_adapters, find_resume_point, run_context
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
 from mindspeed_mm.fsdp.train.run.start_checks import (
     check_config,
     check_encoders,
@@ -63,6 +62,7 @@ from mindspeed_mm.fsdp.train.run.start_checks import (
 )
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.run.trackers import Tracker
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 
@@ -78,28 +78,6 @@ class GivenObjects:
     """As a plugin's data set: samples by number, and a `collate_fn`."""
     validation_set: Any = None
     """The same, for validation."""
-
-
-@dataclass(frozen=True)
-class TrainOptions(ResumeOptions):
-    """What the command line adds to a configuration."""
-
-    steps: int | None = None
-    """Stop after this many steps of this start; the schedule stays that of the whole run."""
-    dry_run: bool = False
-    """Build everything, run nothing."""
-    verbose: bool = False
-    """Print everything that is known before the first step; otherwise four lines, and the rest goes to the log file. A
-    dry run prints everything."""
-    progress_to_stderr: bool = False
-    """Leave stdout to the result."""
-    plain_lines: bool = False
-    """Show steps as lines in the words of older tools, which scripts read, instead of a table."""
-    raises_on_second_interrupt: bool = False
-    """Raise `KeyboardInterrupt` at the second signal instead of ending the process, which belongs to somebody else."""
-    packs: bool | None = None
-    """Put the samples of a micro-batch into one row, or each into its own, whatever the configuration says: to compare
-    the two."""
 
 
 class Trainer:

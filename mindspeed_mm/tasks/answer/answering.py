@@ -54,8 +54,9 @@ class AnswerFile:
     def append(self, answered: Sequence[tuple[Question, Answer]]) -> None:
         """Add a batch of answers."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        batch = {}
         for question, answer in answered:
-            record = {
+            batch[question.row] = {
                 "row": question.row,
                 "id": question.id,
                 "question": question.text,
@@ -64,8 +65,8 @@ class AnswerFile:
                 "finished": answer.finished,
                 "model": self._fingerprint,
             }
-            append_jsonl(self.path, record)
-            self.records[question.row] = record
+        append_jsonl(self.path, *batch.values())
+        self.records |= batch
 
     def sort(self) -> None:
         """Put the lines into the order of the input."""

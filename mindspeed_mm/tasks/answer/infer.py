@@ -22,6 +22,8 @@ from mindspeed_mm.tasks.answer.answering import WAIT_S, AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.generation import load_generator, load_on_ranks
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
+from mindspeed_mm.tasks.requests.infer import QUESTIONS_AT_A_TIME, InferRequest
+from mindspeed_mm.tasks.requests.shared import adapters_of
 
 is_answers = first_line_has("row", "id", "question", "images", "answer", "finished", "model")
 """Whether a file begins like one that this command wrote."""
@@ -39,66 +41,43 @@ class InferOutcome:
     """Answers that ended at `max_new_tokens`, in the whole file."""
 
 
-def answer_prompt(
-    model: Path,
-    prompt: str,
-    media: Sequence[MediaItem] = (),
-    *,
-    max_new_tokens: int = 512,
-    lora: Path | None = None,
-    config: Path | None = None,
-    sampling: Sampling | None = None,
-    hides_thoughts: bool = False,
-) -> Answer:
-    """The answer to one prompt about some media; `lora`: with these adapters; `config`: shown as this says; `sampling`
-    and `hides_thoughts` as `run` takes them.
+def answer_prompt(request: InferRequest) -> Answer:
+    """The answer to the one prompt of a request, about its media.
 
     Raises:
         MMError: The folder is not a model, or a medium cannot be read.
     """
-    source = with_adapters(resolve_model(model), lora)
-    generator = load_generator(source.folder, source.lora, rows_view(source, config).of_people())
+    source = with_adapters(resolve_model(request.model), request.lora)
+    generator = load_generator(source.folder, source.lora, rows_view(source, request.config).of_people())
+    media = media_items(request)
     loader = generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
-    settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
-    ((_, answer),) = next(generator.answer([ask(prompt, media)], loader, batch_size=1, **settings))
+    question = ask(request.prompt, media)
+    ((_, answer),) = next(generator.answer([question], loader, batch_size=1, **_settings(request)))
     return answer
 
 
-def run(
-    model: Path,
-    data: Path,
-    out: Path,
-    *,
-    batch_size: int = 32,
-    max_new_tokens: int = 512,
-    media_dir: Path | None = None,
-    overwrite: bool = False,
-    lora: Path | None = None,
-    config: Path | None = None,
-    sampling: Sampling | None = None,
-    hides_thoughts: bool = False,
-    adapters: Mapping[str, Path] | None = None,
-    plan: Path | None = None,
-) -> InferOutcome | None:
-    """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
+def media_items(request: InferRequest) -> list[MediaItem]:
+    """The files that go with a request's prompt, as questions hold them."""
+    return [MediaItem(kind, str(path.absolute())) for kind, path in request.media]
 
-    As ranks of one job, processes share the rows; or, with `plan`, the model.
 
-    Args:
-        model: A Hugging Face folder or a run.
-        data: Rows as `read_questions` takes them.
-        out: Written batch by batch, and put into the order of the input at the end.
-        batch_size: Questions answered at a time.
-        max_new_tokens: Most tokens of an answer.
-        media_dir: Where relative media paths start; by default the folder of `data`.
-        overwrite: Forget the answers that `out` holds.
-        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
-        config: Says how rows are laid out and shown, instead of the run's own.
-        sampling: How tokens are chosen; what it leaves open is as the model's generation configuration says. Each row
-            draws from a seed of its own, so that an answer depends on nothing but its row.
-        hides_thoughts: Leave what the model thinks out of the answers.
-        adapters: Folders of adapters by name; a row's `adapter` chooses one of them, a row without has none.
-        plan: A YAML whose section `parallel` spreads the model over the ranks.
+def sampling_of(request: InferRequest) -> Sampling:
+    """How the tokens of a request's answers are chosen: with a seed, so that the same command gives the same answers.
+
+    Raises:
+        UsageError: Logits cannot be divided by the temperature, or there are more beams than fit.
+    """
+    seed, top_k, beams = request.seed or 0, request.top_k, request.beams
+    return Sampling(request.max_new_tokens, request.temperature, request.top_p, seed, top_k, beams=beams)
+
+
+def run(request: InferRequest) -> InferOutcome | None:
+    """Answer every row of a request's `data` into the JSON lines of its `out`; run again, it continues where it
+    stopped.
+
+    As ranks of one job, processes share the rows; or, with `plan`, the model. What the request leaves open of the
+    sampling is as the model's generation configuration says. Each row draws from a seed of its own, so that an answer
+    depends on nothing but its row.
 
     Returns:
         How it went; None on ranks above 0.
@@ -106,18 +85,23 @@ def run(
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` holds answers of another model or input.
     """
-    _check_files(data, out, overwrite=overwrite)
-    source = with_adapters(resolve_model(model), lora)
-    view = rows_view(source, config)
+    request.check_questions()
+    data, out, plan, media_dir = request.data, request.out, request.plan, request.media_dir
+    assert data is not None and out is not None  # as was checked
+    _check_files(data, out, overwrite=request.overwrite)
+    adapters, settings = adapters_of(request.adapters), _settings(request)
+    source = with_adapters(resolve_model(request.model), request.lora)
+    view = rows_view(source, request.config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
-    _check_adapters(questions, adapters or {}, data)
-    settings: dict[str, Any] = {"sampling": _chosen(sampling, max_new_tokens), "hides_thoughts": hides_thoughts}
-    fingerprint = f"{source.fingerprint()}-{max_new_tokens}"
-    if config:
+    _check_adapters(questions, adapters, data)
+    fingerprint = f"{source.fingerprint()}-{request.max_new_tokens}"
+    if request.config:
         fingerprint += view.mark
-    fingerprint += _mark(settings, max_new_tokens, source, adapters or {})
+    fingerprint += _mark(settings, source, adapters)
     with joined_ranks(WAIT_S) as ranks:
-        there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
+        there = ranks.first(
+            "reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=request.overwrite)
+        )
         missing = [question for question in questions if question.row not in there]
         share, writes = missing, ranks.is_first  # with a plan, ranks share the model, and answer all rows together
         if plan is None:
@@ -126,7 +110,8 @@ def run(
             generator = load_on_ranks(source, view, plan, ranks, adapters)
             media = generator.encoder.media(media_dir or data.parent, [data.parent])
             answers = AnswerFile(out, fingerprint) if writes else None
-            _answer_into(answers, generator, share, media, batch_size, settings, is_shown=ranks.is_first)
+            size = request.batch_size or QUESTIONS_AT_A_TIME
+            _answer_into(answers, generator, share, media, size, settings, is_shown=ranks.is_first)
         ranks.gather(None)  # all have written what they had to
         if not ranks.is_first:
             return None
@@ -134,6 +119,11 @@ def run(
         whole.sort()
     cut_off = sum(not record["finished"] for record in whole.records.values())
     return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _settings(request: InferRequest) -> dict[str, Any]:
+    """How a request's questions are answered, as `Generator.answer` takes it."""
+    return {"sampling": sampling_of(request), "hides_thoughts": request.hide_thoughts}
 
 
 def _answer_into(
@@ -161,9 +151,9 @@ def _check_files(data: Path, out: Path, *, overwrite: bool) -> None:
         check_output_file(out, is_answers, "--out")
 
 
-def _mark(settings: dict[str, Any], max_new_tokens: int, source: ModelSource, adapters: Mapping[str, Path]) -> str:
+def _mark(settings: dict[str, Any], source: ModelSource, adapters: Mapping[str, Path]) -> str:
     """What tells answers with other settings apart; nothing where they are the usual ones."""
-    usual = {"sampling": _chosen(None, max_new_tokens), "hides_thoughts": False}
+    usual = {"sampling": Sampling(settings["sampling"].max_new_tokens, seed=0), "hides_thoughts": False}
     asks = "" if settings == usual else repr(tuple(settings.values()))
     for name, path in adapters.items():
         asks += f"{name}={replace(source, lora=path).fingerprint()}"
@@ -179,12 +169,6 @@ def _check_adapters(questions: Sequence[Question], adapters: Mapping[str, Path],
             known = f"Known: {', '.join(adapters)}." if adapters else "Name their folder: --adapter NAME=FOLDER."
             what = f"there are no adapters '{question.adapter}'"
             raise DataError(what, where=f"{data.name}:{question.row}", key="adapter", way_out=known)
-
-
-def _chosen(sampling: Sampling | None, max_new_tokens: int) -> Sampling:
-    """With the longest answer, and with a seed: the same command gives the same answers."""
-    asked = sampling or Sampling()
-    return replace(asked, max_new_tokens=max_new_tokens, seed=asked.seed or 0)
 
 
 def _answered(out: Path, fingerprint: str, questions: Sequence[Question], *, overwrite: bool) -> set[int]:

@@ -28,8 +28,10 @@ from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack, wave_bytes
 from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.tasks.answer.infer import media_items, sampling_of
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.requests.infer import InferRequest
 
 MODEL_TYPE = "qwen3_omni_moe"
 SAMPLES_PER_S = 24_000
@@ -136,34 +138,18 @@ class Speaker:
         return answer, SoundTrack(samples, SAMPLES_PER_S)
 
 
-def run(
-    model: Path,
-    prompt: str,
-    media: Sequence[MediaItem],
-    out: Path,
-    *,
-    sampling: Sampling,
-    speaker: str = USUAL_VOICE,
-    config: Path | None = None,
-) -> VoicedAnswer:
-    """Answer one prompt in words and, in a WAV file, aloud.
-
-    Args:
-        model: A Hugging Face folder of Qwen3-Omni, or a run that began with one.
-        prompt: What is asked.
-        media: What it shows.
-        out: The file with the voice.
-        sampling: How the tokens of the text are chosen.
-        speaker: Whose voice.
-        config: Says how rows are shown, instead of the run's own.
+def run(request: InferRequest) -> VoicedAnswer:
+    """Answer the one prompt of a request in words and, in the WAV file that it names, aloud.
 
     Raises:
-        MMError: The model does not speak or has no such voice, a medium cannot be read, or `out` cannot be written.
+        MMError: The model does not speak or has no such voice, a medium cannot be read, or the file cannot be written.
     """
-    check_output_place(resolve_output(out), "--speak")
-    source = resolve_model(model)
-    spoken = Speaker(source.folder, QuestionEncoder(source.folder, rows_view(source, config).of_people()))
-    voice = spoken.voice(speaker)
-    answer, sound = spoken.speak(prompt, media, sampling, voice)
-    atomic_write_bytes(resolve_output(out), wave_bytes(sound))
-    return VoicedAnswer(answer, out, sound.samples.shape[1] / sound.rate, voice)
+    assert request.speak is not None
+    out = resolve_output(request.speak)
+    check_output_place(out, "--speak")
+    source = resolve_model(request.model)
+    spoken = Speaker(source.folder, QuestionEncoder(source.folder, rows_view(source, request.config).of_people()))
+    voice = spoken.voice(request.speaker or USUAL_VOICE)
+    answer, sound = spoken.speak(request.prompt, media_items(request), sampling_of(request), voice)
+    atomic_write_bytes(out, wave_bytes(sound))
+    return VoicedAnswer(answer, request.speak, sound.samples.shape[1] / sound.rate, voice)

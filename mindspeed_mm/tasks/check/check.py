@@ -33,7 +33,7 @@ from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, reference_kind
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
+from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint

@@ -22,6 +22,7 @@ from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.tasks.export import merge
+from mindspeed_mm.tasks.requests.export import MergeRequest
 
 _PEFT = "base_model.model."
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -74,7 +75,9 @@ class _FamilyConverter(GenericDCPConverter):
             overwrite: Replace what an earlier merge wrote there.
         """
         self._check_family(base_hf_dir)
-        done = merge.run(base_hf_dir, [lora_dir], save_merged_hf_dir, scales=[scaling], overwrite=overwrite)
+        done = merge.run(
+            MergeRequest(base_hf_dir, (lora_dir,), out=save_merged_hf_dir, scales=(scaling,), overwrite=overwrite)
+        )
         say(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
 
     def _check_family(self, folder: Path) -> None:

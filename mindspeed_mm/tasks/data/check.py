@@ -26,6 +26,7 @@ from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
 from mindspeed_mm.tasks.data.template_checks import template_findings
 from mindspeed_mm.tasks.data.tokens import special_texts
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 
 _COMPARED_ROWS = 16
 
@@ -80,40 +81,22 @@ class DataCheck:
         }
 
 
-def run(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    decode: bool = False,
-    limit: int | None = None,
-    nproc: int | None = None,
-    workers: int | None = None,
-    validation: bool = False,
-) -> DataCheck:
+def run(request: DataCheckRequest) -> DataCheck:
     """Read the rows once and judge them.
-
-    Args:
-        config_path: The YAML that training takes.
-        overrides: `section.key=value`.
-        decode: Decode every medium instead of reading its header.
-        limit: Number of rows to read, spread evenly over the data.
-        nproc: Ranks that the global batch is meant for; None: `WORLD_SIZE`, or 1.
-        workers: Processes that read; None: by the cores.
-        validation: The rows for validation instead.
 
     Raises:
         ConfigError: The configuration is off.
     """
-    result = DataCheck(config_path, decoded=decode)
+    result = DataCheck(request.config, decoded=request.decode)
     try:
-        data = open_data(config_path, overrides, validation=validation, patient=True)
+        data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
     except DataError as error:
         result.findings = [_does_not_open(error)]
         return result
     began = time.monotonic()
-    tally = look_through(data, decode=decode, limit=limit, workers=workers)
+    tally = look_through(data, decode=request.decode, limit=request.limit, workers=request.workers)
     result.seconds = time.monotonic() - began
-    _judge(result, data, tally, _ranks(nproc))
+    _judge(result, data, tally, _ranks(request.nproc))
     if not result.errors:
         result.findings = [*_of_first_batch(data), *result.findings]
     return result

@@ -21,6 +21,7 @@ from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.tokens import TokenReader, TokenSpan
+from mindspeed_mm.tasks.requests.data import DataPreviewRequest
 
 DEFAULT_COUNT = 3
 _MOST_SECONDS = 2.0
@@ -132,39 +133,22 @@ class Preview:
         }
 
 
-def run(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    rows: Sequence[int] | None = None,
-    row_ids: Sequence[str] = (),
-    count: int | None = None,
-    ranks: int = 1,
-    validation: bool = False,
-) -> Preview:
-    """Encode some rows as training would.
-
-    Args:
-        config_path: The YAML that training takes.
-        overrides: `section.key=value`.
-        rows: Indices from 0.
-        row_ids: Ids of rows, or their places (`train.jsonl:12`).
-        count: So many in the order of training, when no rows are given.
-        ranks: That the steps are dealt to.
-        validation: The rows for validation instead, in their order.
+def run(request: DataPreviewRequest) -> Preview:
+    """Encode some rows as training would: those that are named, else the first ones in the order of training.
 
     Raises:
         MMError: The configuration or the files are off.
         UsageError: A row is not there.
     """
-    data = open_data(config_path, overrides, validation=validation, patient=True)
-    chosen = [*(rows or ()), *find_rows(data.dataset, row_ids)]
+    numbers = request.row_numbers
+    data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
+    chosen = [*numbers, *find_rows(data.dataset, request.row_ids)]
     _check_inside(chosen, len(data.dataset))
-    loader, trouble = _loader(data, ranks)
+    loader, trouble = _loader(data, request.nproc)
     if not chosen:
-        chosen = first_rows(loader, len(data.dataset), count or DEFAULT_COUNT)
+        chosen = first_rows(loader, len(data.dataset), request.count or DEFAULT_COUNT)
     shown = show_rows(data, chosen)
-    found = Preview(config_path, len(data.dataset), data.param.basic_parameters.cutoff_len, shown)
+    found = Preview(request.config, len(data.dataset), data.param.basic_parameters.cutoff_len, shown)
     found.media, found.batch_trouble = data.dataset.media, trouble
     if loader is not None:
         places = places_in_epoch(loader, chosen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from mindspeed_mm.tasks.data.histogram import Bin, as_dicts, histogram, percenti
 from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.tally import MEDIA, RowStatistics
+from mindspeed_mm.tasks.requests.data import DataStatsRequest
 
 _PACKED_ROWS = 100_000
 """So many rows tell how well packing does."""
@@ -100,22 +100,15 @@ class DataStats:
         }
 
 
-def run(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    limit: int | None = None,
-    workers: int | None = None,
-    validation: bool = False,
-) -> DataStats:
-    """Read the rows once and describe them. Arguments as of `mm data check`.
+def run(request: DataStatsRequest) -> DataStats:
+    """Read the rows once and describe them.
 
     Raises:
         MMError: The configuration or the files are off; single rows are not an error here.
     """
-    data = open_data(config_path, overrides, validation=validation, patient=True)
+    data = open_data(request.config, request.overrides, validation=request.validation, patient=True)
     began = time.monotonic()
-    tally = look_through(data, decode=False, limit=limit, workers=workers)
+    tally = look_through(data, decode=False, limit=request.limit, workers=request.workers)
     seconds = round(time.monotonic() - began, 2)
     if not tally.usable:
         first = tally.bad[0]
@@ -126,7 +119,7 @@ def run(
             way_out="See mm data check.",
         )
     basic, training = data.param.basic_parameters, data.arguments.training
-    stats = DataStats(config_path, data.rows, tally.rows, tally.usable, basic.cutoff_len)
+    stats = DataStats(request.config, data.rows, tally.rows, tally.usable, basic.cutoff_len)
     stats.shares = shares(data.dataset, basic, tally)
     stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
     for kind in MEDIA:

@@ -43,8 +43,9 @@ def run(words: Sequence[str]) -> Path:
     if not is_alone:
         return folder / "run"
     from mindspeed_mm.tasks.export import export
+    from mindspeed_mm.tasks.requests.export import ExportRequest
 
-    return export.run(folder / "run", folder / "exported", overwrite=True).folder
+    return export.run(ExportRequest(folder / "run", folder / "exported", overwrite=True)).folder
 
 
 def make_class_pictures(options: argparse.Namespace, folder: Path, is_alone: bool = True) -> int:

@@ -15,7 +15,6 @@ from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import Question, read_questions, read_transcripts
 from mindspeed_mm.fsdp.sampling.answers.scored import (
-    EXACT,
     SAMPLES,
     Evaluation,
     check_evaluation_folder,
@@ -32,74 +31,48 @@ from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.evaluate.judge import Judge
 from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
 
-def run(
-    model: Path,
-    data: Path,
-    *,
-    out: Path | None = None,
-    batch_size: int = 64,
-    max_new_tokens: int = 512,
-    media_dir: Path | None = None,
-    lora: Path | None = None,
-    config: Path | None = None,
-    data_name: str | None = None,
-    comparison: Comparison = EXACT,
-    plan: Path | None = None,
-    judge: Judge | None = None,
-    against: Path | None = None,
-) -> Evaluation:
+def run(request: EvaluateRequest) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
     As ranks of one job, processes share the rows; or, with `plan`, the model. All of them return the scores.
 
-    Args:
-        model: A Hugging Face folder or a run.
-        data: Rows as `read_questions` takes them, each with the model's answer; or a folder of speech with transcripts,
-            as `read_transcripts` takes it.
-        out: Where the two files go; by default as `results_folder` says.
-        batch_size: Questions answered at a time.
-        max_new_tokens: Most tokens of an answer.
-        media_dir: Where relative media paths start; by default the folder of `data`.
-        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
-        config: Says how rows are laid out and shown, instead of the run's own.
-        data_name: What the results call `data`; None: its path.
-        comparison: How answers are compared with the expected ones.
-        plan: A YAML whose section `parallel` spreads the model over the ranks.
-        judge: Decides on answers that are not the expected ones.
-        against: Folder of the results of another model on the same rows, to compare with.
-
     Raises:
         MMError: The folder is not a model, rows are bad, `against` holds other questions, or `out` cannot be written.
     """
-    source = with_adapters(resolve_model(model), lora)
-    view = rows_view(source, config)
-    questions = _questions(data, media_dir, view)
+    data, most = request.data, request.longest_answer
+    assert data is not None  # as was checked
+    comparison = Comparison(request.metric or "exact", request.ignore_case, request.ignore_punctuation)
+    judge = Judge.of(request)
+    source = with_adapters(resolve_model(request.folder), request.lora)
+    view = rows_view(source, request.config)
+    questions = _questions(data, request.media_dir, view)
     others = None
-    if against is not None:
-        others = _read_others(against, questions, comparison)
-    media_dir = media_dir or data.parent
-    out = out or results_folder(source.run, source.folder)
+    if request.against is not None:
+        others = _read_others(request.against, questions, comparison)
+    media_dir = request.media_dir or data.parent
+    out = request.out or results_folder(source.run, source.folder)
     with joined_ranks(WAIT_S) as ranks:
         ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()
 
         def answer() -> dict[int, Answer]:
-            generator = load_on_ranks(source, view, plan, ranks)
+            generator = load_on_ranks(source, view, request.plan, ranks)
             media = generator.encoder.media(media_dir, [data.parent])
-            greedy = Sampling(max_new_tokens, temperature=0)
-            return answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=batch_size)
+            greedy, size = Sampling(most, temperature=0), request.questions_at_a_time
+            return answer_on_ranks(generator, questions, media, ranks, sampling=greedy, batch_size=size)
 
         unjudged = Unjudged.of(
             out,
             data,
-            (source.fingerprint(), view.mark, max_new_tokens, media_dir.absolute()),
+            (source.fingerprint(), view.mark, most, media_dir.absolute()),
             ((question.row, question.id, question.text) for question in questions),
         )
         answers = answer() if judge is None else unjudged.answers(ranks, answer)
-        told = data_name or str(data.absolute())
-        facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
+        told = request.data_name or str(data.absolute())
+        facts = _facts(source, told, media_dir, most, time.monotonic() - began, answers)
         verdicts = None
         if judge is not None:
             facts["judge"] = judge.facts()

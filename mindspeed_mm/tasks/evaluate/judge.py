@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.scored import Verdict
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.fsdp.sampling.answers.spoken import words_of
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
 Asked = TypeVar("Asked")
 Reply = TypeVar("Reply")
@@ -47,6 +48,13 @@ class Judge:
     url: str
     model: str
     key_variable: str | None = None
+
+    @classmethod
+    def of(cls, request: EvaluateRequest) -> Judge | None:
+        """The judge that a request names; None where it names none."""
+        if request.judge is None or request.judge_model is None:
+            return None
+        return cls(request.judge, request.judge_model, request.judge_key_env)
 
     def facts(self) -> dict[str, str]:
         """What results say of it."""

@@ -42,10 +42,10 @@ from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.evaluate.folder import Facts, results_folder
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
+from mindspeed_mm.tasks.requests.evaluate import LOSS_ROWS_AT_A_TIME, EvaluateRequest
 
 RESULTS = "loss.json"
 ROWS = "loss_rows.jsonl"
-BATCH_SIZE = 8
 _MOST_NAMED = 3
 _is_loss = is_object_of(
     ("tasks", "overall", "left_out", "model", "data", "seconds"),
@@ -117,49 +117,25 @@ class LossEvaluation:
         return [*lines, f"loss: {self.overall}"]
 
 
-@dataclass(frozen=True)
-class LossEvaluationRequest:
-    """What is measured, and how."""
-
-    model: Path
-    """A Hugging Face folder, a run or one checkpoint of a run."""
-    data: Path | None = None
-    """Rows in one of the training formats; None: the run's own validation rows."""
-    media_dir: Path | None = None
-    """Where relative media paths start; None: the folder of `data`."""
-    batch_size: int = BATCH_SIZE
-    """Rows that go through the model together."""
-    lora: Path | None = None
-    """Adapters to put beside the weights; None: the run's `inference.adapter`."""
-    config: Path | None = None
-    """Says how rows are laid out and shown, instead of the run."""
-    data_name: str | None = None
-    """What the results call `data`; None: its path."""
-
-
-def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluation:
+def run(request: EvaluateRequest) -> LossEvaluation:
     """Measure the loss, and write `loss.json` and `loss_rows.jsonl`.
 
     Rows are encoded as training encodes them: template, masks, media, `cutoff_len`. A run computes as it validates: in
     its types, its adapters beside the weights, with the average of the weights where it validates with that.
 
-    Args:
-        request: What is measured.
-        out: Where the two files go; by default as `results_folder` says.
-
     Raises:
         MMError: The folder is not a language model, rows are bad, or `out` cannot be written.
     """
-    if not kind_of_path(request.model).has_tokens:
+    if not kind_of_path(request.folder).has_tokens:
         raise UsageError(
             "is a generator: its answers are images or videos, which have no tokens",
-            where=str(request.model),
+            where=str(request.folder),
             key="--loss",
             way_out="Give its run validation rows (val_dataset, val_rate): mm train logs their val_loss.",
         )
-    kind = recognise(request.model)
-    run_folder = {"run": request.model, "dcp": request.model.absolute().parent}.get(kind)
-    out = out or results_folder(run_folder, request.model)
+    kind = recognise(request.folder)
+    run_folder = {"run": request.folder, "dcp": request.folder.absolute().parent}.get(kind)
+    out = request.out or results_folder(run_folder, request.folder)
     check_output_file(out / ROWS, first_line_has("id", "task", "loss", "tokens"), "--out")
     check_output_file(out / RESULTS, _is_loss, "--out")
     make_writable_folder(out)
@@ -167,7 +143,7 @@ def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluati
     with _opened(request, run_folder) as (measured, dataset, arguments, facts):
         data = arguments.data
         collate = collator_of(dataset, data.dataloader_param, packs=False, dataset_param=data.dataset_param)
-        batches = row_losses(measured, dataset, collate, request.batch_size)
+        batches = row_losses(measured, dataset, collate, request.batch_size or LOSS_ROWS_AT_A_TIME)
         found = list(_with_progress(batches, len(dataset)))
     facts |= {"seconds": round(time.monotonic() - began, 3)}
     evaluation = _evaluation(found, dataset, facts)
@@ -182,7 +158,7 @@ _Opened = tuple[LossModel, MMDataset, Arguments, dict[str, Any]]
 
 
 @contextmanager
-def _opened(request: LossEvaluationRequest, run_folder: Path | None) -> Iterator[_Opened]:
+def _opened(request: EvaluateRequest, run_folder: Path | None) -> Iterator[_Opened]:
     arguments = run_arguments(run_folder)
     own_adapter = arguments.inference.adapter if arguments is not None else None
     if arguments is None or request.lora is not None or own_adapter is not None:
@@ -192,13 +168,13 @@ def _opened(request: LossEvaluationRequest, run_folder: Path | None) -> Iterator
         param = _shown_by(request.config, arguments)
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
     dataset = _rows(request, arguments)
-    with loss_of_run(arguments, request.model, dataset.processor) as (measured, weights):
-        yield measured, dataset, arguments, _facts(request, request.model, None) | {"weights": weights}
+    with loss_of_run(arguments, request.folder, dataset.processor) as (measured, weights):
+        yield measured, dataset, arguments, _facts(request, request.folder, None) | {"weights": weights}
 
 
-def _of_folder(request: LossEvaluationRequest) -> _Opened:
+def _of_folder(request: EvaluateRequest) -> _Opened:
     """A model's folder, an exported run's too, in the type that its weights are stored in."""
-    source = with_adapters(resolve_model(request.model), request.lora)
+    source = with_adapters(resolve_model(request.folder), request.lora)
     arguments = _arguments_of(source, rows_view(source, request.config).param)
     dataset = _rows(request, arguments)  # first: it makes torchvision importable
     model = load_model(source.folder)
@@ -224,7 +200,7 @@ def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
     return param.model_copy(update={"preprocess_parameters": preprocess})
 
 
-def _rows(request: LossEvaluationRequest, arguments: Arguments) -> MMDataset:
+def _rows(request: EvaluateRequest, arguments: Arguments) -> MMDataset:
     """The rows that are asked for, encoded as training does.
 
     Raises:
@@ -252,10 +228,10 @@ def _rows(request: LossEvaluationRequest, arguments: Arguments) -> MMDataset:
     return validation
 
 
-def _nothing_named(request: LossEvaluationRequest) -> UsageError:
+def _nothing_named(request: EvaluateRequest) -> UsageError:
     return UsageError(
         "no rows are given, and there are no validation rows of a run",
-        where=str(request.model),
+        where=str(request.folder),
         key="--data",
         way_out="Name a file of rows.",
     )
@@ -321,7 +297,7 @@ def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
     return MeanLoss(total / weight, len(rows), sum(row.tokens for row in rows))
 
 
-def _facts(request: LossEvaluationRequest, model: Path, lora: Path | None) -> Facts:
+def _facts(request: EvaluateRequest, model: Path, lora: Path | None) -> Facts:
     facts = {"model": str(model.absolute())}
     if lora is not None:
         facts["lora"] = str(lora.absolute())

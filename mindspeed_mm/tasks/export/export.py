@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.choice import Which
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig
 from mindspeed_mm.checkpoint.conversion.run import Writing
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.original.lora_names import LoraFormat
 from mindspeed_mm.checkpoint.ptd.conversions import megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import ModelFolderError
@@ -24,6 +22,7 @@ from mindspeed_mm.tasks.export.contents import ContentKind, ExportContents, fold
 from mindspeed_mm.tasks.export.model_card import write_model_card
 from mindspeed_mm.tasks.export.plain import model_without_folder, write_plain
 from mindspeed_mm.tasks.export.source import NAME_MODEL, ExportSource, resolve_source
+from mindspeed_mm.tasks.requests.export import ExportRequest
 
 
 @dataclass(frozen=True)
@@ -44,43 +43,11 @@ class Exported:
     """Why this checkpoint of the run was taken: `best by val_loss 3.16`, `newest`, `named`."""
 
 
-def run(
-    source: Path,
-    target: Path,
-    *,
-    step: Which = None,
-    weights: Weights | None = None,
-    dtype: str | None = None,
-    model_folder: Path | None = None,
-    merge: bool = False,
-    transformer_only: bool = False,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    single_file: bool = False,
-    lora_format: LoraFormat = "diffusers",
-) -> Exported:
+def run(request: ExportRequest) -> Exported:
     """Export a checkpoint. The folder appears when it is complete; memory holds one file of it at a time.
 
     A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout; a run
-    whose model came from no folder its weights alone.
-
-    Args:
-        source: A run folder, one checkpoint, or a folder in Megatron's layout.
-        target: The folder to write.
-        step: Which of the run's checkpoints: a step, `best` or `newest`; None: the best that the run keeps, else the
-            newest.
-        weights: `ema` writes the average of the weights, `model` the weights as they were trained; None the average
-            when the checkpoint has one.
-        dtype: `bf16`, `fp16`, `fp32`, `fp64`; None writes each tensor as the model that the run started from has it,
-            adapters as they were trained.
-        model_folder: Where configuration, tokenizer and processor come from, a generator's other components, and the
-            weights under adapters; None takes what the run started from.
-        merge: Of a run that trained adapters, write the whole model with the adapters added to its weights.
-        transformer_only: Of a generator, write `transformer/` alone.
-        overwrite: Replace what an earlier export or merge has written there.
-        max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
-        single_file: Of a generator, write the transformer as one file under its authors' names.
-        lora_format: Of a generator's run that trained adapters, whose names they bear.
+    whose model came from no folder its weights alone. A folder in Megatron's layout is joined.
 
     Raises:
         CheckpointError: The checkpoint is damaged, absent or of another model.
@@ -89,35 +56,37 @@ def run(
             where there is none.
         MachineError: The target cannot be written.
     """
+    source, target, model_folder, overwrite = request.run, request.out, request.model_folder, request.overwrite
     check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
+    shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
     if source.is_dir() and is_megatron_folder(source):
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
-    plain = None if model_folder is not None or merge else model_without_folder(source)
+    plain = None if model_folder is not None or request.merge else model_without_folder(source)
     if plain is not None:
         checkpoint, taken, sizes, why = write_plain(
             source,
             target,
             plain,
-            step=step,
-            weights=weights,
-            dtype=torch_dtype(dtype),
-            max_shard_bytes=max_shard_bytes,
+            step=request.step,
+            weights=request.weights,
+            dtype=torch_dtype(request.dtype),
+            max_shard_bytes=shard_bytes,
             overwrite=overwrite,
         )
         size_bytes = sum(sizes.values())
         notes = (*checkpoint.notes, f"{plain} came from no folder: these are its weights alone, under its own names")
         return Exported(target, checkpoint.path, checkpoint.iteration, len(sizes), size_bytes, notes, taken, why=why)
-    found = resolve_source(source, step, model_folder)
-    reader = DcpTensors(found.checkpoint, weights)
+    found = resolve_source(source, request.step, model_folder)
+    reader = DcpTensors(found.checkpoint, request.weights)
     opened = open_contents(
         found,
         reader,
-        dtype=torch_dtype(dtype),
-        merge=merge,
-        transformer_only=transformer_only,
-        max_shard_bytes=max_shard_bytes,
-        single_file=single_file,
-        lora_format=lora_format,
+        dtype=torch_dtype(request.dtype),
+        merge=request.merge,
+        transformer_only=request.transformer_only,
+        max_shard_bytes=shard_bytes,
+        single_file=request.single_file,
+        lora_format=request.lora_format,
     )
     with opened as contents:
         return _write(contents, found, reader.weights, target, overwrite=overwrite)

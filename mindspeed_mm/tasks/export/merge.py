@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.export.contents import WholeModel, complete
+from mindspeed_mm.tasks.requests.export import ExportRequest, MergeRequest
 
 _KEY = "ADAPTER"
 
@@ -41,37 +42,22 @@ class Merged:
     """Size of the weights."""
 
 
-def run(
-    base: Path,
-    adapters: Sequence[Path],
-    out: Path,
-    *,
-    scales: Sequence[float] = (),
-    dtype: str | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Merged:
+def run(request: MergeRequest) -> Merged:
     """Write a folder like `base` with adapters merged. It appears when it is complete; memory holds one file of it.
 
-    Args:
-        base: A folder of transformers', in diffusers' layout, or in Megatron's with a config.json; or, without
-            adapters, a run that trained some: its checkpoint is merged with what the run started from.
-        adapters: Folders, or files, as PEFT, diffusers or this package writes them.
-        out: The folder to write.
-        scales: How many times each adapter is added: one number for all, or one for each; 1 without. −1 takes one out
-            of a folder that it was merged into.
-        dtype: As of `mm export`.
-        overwrite: Replace what an earlier export or merge has written there.
-        max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
+    The base is a folder of transformers', in diffusers' layout, or in Megatron's with a config.json; or, without
+    adapters, a run that trained some: its checkpoint is merged with what the run started from. Each adapter is added as
+    many times as its scale says: once without; −1 takes one out of a folder that it was merged into.
 
     Raises:
         ModelFolderError: The adapters are of another model, or of a kind that is not known.
         UsageError: Numbers of scales and adapters differ, or `out` may not be written.
         MachineError: The target cannot be written.
     """
+    base, adapters, out, overwrite = request.base, request.adapters, request.out, request.overwrite
     check_target(out, overwrite=overwrite, sources=(base, *adapters))
     if not adapters:
-        return _merge_run(base, out, scales, dtype, overwrite, max_shard_bytes)
+        return _merge_run(request)
     if not _is_model(base):
         raise ModelFolderError(
             "is not a model folder",
@@ -79,11 +65,11 @@ def run(
             way_out="Name the model that the adapters were trained on; for a run: mm merge RUN --out FOLDER.",
         )
     files = [[file.adapter() for file in AdapterFile.find_all(adapter, _KEY)] for adapter in adapters]
-    times = _times(files, scales)
+    times = _times(files, request.scales)
     found = [file for of_adapter in files for file in of_adapter]
     own_view = view_of_adapters(adapters[-1]) if kind_of_folder(base).has_tokens else None
     outline = ModelHub.build(_outline_arguments(base, own_view))
-    weights, torch_type = transformer_weights(base), torch_dtype(dtype)
+    weights, torch_type = transformer_weights(base), torch_dtype(request.dtype)
     with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
         tensors = with_new_rows(outline, folder_tensors(outline, stored), weights)
         expected = remember_layout(outline, weights)
@@ -94,7 +80,8 @@ def run(
         made = complete(outline, tensors, expected, weights, stored)
         rule = dtypes_of_base(outline, weights, torch_type)
         view = view_writer(own_view, base) if own_view is not None else None
-        contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
+        shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
+        contents = WholeModel(base, outline, made, rule, shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
 
@@ -104,17 +91,24 @@ def _is_model(base: Path) -> bool:
     return kind == "hf" or (kind == "megatron" and (base / "config.json").is_file())
 
 
-def _merge_run(
-    source: Path, out: Path, scales: Sequence[float], dtype: str | None, overwrite: bool, max_shard_bytes: int
-) -> Merged:
-    if recognise(source) not in ("run", "dcp"):
+def _merge_run(request: MergeRequest) -> Merged:
+    if recognise(request.base) not in ("run", "dcp"):
         raise UsageError(
-            "there is nothing to merge", where=str(source), key=_KEY, way_out="Name adapters after the base."
+            "there is nothing to merge", where=str(request.base), key=_KEY, way_out="Name adapters after the base."
         )
-    if scales:
+    if request.scales:
         raise UsageError("applies only to adapters that are named", key="--scale", way_out="Leave it out.")
-    exported = export.run(source, out, dtype=dtype, merge=True, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
-    return Merged(out, (str(exported.checkpoint),), exported.tensors, exported.size_bytes)
+    exported = export.run(
+        ExportRequest(
+            request.base,
+            request.out,
+            dtype=request.dtype,
+            merge=True,
+            overwrite=request.overwrite,
+            max_shard_bytes=request.max_shard_bytes,
+        )
+    )
+    return Merged(request.out, (str(exported.checkpoint),), exported.tensors, exported.size_bytes)
 
 
 def _times(adapters: Sequence[Sequence[StoredAdapter]], scales: Sequence[float]) -> list[float]:

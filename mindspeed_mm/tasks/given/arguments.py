@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.core.errors import Problem, UsageError
+from mindspeed_mm.core.request import short
 from mindspeed_mm.core.suggest import did_you_mean
 
 _BASIC = "data.dataset_param.basic_parameters"
 _ROWS = {"rows": f"{_BASIC}.dataset", "val_rows": f"{_BASIC}.val_dataset"}
-_LONGEST = 60
 _RESUMES = {"auto": True, "never": False}
-
-
-def short(value: object) -> str:
-    """A value as messages show it, however long it is."""
-    text = reprlib.repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def check_flags(**flags: object) -> None:
@@ -38,13 +31,6 @@ def check_counts(least: int = 1, **counts: object) -> None:
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             raise UsageError(f"{short(count)} is not a whole number of at least {least}", key=name)
-
-
-def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise `UsageError` for a word that is none of those known; None is none."""
-    if value is not None and value not in known:
-        hint = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise UsageError(f"{short(value)} is not one of {', '.join(known)}", key=name, way_out=hint.rstrip())
 
 
 def wants_resume(resume: object) -> bool:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.python_words import problem_for_python
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
+from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
 from mindspeed_mm.tasks.check import check as check_task
 from mindspeed_mm.tasks.given.arguments import named_by
 from mindspeed_mm.tasks.given.configuration import GivenConfig
 
 
 def check_given(
-    config: GivenConfig, rows: object, val_rows: object, nproc: int | None, start: Mapping[str, bool]
+    config: GivenConfig, rows: object, val_rows: object, nproc: int | None, start: ResumeOptions
 ) -> check_task.CheckResult:
-    """What is wrong with a configuration; arguments as of `mm.check`, `start` for `ResumeOptions`.
+    """What is wrong with a configuration; arguments as of `mm.check`, `start` as for `mm check`.
 
     Raises:
         UsageError: A model object or a data set of one's own is given, which cannot be checked.
@@ -37,7 +36,7 @@ def check_given(
                         "a data set of your own is not checked", key=key, way_out="Train it for a step: steps=1."
                     )
             words, _ = with_objects(config.source, words, None, (rows, val_rows), None, stack, keeps=False)
-        result = check_task.run(config.source, words, nproc=nproc, options=ResumeOptions(**start))
+        result = check_task.run(config.source, words, nproc=nproc, options=start)
     named_as = named_by(rows=rows, val_rows=val_rows)
     result.findings = [replace(each, problem=problem_for_python(named_as(each.problem))) for each in result.findings]
     return result

@@ -24,6 +24,7 @@ from mindspeed_mm.tasks.given.rows import (
 )
 from mindspeed_mm.tasks.given.run_view import Run
 from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.requests.infer import InferRequest
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:
@@ -104,33 +105,31 @@ class Asked:
 def _answer(asked: Asked) -> Any:
     """Answers of a language model, to a prompt or to rows."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a language model")
-    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
     from mindspeed_mm.tasks.answer import infer as task  # torch
 
-    kinds: tuple[tuple[MediaKind, tuple[Path, ...]], ...] = (
-        ("image", asked.pictures), ("video", asked.clips), ("audio", asked.sounds),
-    )  # fmt: skip
-    media = []
-    for kind, paths in kinds:
+    media: dict[str, Any] = {"images": asked.pictures, "videos": asked.clips, "audios": asked.sounds}
+    for key, paths in media.items():
         if paths and asked.rows is not None:
-            raise UsageError(f"{kind}s go with a prompt", key=f"{kind}s", way_out="Name them in the rows.")
-        media += [MediaItem(kind, str(path.absolute())) for path in paths]
-    if (asked.prompt is None and not media) == (asked.rows is None):
+            raise UsageError(f"{key} go with a prompt", key=key, way_out="Name them in the rows.")
+    if (asked.prompt is None and not any(media.values())) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
     same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
     if asked.rows is None:
         if not isinstance(asked.prompt, str | None):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-        return task.answer_prompt(asked.model, asked.prompt or "", media, **same)
+        prompts = () if asked.prompt is None else (asked.prompt,)
+        return task.answer_prompt(InferRequest(asked.model, prompts=prompts, **media, **same))
     answers = asked.out or asked.folder / "answers.jsonl"
     task.run(
-        asked.model,
-        question_file(asked.rows, asked.folder),
-        answers,
-        batch_size=asked.batch_size or 32,
-        media_dir=Path.cwd() if is_in_memory(asked.rows) else None,
-        overwrite=asked.overwrite,
-        **same,
+        InferRequest(
+            asked.model,
+            data=question_file(asked.rows, asked.folder),
+            out=answers,
+            batch_size=asked.batch_size,
+            media_dir=Path.cwd() if is_in_memory(asked.rows) else None,
+            overwrite=asked.overwrite,
+            **same,
+        )
     )
     return read_jsonl(answers)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import UsageError, told_as
 from mindspeed_mm.core.garbage import collecting_later
+from mindspeed_mm.core.request import short
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from mindspeed_mm.tasks.given.arguments import named_by, short
+from mindspeed_mm.tasks.given.arguments import named_by
 from mindspeed_mm.tasks.given.configuration import GivenConfig, resolved
 from mindspeed_mm.tasks.given.objects import with_objects
 from mindspeed_mm.tasks.given.run_view import RecordsInMemory, Run, run_of
@@ -26,9 +27,9 @@ def train_given(
     val_rows: object,
     processor: Processor | None,
     callbacks: object,
-    options: Mapping[str, Any],
+    options: TrainOptions,
 ) -> Run:
-    """Train in this process; arguments as of `mm.train`, `options` for `TrainOptions`."""
+    """Train in this process; arguments as of `mm.train`, `options` as for `mm train`."""
     ensure_torchvision()  # before callbacks and data sets of the caller import transformers
     hooks = _listed(callbacks)
     with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
@@ -36,8 +37,7 @@ def train_given(
             config.source, list(config.overrides), config.model, (rows, val_rows), processor, stack
         )
         kept = RecordsInMemory()
-        started = TrainOptions(raises_on_second_interrupt=True, **options)
-        trainer = Trainer(resolved(config.source, words), started, hooks, given=objects, trackers=[kept])
+        trainer = Trainer(resolved(config.source, words), options, hooks, given=objects, trackers=[kept])
         engine = trainer.train()
     return run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
 

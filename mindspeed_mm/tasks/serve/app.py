@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.draw.engine import DrawEngine
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.backend import Backend
 from mindspeed_mm.tasks.serve.chat import ChatRoutes
 from mindspeed_mm.tasks.serve.drawing import DrawRoutes
@@ -25,7 +26,6 @@ from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
 from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
-from mindspeed_mm.tasks.serve.request import Access
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {

@@ -19,10 +19,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mindspeed_mm.tasks.requests.serve import Access
 from mindspeed_mm.tasks.serve.failing import failure_of
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.metrics import Metrics
-from mindspeed_mm.tasks.serve.request import Access
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Anybody may ask these: they tell nothing about the model or its users."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.request import Request, option
 
 _LONGEST_MESSAGE = 300
 _YAML_SECTION = "data."
@@ -56,12 +57,13 @@ class RefusedError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _limit(value: Any, told: str) -> Any:
-    return field(default=value, metadata={"help": told})
+def _limit(default: float, told: str) -> Any:
+    is_whole = isinstance(default, int)
+    return option(told, default, **{"least": 1} if is_whole else {"above": 0})
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Request):
     """How much of everything a request may have. Each is an option of `mm serve`."""
 
     max_requests: int = _limit(64, "Maximum number of requests at a time, waiting ones included")

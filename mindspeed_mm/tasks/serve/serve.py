@@ -30,12 +30,12 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+from mindspeed_mm.tasks.requests.serve import CONTINUOUS, OWN, Access, ServeRequest
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
 from mindspeed_mm.tasks.serve.connections import BoundedProtocol, Connections
 from mindspeed_mm.tasks.serve.guard import Guard
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.request import CONTINUOUS, OWN, Access, ServeRequest, check_request
 from mindspeed_mm.tasks.serve.shared import SharedModel, load_shared
 
 _CACHED_TOKENS = 2**17
@@ -45,19 +45,19 @@ _LOOK_S = 0.2
 """How often is looked whether a server of ranks is to end."""
 
 
-def run(request: ServeRequest, say: Callable[[str], None]) -> None:
+def run(request: ServeRequest, access: Access, say: Callable[[str], None]) -> None:
     """Serve until a signal ends it. With a plan every rank of the job calls it, and the first one listens.
 
     Args:
         request: What and how.
+        access: Who may ask, as `check_request` found it.
         say: Is told the address.
 
     Raises:
-        UsageError: Everybody could ask, without a key; or what is served cannot be spread over ranks.
+        UsageError: What is served cannot be spread over ranks.
         MachineError: The address is taken, or is none of this machine's.
         MMError: The folder is not a model.
     """
-    access = check_request(request)
     if request.plan is None:
         _listen(request, access, say, engine_of(request))
         return
@@ -144,14 +144,13 @@ def _leading(request: ServeRequest, plan: Path, ranks: Ranks) -> Iterator[Engine
 
 @contextmanager
 def engine_of(request: ServeRequest) -> Iterator[Engine]:
-    """The model in this process, or behind another engine.
+    """The model in this process, or behind another engine, of a request that was checked.
 
     Raises:
-        UsageError: As `check_request`.
+        UsageError: Continuous batching is asked for, and not for this model.
         MachineError: The other engine is not installed, or did not start.
         MMError: The folder is not a model.
     """
-    check_request(request)
     if kind_of_path(request.model) is GENERATOR:
         sampler, defaults = load_drawing(request.model, lora=request.lora, config=request.config)
         yield DrawEngine(sampler, defaults, most_samples=request.batch_size)
@@ -159,7 +158,7 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config).of_people()
     if request.is_own:
-        engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapters))
+        engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapter_folders))
         try:
             with passed_over_by_collection():
                 yield engine

@@ -19,8 +19,9 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.plan.outline import packs_rows
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.register import import_plugin
 from mindspeed_mm.tasks.verify.compare import QUANTITIES, RecordsDifferError, deviations, worst_of
 from mindspeed_mm.tasks.verify.faults import planted

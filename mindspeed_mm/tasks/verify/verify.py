@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.requests.measure import VerifyRequest
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
 from mindspeed_mm.tasks.verify.ranks import run_ranks
 from mindspeed_mm.tasks.verify.setup import VerifyJob, set_up
@@ -27,30 +27,17 @@ _IN_RANKS = "mindspeed_mm.tasks.verify.run"
 """Imported there, not here: this process does without torch."""
 
 
-def run(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    nproc: int | None = None,
-    full: bool = False,
-    fault: str | None = None,
-) -> Verification:
+def run(request: VerifyRequest) -> Verification:
     """Verify a configuration. Nothing is written outside of a temporary folder.
-
-    Args:
-        config_path: The YAML.
-        overrides: `section.key=value`.
-        nproc: Number of processes; None: as few as the plan needs.
-        full: Take the real model with its weights.
-        fault: Plant this fault in everything but the one process: it must be noticed.
 
     Raises:
         MMError: Whatever `mm train` would refuse; a fault that cannot show.
     """
+    fault, nproc, full = request.fault, request.nproc, request.full
     began = time.monotonic()
     if fault is not None:
         find_fault(fault)  # a word that is none is answered first
-    config = load_with_plugins(config_path, overrides, ranks=nproc)
+    config = load_with_plugins(request.config, request.overrides, ranks=nproc)
     arguments = config.arguments
     config.check_built()
     without_save = arguments.training.model_copy(update={"save": None})
@@ -71,7 +58,7 @@ def run(
         finally:
             progress.end()
     return Verification(
-        path=config_path,
+        path=request.config,
         plan=describe_plan(setup.sizes),
         model=reference.model,
         changes=reference.job.setup.changes,

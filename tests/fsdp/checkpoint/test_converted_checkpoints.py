@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 
 IDS = torch.arange(12).reshape(1, 12)
@@ -48,7 +49,7 @@ def test_training_load_gives_the_logits_of_the_folder(make: object, tmp_path: Pa
 def test_an_export_of_it_is_the_folder_again(tmp_path: Path) -> None:
     source = make_tiny_qwen3(tmp_path / "hf")
     GenericDCPConverter().hf_to_dcp(source, tmp_path / "dcp")
-    export.run(tmp_path / "dcp", tmp_path / "out", model_folder=source)
+    export.run(ExportRequest(tmp_path / "dcp", tmp_path / "out", model_folder=source))
     one, two = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
@@ -57,4 +58,4 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     GenericDCPConverter().hf_to_dcp(make_tiny_qwen3(tmp_path / "hf"), tmp_path / "dcp")
     other = make_tiny_qwen3_moe(tmp_path / "other")
     with pytest.raises(CheckpointError, match="was saved from another model"):
-        export.run(tmp_path / "dcp", tmp_path / "out", model_folder=other)
+        export.run(ExportRequest(tmp_path / "dcp", tmp_path / "out", model_folder=other))

@@ -21,10 +21,12 @@ from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
@@ -160,7 +162,7 @@ def test_a_run_that_goes_on_takes_the_same_base(yamls: dict[str, Path], tmp_path
     assert torch.equal(resumed.model.get_submodule(layer).base_layer.weight, stored[f"{layer}.weight"])  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match="does not hold the weights that the adapters were trained on"):
         train(yamls["language"], tmp_path / "run", f"training.load={base}", "training.train_iters=6")
-    exported = export.run(tmp_path / "run", tmp_path / "out", merge=True).folder
+    exported = export.run(ExportRequest(tmp_path / "run", tmp_path / "out", merge=True)).folder
     norm = "model.language_model.norm.weight"
     frozen = "model.language_model.embed_tokens.weight"
     merged = load_file(exported / "model.safetensors")

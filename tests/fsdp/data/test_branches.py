@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.data import preview, stats
+from mindspeed_mm.tasks.requests.data import DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_run import make_tiny_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
@@ -51,7 +52,9 @@ def own_registries(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[No
 
 
 def preview_of(*words: str, rows: tuple[int, ...] = (0, 1), validation: bool = False) -> dict[str, Any]:
-    return preview.run(Path("run.yaml"), words, rows=rows, validation=validation).to_dict()
+    return preview.run(
+        DataPreviewRequest(Path("run.yaml"), words, rows=",".join(map(str, rows)), validation=validation)
+    ).to_dict()
 
 
 def mm(folder: Path, *words: str) -> str:
@@ -94,7 +97,9 @@ def test_b_lengths_are_known_from_headers() -> None:
     """`mm data stats` decodes nothing, so what it says comes from the plugin's `measure`."""
     words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
     shown = preview_of(*words, rows=tuple(range(24)))["shown"]
-    assert stats.run(Path("run.yaml"), words).tokens["total"] == sum(row["answers"][0]["tokens"] for row in shown)
+    assert stats.run(DataStatsRequest(Path("run.yaml"), words)).tokens["total"] == sum(
+        row["answers"][0]["tokens"] for row in shown
+    )
 
 
 @pytest.mark.slow

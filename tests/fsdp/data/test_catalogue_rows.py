@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from mindspeed_mm.tasks.data import check
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.tasks.data_rows import add_rows, make_run
 
@@ -465,7 +466,7 @@ def test_45_a_large_row_of_a_parquet_file(run: Run, monkeypatch: pytest.MonkeyPa
 def test_49_duplicate_ids_are_a_warning_with_their_count(tmp_path: Path) -> None:
     yaml = make_run(tmp_path)
     add_rows(tmp_path, [{**good(i), "id": f"row{i}"} for i in range(3)])
-    result = check.run(yaml)
+    result = check.run(DataCheckRequest(yaml))
     (finding,) = (each for each in result.findings if each.kind == "duplicate ids")
     assert (finding.severity, finding.rows) == ("warning", 3)
     assert "rows.jsonl:25  as rows.jsonl:1" in finding.examples

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample, Unread
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 from mindspeed_mm.tasks.data import check
+from mindspeed_mm.tasks.requests.data import DataCheckRequest
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.fsdp.data.row_formats import FORMATS, PICTURE, turn
 from tests.helpers.tiny_media import write_video
@@ -409,7 +410,7 @@ def test_data_check_names_the_rows(tmp_path: Path) -> None:
     odd = conversation("<img>a.png</img>What?", "b", margin=0.5)
     odd["messages"][1]["refusal_of"] = "no"
     add_rows(tmp_path, [odd, conversation("c", "d", margin=1.5)])
-    result = check.run(run, ["data.dataset_param.basic_parameters.max_samples=26"])
+    result = check.run(DataCheckRequest(run, ["data.dataset_param.basic_parameters.max_samples=26"]))
     (finding,) = [each for each in result.findings if each.kind == "not read"]
     assert finding.severity == "warning" and finding.rows == 2
     assert finding.examples == (

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook
-from mindspeed_mm.fsdp.train.trainer import TrainOptions
 from tests.helpers.distributed import run_ranks
 from tests.helpers.planned_steps import Quiet
 from tests.helpers.tiny_run import make_rows, make_tiny_run

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.helpers.runs import mm, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_tiny_run
@@ -170,7 +171,7 @@ def test_adapters_go_on_with_the_layers_of_their_file(tmp_path: Path) -> None:
     yaml = make_tiny_run(tmp_path)
     words = ("training.train_iters=1", "training.lora.enable=true", "training.lora.rank=2", "training.lora.alpha=4")
     train(yaml, tmp_path / "one", *words, "training.lora.target_modules=[q_proj, down_proj]")
-    export.run(tmp_path / "one", tmp_path / "adapter")
+    export.run(ExportRequest(tmp_path / "one", tmp_path / "adapter"))
     train(yaml, tmp_path / "two", *words, f"training.lora.pretrained_lora_path={tmp_path / 'adapter'}")
     assert tensors(tmp_path / "two").keys() == tensors(tmp_path / "one").keys()
     assert mm("check", yaml, *words).code == 0

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.ops.forward_stack import (
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan, FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.trainer import TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import packed_families
 from tests.helpers.distributed import run_ranks

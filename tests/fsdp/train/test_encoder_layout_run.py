@@ -9,7 +9,8 @@ import pytest
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.train.test_encoder_layout_parity import make_media_run
 from tests.helpers.distributed import run_ranks

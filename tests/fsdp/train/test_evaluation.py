@@ -14,16 +14,17 @@ from ruamel.yaml import YAML
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_mm.fsdp.sampling.answers import scored
-from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.best import BestSoFar
 from mindspeed_mm.fsdp.train.hooks.evaluation import EvaluationHook
 from mindspeed_mm.fsdp.train.run.random_state import capture_rng
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.report.charts import draw_charts
 from mindspeed_mm.tasks.report.data import read_run
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plan_matrix import DECODER, TP
 from tests.helpers.runs import differing, lines, losses, tensors
@@ -72,6 +73,10 @@ def best(save: Path) -> dict[str, Any]:
     return found
 
 
+def by_characters(model: Path, questions: Path, batch_size: int) -> EvaluateRequest:
+    return EvaluateRequest(str(model), data=questions, max_new_tokens=6, batch_size=batch_size, metric="cer")
+
+
 def test_answers_are_those_of_the_checkpoint_and_nothing_changes(yaml: Path, questions: Path, tmp_path: Path) -> None:
     train(yaml, tmp_path / "with")
     state = torch.cat([part.flatten().double() for part in capture_rng().values()])
@@ -80,7 +85,7 @@ def test_answers_are_those_of_the_checkpoint_and_nothing_changes(yaml: Path, que
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert differing(tensors(tmp_path / "with"), tensors(tmp_path / "without")) == []
 
-    found = evaluate.run(tmp_path / "with", questions, max_new_tokens=6, batch_size=1, comparison=Comparison("cer"))
+    found = evaluate.run(by_characters(tmp_path / "with", questions, 1))
     assert {sample["id"]: sample["given"] for sample in found.samples} == given(tmp_path / "with", 3)
     scores = measured(tmp_path / "with")
     assert list(scores) == [1, 2, 3]
@@ -269,7 +274,7 @@ def test_pairs_of_ranks_share_the_questions(yaml: Path, questions: Path, tmp_pat
     """Two ranks hold parts of each layer; four are two such pairs, which answer different questions."""
     run_ranks(4, train_with_and_without, str(yaml), str(tmp_path), "training.micro_batch_size=2", TP, timeout_s=200)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
-    found = evaluate.run(tmp_path / "with", questions, max_new_tokens=6, batch_size=4, comparison=Comparison("cer"))
+    found = evaluate.run(by_characters(tmp_path / "with", questions, 4))
     assert {sample["id"]: sample["given"] for sample in found.samples} == given(tmp_path / "with", 3)
 
 
@@ -287,5 +292,5 @@ def test_two_ranks_answer_as_one_and_go_on_as_without(yaml: Path, questions: Pat
     assert differing(tensors(tmp_path / "with"), tensors(tmp_path / "without")) == []
     assert given(tmp_path / "with", 2) != given(tmp_path / "with", 3)
     if plan != "bf16":  # what was trained so is exported in fp32
-        found = evaluate.run(tmp_path / "with", questions, max_new_tokens=6, batch_size=4, comparison=Comparison("cer"))
+        found = evaluate.run(by_characters(tmp_path / "with", questions, 4))
         assert {sample["id"]: sample["given"] for sample in found.samples} == given(tmp_path / "with", 3)

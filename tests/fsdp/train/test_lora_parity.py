@@ -14,8 +14,10 @@ from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.requests.export import ExportRequest
 from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.helpers.adapters import adapted_model, float_keeps_double, logits
 from tests.helpers.distributed import run_ranks
@@ -186,7 +188,7 @@ def test_resume_is_bitwise_and_what_is_exported_was_trained(case: str, yamls: di
         return
     from transformers import AutoModelForCausalLM
 
-    merged = export.run(tmp_path / "broken", tmp_path / "merged", merge=True, dtype="fp64").folder
+    merged = export.run(ExportRequest(tmp_path / "broken", tmp_path / "merged", merge=True, dtype="fp64")).folder
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
     own = resumed.model.double().eval()
     for one in (model, own):

@@ -14,8 +14,9 @@ from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.fsdp.checkpoint.tree import average_tensors, named_copies, optimizer_tensors
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import full, of_all_stages, record_weights
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, tensors
 from tests.helpers.schedules import HAS_ZBV, ZBV

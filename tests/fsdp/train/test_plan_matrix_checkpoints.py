@@ -17,8 +17,9 @@ import torch.distributed as dist
 from mindspeed_mm.fsdp.checkpoint.tree import optimizer_tensors
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder, full, of_all_stages, record_weights
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps

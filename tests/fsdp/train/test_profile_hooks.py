@@ -26,8 +26,9 @@ from mindspeed_mm.fsdp.train.hooks.profiles import (
     build_time_profile_hook,
 )
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_run import make_tiny_run
 

@@ -19,7 +19,8 @@ from mindspeed_mm.fsdp.posttrain_rewards.registry import solution_of
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.rollouts import files, loader
 from mindspeed_mm.fsdp.train.rollouts.text import TextRollouts, in_turns
-from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.counted_patches import counted_patches

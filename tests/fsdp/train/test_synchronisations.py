@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import TrainOptions
 from tests.helpers.planned_steps import Quiet
 from tests.helpers.synchronisations import counted
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

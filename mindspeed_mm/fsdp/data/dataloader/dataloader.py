@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Policy, Request, SampleFault
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery, Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
@@ -203,7 +203,7 @@ class MMDataLoader:
                 plans.plan()
 
     def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
-        requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
+        requests = (BatchRequest(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
         maker = BatchMaker(self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces)
         if self._workers.num_workers == 0:
             yield from (self._accept(maker[request], None) for request in requests)

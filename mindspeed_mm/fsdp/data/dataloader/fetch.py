@@ -30,7 +30,7 @@ _MOST_REPLACEMENTS = 100
 _MOST_SIZES = 20
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """Asks a worker for one micro-batch, made of these samples."""
 
     number: int
@@ -85,7 +85,7 @@ class BatchMaker(Dataset[Delivery]):
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._peers = SamplePeers(seed, dataset)
 
-    def __getitem__(self, request: Request) -> Delivery:
+    def __getitem__(self, request: BatchRequest) -> Delivery:
         """Make a batch. An error comes back as part of the delivery: torch would wrap it beyond recognition."""
         try:
             delivery = self.make(request)
@@ -97,7 +97,7 @@ class BatchMaker(Dataset[Delivery]):
         except Exception as error:  # noqa: BLE001 (a process border, and a plugin's data set is foreign code)
             return Delivery(None, error=self._unforeseen(error, request))
 
-    def make(self, request: Request) -> Delivery:
+    def make(self, request: BatchRequest) -> Delivery:
         """The batch of a request.
 
         Raises:
@@ -114,7 +114,7 @@ class BatchMaker(Dataset[Delivery]):
         """What to call a sample in messages."""
         return str(self.dataset.place(row))
 
-    def _take_all(self, request: Request, faults: list[SampleFault]) -> tuple[list[Taken], int]:
+    def _take_all(self, request: BatchRequest, faults: list[SampleFault]) -> tuple[list[Taken], int]:
         """The samples picked, without bad ones where that is possible, and how many of them are blank."""
         if request.blank_rows:
             return self._all_or_others(request.picks, []), request.blank_rows  # whose faults are told where it counts
@@ -184,7 +184,7 @@ class BatchMaker(Dataset[Delivery]):
             faults += [SampleFault("unread", name, what) for what in sample.pop("unread", ())]
         return Taken(sample, str(sample.get("sample_id", name)))
 
-    def _unforeseen(self, error: Exception, request: Request) -> DataError:
+    def _unforeseen(self, error: Exception, request: BatchRequest) -> DataError:
         names = ", ".join(self.name(pick.row) for pick in request.picks)
         lines = traceback.format_exception(error)
         return DataError(

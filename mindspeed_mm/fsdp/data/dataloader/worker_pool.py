@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from mindspeed_mm.core.errors import DataError, MachineError, first_names
-from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, BatchRequest, Delivery
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -63,12 +63,12 @@ class WorkerPool:
         with self._telling_of_failed_starts():
             self.slots = SharedSlots(count, options.slot_bytes) if self._forks else None
         maker.slots = self.slots
-        self._under_way: deque[Request] = deque()
+        self._under_way: deque[BatchRequest] = deque()
         self._iterator: Any = None
         self._first = 0
         """Number of the request that worker 0 was dealt first."""
 
-    def deliveries(self, requests: Iterator[Request]) -> Iterator[Delivery]:
+    def deliveries(self, requests: Iterator[BatchRequest]) -> Iterator[Delivery]:
         """What the workers made of the requests, in their order.
 
         When a worker has gained too much memory, no more is asked of any; once all has come that is under way, they are
@@ -185,19 +185,19 @@ class WorkerPool:
                 names += [self._maker.name(pick.row) for pick in request.picks]
         return first_names(names, most=16) or "no sample"
 
-    def _worker_of(self, request: Request) -> int:
+    def _worker_of(self, request: BatchRequest) -> int:
         """Torch deals requests to the workers in turn."""
         return (request.number - self._first) % self._options.num_workers
 
 
-class _Recorded(Iterable[Request]):
+class _Recorded(Iterable[BatchRequest]):
     """Requests as torch takes them, noted as under way, until it is closed."""
 
-    def __init__(self, requests: Iterator[Request], under_way: deque[Request]) -> None:
+    def __init__(self, requests: Iterator[BatchRequest], under_way: deque[BatchRequest]) -> None:
         self._requests, self._under_way = requests, under_way
         self.is_closed = False
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         while not self.is_closed and (request := next(self._requests, None)) is not None:
             self._under_way.append(request)
             yield request

@@ -75,7 +75,7 @@ def adapter_of_section(
     """
     changes = section.transformer if transformer is None else transformer
     adapter = find_adapter(str(section.model_name_or_path), section.model_id, changes, task or section.task)
-    adapter.vae_options = tuple(name for name in ("tiling", "slicing") if getattr(section, f"vae_{name}"))
+    adapter.vae_options = ("tiling",) * section.vae_tiling + ("slicing",) * section.vae_slicing
     adapter.quantize_encoders = section.quantize_encoders
     return adapter
 

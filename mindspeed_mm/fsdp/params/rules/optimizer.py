@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 
 
 def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
@@ -19,15 +20,17 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
             key="features.enable_gradient_offload",
             way_out="Set it to false, or parallel.pipeline_parallel_size to 1.",
         )
-    if training.optimizer == "muon" and training.optimizer_state_dtype:
+    optimizer = OPTIMIZERS[training.optimizer]
+    if training.optimizer_state_dtype and not optimizer.keeps_two_moments:
         yield Problem(
-            f"{training.optimizer_state_dtype} is for AdamW; muon keeps one state where AdamW keeps two",
+            f"{training.optimizer_state_dtype} is for AdamW; {training.optimizer} keeps one state where AdamW keeps "
+            "two",
             key="training.optimizer_state_dtype",
             way_out="Leave it out, or set training.optimizer to adamw or adamw_swap.",
         )
-    if training.optimizer == "muon" and training.lora.enable and not training.lora.modules_to_save:
+    if optimizer.for_matrices and training.lora.enable and not training.lora.modules_to_save:
         yield Problem(
-            "muon has no matrix to train: AdamW updates the factors of adapters",
+            f"{training.optimizer} has no matrix to train: AdamW updates the factors of adapters",
             key="training.optimizer",
             way_out="Set adamw, or name modules to train fully in training.lora.modules_to_save.",
         )
@@ -53,7 +56,8 @@ def _on_the_host_already(arguments: Arguments) -> Iterator[Problem]:
     if not arguments.parallel.fsdp_plan.cpu_offload:
         return
     already = "parallel.fsdp_plan.cpu_offload keeps parameters, gradients and optimizer on the host already"
-    if arguments.training.optimizer == "adamw_swap":
-        yield Problem(f"adamw_swap, but {already}", key="training.optimizer", way_out="Set adamw.")
+    name = arguments.training.optimizer
+    if OPTIMIZERS[name].moments_on_host:
+        yield Problem(f"{name}, but {already}", key="training.optimizer", way_out="Set adamw.")
     if arguments.features.enable_gradient_offload:
         yield Problem(f"true, but {already}", key="features.enable_gradient_offload", way_out="Set it to false.")

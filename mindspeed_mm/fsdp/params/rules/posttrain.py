@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.posttrain_args import (
-    WITHOUT_REFERENCE,
+    PAIR_LOSSES,
     DpoArguments,
     PosttrainArguments,
     RolloutArguments,
@@ -25,12 +25,6 @@ _MEDIA_ALONE = ("timestep_weight", "weight_alpha", "weight_beta", "histogram_pat
 """Keys of `posttrain.dpo` that act on pairs of answers, and those that act on pairs of media."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations after which the base model alone is not what training started from."""
-_READ_BY = {
-    "label_smoothing": ("exo_pair", "robust", "sigmoid", "sigmoid_norm"),
-    "simpo_gamma": ("simpo",),
-    "discopop_tau": ("discopop",),
-}
-"""Key of `posttrain.dpo` → the losses that it acts on; the other keys act on all."""
 
 ReferenceKind = Literal["adapters_off", "frozen", "stored"]
 
@@ -100,7 +94,7 @@ def draws_samples(arguments: Arguments) -> bool:
 def needs_reference(posttrain: PosttrainArguments) -> bool:
     """Whether the method compares the policy with a reference."""
     if posttrain.method == "dpo":
-        return not WITHOUT_REFERENCE.issuperset(posttrain.dpo.loss_type)
+        return any(PAIR_LOSSES[name].has_reference for name in posttrain.dpo.loss_type)
     if posttrain.method == "grpo":
         return bool(posttrain.grpo.beta)
     return posttrain.method == "nft" and bool(posttrain.nft.kl)
@@ -271,7 +265,8 @@ def _of_pairs(arguments: Arguments) -> Iterator[Problem]:
             key=f"{_KEY}.dpo.label_smoothing",
             way_out="Set it above 0, e.g. 0.001.",
         )
-    for name, losses in _READ_BY.items():
+    for name in dict.fromkeys(key for facts in PAIR_LOSSES.values() for key in facts.reads):
+        losses = sorted(loss for loss, facts in PAIR_LOSSES.items() if name in facts.reads)
         if dpo[name] != type(dpo).model_fields[name].default and set(losses).isdisjoint(dpo.loss_type):
             yield Problem(
                 f"{dpo[name]:g} has no effect on {', '.join(dpo.loss_type)}",

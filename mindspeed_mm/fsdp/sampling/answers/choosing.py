@@ -155,6 +155,14 @@ class RowChoices:
             self._log_probs.append(None if noted is None else LogProbs(noted))
         self._generators = [_generator(choice, device) for choice in choices]
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a row samples, or its scores are changed or noted; otherwise every row takes its likeliest token."""
+        return any(map(self._acts_on, range(len(self._choices))))
+
+    def _acts_on(self, row: int) -> bool:
+        return bool(self._filters[row] or self._choices[row].temperature or self._log_probs[row])
+
     def log_probs(self, row: int, count: int) -> list[TokenLogProb]:
         """Of the first tokens of a row; none where they were not asked for. Waits for the device."""
         noted = self._log_probs[row]
@@ -164,7 +172,7 @@ class RowChoices:
         """Scores (B, V) → the same, those of rows that sample replaced by what their largest is drawn by."""
         for row, choice in enumerate(self._choices):
             noted = self._log_probs[row]
-            if not (self._filters[row] or choice.temperature or noted):
+            if not self._acts_on(row):
                 continue
             ids_1L, scores_1V = input_ids[row : row + 1, self._starts[row].padding :], scores[row : row + 1]
             raw_1V = scores_1V.clone() if noted else scores_1V

@@ -351,16 +351,18 @@ class Generator:
             choices.append(TokenChoice.of(row.sampling, config))
         starts = [self.start(row, longest) for row in rows]
         finite, chooser = FiniteScores(len(rows)), RowChoices(choices, starts, device, self.grammars)
-        processors: list[FiniteScores | RowChoices | FirstRankDecides] = [finite, chooser]
+        processors: list[FiniteScores | RowChoices | FirstRankDecides] = [finite]
+        if chooser.changes_scores:
+            processors.append(chooser)
         if self._group is not None:
             processors.append(FirstRankDecides(self._group))
 
         def is_over(input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-            good = self._as_first_rank(finite.seen[-1].to(torch.uint8))
-            tokens = torch.stack((input_ids[:, -1], good), dim=1).tolist()
+            # One read for all rows; no token is negative.
+            tokens = self._as_first_rank(input_ids[:, -1].masked_fill(~finite.seen[-1], -1)).tolist()
             over = []
-            for row, (token, is_finite) in zip(rows, tokens, strict=True):
-                over.append(row.take(token, self.end_ids) if is_finite else row.fail())
+            for row, token in zip(rows, tokens, strict=True):
+                over.append(row.take(token, self.end_ids) if token >= 0 else row.fail())
             return self._as_first_rank(torch.tensor(over, dtype=torch.uint8, device=device)).bool()
 
         # Where the ends do not end all rows, `generate` hears of none: each row is asked anyway.

@@ -115,15 +115,14 @@ class LiveAnswer:
 
     def take(self, token: int, ends: Sequence[int]) -> bool:
         """Add a token, unless it is over; whether it is over now."""
-        ends = self.ends(ends)
         if self.ending is not None:
             return True
         self.token_ids.append(token)
-        if token in ends:
+        if token in self.ends(ends):
             self.ending = "stop"
         elif self._gone.is_set():
             self.ending = "given up"
-        elif self._is_due() and self.text is not None and self.text.take(self.token_ids):
+        elif self.text is not None and self._is_due() and self.text.take(self.token_ids):
             self.ending = "stop"
         elif len(self.token_ids) >= self.most_tokens:
             self.ending = "length"

@@ -58,13 +58,12 @@ PEAKS = {
 }
 """Part of a device's name → its peaks; the first that fits counts."""
 
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 _ONLY_HALF = ("V100", "T4")
 """Devices whose half precision is fp16 alone."""
 
 
 def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
-    """The peak of a device that calls itself so, in one of `PRECISIONS`; None when it is not known here."""
+    """The peak of a device that calls itself so, in a precision such as bf16; None when it is not known here."""
     words = device_name.lower()
     name = next((name for name in PEAKS if _fits(name.lower(), words)), None)
     if name is None or (precision == "bf16" and name in _ONLY_HALF):

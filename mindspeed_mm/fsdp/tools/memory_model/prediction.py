@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import Style
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import keeps_a_copy
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (
@@ -505,6 +506,6 @@ def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str, weig
         return 0
     if arguments.parallel.fsdp_plan.cpu_offload:
         return static.parameters + static.optimizer + static.average
-    if arguments.training.optimizer == "adamw_swap":
+    if OPTIMIZERS[arguments.training.optimizer].moments_on_host:
         return weights + static.optimizer
     return weights

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import innermost_first
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, SplitRule, Style
 from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES
-from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.params.training_args import OPTIMIZERS, TrainingArguments
 
 FP32_BYTES = 4
 
@@ -220,7 +220,7 @@ def step_bytes(trained: Iterable[HeldParameter], training: TrainingArguments, de
     if training.optimizer_state_dtype:  # a bucket at a time is unpacked: two moments in fp32
         a_number = 16 if training.optimizer_state_dtype == "bf16" else 48
         return min(numel, MOST_BYTES // a_number) * 2 * FP32_BYTES
-    if training.optimizer == "adamw_swap":  # two buckets at a time are on the device
+    if OPTIMIZERS[training.optimizer].moments_on_host:  # two buckets at a time are on the device
         return min(2 * MOST_BYTES, 2 * numel * FP32_BYTES)
     if training.optimizer == "adamw" and not training.adam_fused and device_type != "cpu":
         return sum(parameter.bytes for parameter in held)  # multi-tensor kernels: the root of all second moments

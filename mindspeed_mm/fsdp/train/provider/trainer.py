@@ -35,8 +35,9 @@ from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import seed_everything
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.run.resume import ResumePoint
+from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-from mindspeed_mm.fsdp.train.trainer import GivenObjects, Trainer, TrainOptions
+from mindspeed_mm.fsdp.train.trainer import GivenObjects, Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.origins import UNSET, Origin, leaves, read_defaults
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import plain
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
+from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
 
 _FOUND_AGAIN = ("model_name_or_path", "train_from_scratch")
 """Last parts of keys that nothing set and that a run fills in, from the sizes of a launch script: it does so again, and

@@ -39,7 +39,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.run.resume_options import ResumeOptions
+from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
 
 Note = Callable[[str], None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mindspeed_mm.tasks.evaluate.generated.measures import frechet_distance, ker
 from mindspeed_mm.tasks.evaluate.generated.motion import Flow, consistency_of, flow_of, motion_of
 from mindspeed_mm.tasks.evaluate.generated.pairs import Lpips, likeness
 from mindspeed_mm.tasks.evaluate.generated.samples import Samples, find_samples, is_clip, prompts_of
+from mindspeed_mm.tasks.requests.evaluate import FRAMES_AT_A_TIME, EvaluateRequest, names_of
 
 RESULTS = "generated.json"
 _OPTIONAL = ("reference", "features", "given_features", "lpips", "dino", "flow", "vbench")
@@ -31,39 +32,6 @@ _is_results = any_of(
         for counted in (_COUNTED, ("pictures", "real", "pairs"))  # those of earlier releases had no clips
     )
 )
-
-
-@dataclass(frozen=True)
-class GeneratedRequest:
-    """What is measured.
-
-    Args:
-        folder: The generated pictures and clips, with the `samples.jsonl` or `manifest.jsonl` of their prompts, if any.
-        reference: Real ones: of the same names for likeness, any for the distances.
-        clip: Folder of a CLIP model.
-        features: File of features of the generated samples, as `read_features` takes it.
-        reference_features: File of those of the real ones.
-        lpips: File of the weights of LPIPS's network, for pairs.
-        dino: Folder of a DINO model, for clips.
-        flow: File of RAFT's weights, for clips.
-        vbench: Dimensions that VBench measures of the clips.
-        vbench_python: Of the environment that VBench is installed in; None: this one.
-        out: Where `generated.json` goes; None: as `results_folder` says.
-        batch_size: Frames that go through a model together.
-    """
-
-    folder: Path
-    reference: Path | None = None
-    clip: Path | None = None
-    features: Path | None = None
-    reference_features: Path | None = None
-    lpips: Path | None = None
-    dino: Path | None = None
-    flow: Path | None = None
-    vbench: Sequence[str] = ()
-    vbench_python: Path | None = None
-    out: Path | None = None
-    batch_size: int = 32
 
 
 @dataclass(frozen=True)
@@ -111,7 +79,7 @@ class _Found:
         return {"pictures": len(self.own) - clips, "clips": clips, "real": len(self.real), "pairs": len(self.pairs)}
 
 
-def run(request: GeneratedRequest) -> GeneratedResult:
+def run(request: EvaluateRequest) -> GeneratedResult:
     """Measure, and write `generated.json`.
 
     Raises:
@@ -130,8 +98,8 @@ def run(request: GeneratedRequest) -> GeneratedResult:
     measures |= _of_given_features(request, found)
     measures |= _of_motion(request, found)
     facts = {"counted": found.counted(), **_named(request)}
-    if request.vbench:
-        scores, version = vbench.measure(found.own, found.prompts, request.vbench, request.vbench_python)
+    if dimensions := names_of(request.vbench):
+        scores, version = vbench.measure(found.own, found.prompts, dimensions, request.vbench_python)
         measures |= scores
         facts["vbench"] = version
     result = GeneratedResult(measures, facts)
@@ -140,7 +108,7 @@ def run(request: GeneratedRequest) -> GeneratedResult:
     return result
 
 
-def _find(request: GeneratedRequest) -> _Found:
+def _find(request: EvaluateRequest) -> _Found:
     own = find_samples(request.folder, "MODEL")
     real: Samples = {}
     if request.reference is not None:
@@ -148,7 +116,7 @@ def _find(request: GeneratedRequest) -> _Found:
     return _Found(own, real, prompts_of(request.folder, own))
 
 
-def _check_has_something_to_measure(request: GeneratedRequest, found: _Found) -> None:
+def _check_has_something_to_measure(request: EvaluateRequest, found: _Found) -> None:
     for key, given in (("--dino", request.dino), ("--flow", request.flow), ("--vbench", request.vbench)):
         if given and not found.clips:
             raise UsageError("needs video clips, but the samples contain none", key=key, way_out="Leave it out.")
@@ -175,7 +143,7 @@ def _check_has_something_to_measure(request: GeneratedRequest, found: _Found) ->
     )
 
 
-def _named(request: GeneratedRequest) -> dict[str, str | list[str]]:
+def _named(request: EvaluateRequest) -> dict[str, str | list[str]]:
     """The folders and files that it was measured with."""
     paths = {
         "folder": request.folder,
@@ -194,7 +162,7 @@ def _named(request: GeneratedRequest) -> dict[str, str | list[str]]:
     return named
 
 
-def _of_pairs(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
+def _of_pairs(request: EvaluateRequest, found: _Found) -> dict[str, Measured]:
     if not found.pairs:
         return {}
     lpips = None
@@ -203,11 +171,11 @@ def _of_pairs(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
     return likeness(found.pairs, lpips)
 
 
-def _by_clip_model(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
+def _by_clip_model(request: EvaluateRequest, found: _Found) -> dict[str, Measured]:
     """Scores of prompts, consistency of clips, and distances of distributions; of clips frame by frame."""
     if request.clip is None:
         return {}
-    clip = Clip(request.clip, request.batch_size)
+    clip = Clip(request.clip, request.batch_size or FRAMES_AT_A_TIME)
     features = dict(zip(found.own, clip.of_samples(list(found.own.values())), strict=True))
     measures: dict[str, Measured] = {}
     if found.prompts:
@@ -243,7 +211,7 @@ def _distances(own_NF: torch.Tensor, real_NF: torch.Tensor, of: str) -> dict[str
     }
 
 
-def _of_given_features(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
+def _of_given_features(request: EvaluateRequest, found: _Found) -> dict[str, Measured]:
     """Distances of features that are given; nothing where none are."""
     files = {"--features": request.features, "--reference-features": request.reference_features}
     lacking = [key for key, path in files.items() if path is None]
@@ -262,13 +230,13 @@ def _of_given_features(request: GeneratedRequest, found: _Found) -> dict[str, Me
     return _distances(features, real, "given features")
 
 
-def _of_motion(request: GeneratedRequest, found: _Found) -> dict[str, Measured]:
+def _of_motion(request: EvaluateRequest, found: _Found) -> dict[str, Measured]:
     """Of the generated clips, if there are some."""
     if not found.clips:
         return {}
     measures = motion_of(found.clips)
     if request.dino is not None:
-        features = Dino(request.dino, request.batch_size).of_samples(found.clips)
+        features = Dino(request.dino, request.batch_size or FRAMES_AT_A_TIME).of_samples(found.clips)
         measures["consistency of DINO features"] = consistency_of(features)
     if request.flow is not None:
         measures |= flow_of(found.clips, Flow(request.flow))

@@ -33,6 +33,7 @@ from mindspeed_mm.tasks.evaluate.published.judged import Found, failures, found_
 from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
 from mindspeed_mm.tasks.evaluate.unjudged import Unjudged
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
+from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 
 _SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")
 _FACTS = ("benchmark", "title", "note", "model", "data", "max_new_tokens", "cut_off", "seconds")
@@ -83,37 +84,16 @@ class PublishedResult:
 
 
 @dataclass(frozen=True)
-class PublishedRequest:
-    """What is asked for.
+class _AskedSet:
+    """A request that names a set, with its files and its judge."""
 
-    Args:
-        model: A Hugging Face folder or a run.
-        benchmark: A name of `SETS`.
-        data: The set's folder, or its file.
-        out: Where results go; None: into a folder of the set's name below that of `results_folder`.
-        batch_size: Questions answered at a time.
-        max_new_tokens: Most tokens of an answer.
-        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
-        config: Says how rows are shown, instead of the run's own.
-        against: Folder of the results of another model on the same set.
-        plan: A YAML whose section `parallel` spreads the model over the ranks.
-        judge: Finds answers in what was said, where the set's authors let a language model do so.
-    """
-
-    model: Path
+    request: EvaluateRequest
     benchmark: str
     data: Path
-    out: Path | None = None
-    batch_size: int = 64
-    max_new_tokens: int = 512
-    lora: Path | None = None
-    config: Path | None = None
-    against: Path | None = None
-    plan: Path | None = None
-    judge: Judge | None = None
+    judge: Judge | None
 
 
-def run(request: PublishedRequest) -> PublishedResult:
+def run(request: EvaluateRequest) -> PublishedResult:
     """Score a model, and write `results.json` and `samples.jsonl`.
 
     As ranks of one job, processes share the questions; or, with `plan`, the model. All of them return the scores.
@@ -122,55 +102,57 @@ def run(request: PublishedRequest) -> PublishedResult:
         UsageError: There is a judge, and the set's authors ask none.
         MMError: The folder is not a model, the set's files are missing or broken, or `out` cannot be written.
     """
-    published = SETS[request.benchmark]
-    _check_judge(request, published)
-    source = with_adapters(resolve_model(request.model), request.lora)
-    items = published.read(request.data)
-    others = _read_others(request, items)
-    out = request.out or results_folder(source.run, source.folder) / request.benchmark
+    assert request.benchmark is not None and request.data is not None  # as was checked
+    asked = _AskedSet(request, request.benchmark, request.data, Judge.of(request))
+    published, judge = SETS[asked.benchmark], asked.judge
+    _check_judge(asked, published)
+    source = with_adapters(resolve_model(request.folder), request.lora)
+    items = published.read(asked.data)
+    others = _read_others(asked, items)
+    out = request.out or results_folder(source.run, source.folder) / asked.benchmark
     with joined_ranks(WAIT_S) as ranks:
-        ranks.first("looking at the results' folder", lambda: _prepare(out, request.judge))
+        ranks.first("looking at the results' folder", lambda: _prepare(out, judge))
         began = time.monotonic()
-        unjudged = _unjudged(request, source, items, out)
+        unjudged = _unjudged(asked, source, items, out)
 
         def answer() -> dict[int, Answer]:
-            return _answers(request, source, items, ranks)
+            return _answers(asked, source, items, ranks)
 
-        answers = answer() if request.judge is None else unjudged.answers(ranks, answer)
-        facts = _facts(request, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
+        answers = answer() if judge is None else unjudged.answers(ranks, answer)
+        facts = _facts(asked, source, answers) | {"seconds": round(time.monotonic() - began, 3)}
         given = [answers[place].text for place in range(len(items))]
-        found = ranks.first("asking the judge", lambda: _found(request, published, items, given))
-        facts |= _facts_of_judge(request, found)
-        samples = [_sample(request, items[place], given[place], found.get(place)) for place in range(len(items))]
+        found = ranks.first("asking the judge", lambda: _found(asked, published, items, given))
+        facts |= _facts_of_judge(asked, found)
+        samples = [_sample(asked, items[place], given[place], found.get(place)) for place in range(len(items))]
         result = _result(published, samples, facts, others)
         ranks.first("writing the results", lambda: _write(result, samples, out))
-        if request.judge is not None and (
+        if judge is not None and (
             kept := ranks.first("settling the stored answers", lambda: unjudged.settle(failures(found)))
         ):
             result = replace(result, facts=result.facts | {"note": f"{result.facts['note']} {kept}"})
     return result
 
 
-def _unjudged(request: PublishedRequest, source: ModelSource, items: Sequence[Item], out: Path) -> Unjudged:
+def _unjudged(asked: _AskedSet, source: ModelSource, items: Sequence[Item], out: Path) -> Unjudged:
     """Where answers wait for the judge."""
-    view = rows_view(source, request.config)
-    settings = (source.fingerprint(), view.mark, request.benchmark, request.max_new_tokens)
-    return Unjudged.of(out, request.data, settings, ((item.id, item.prompt) for item in items))
+    view = rows_view(source, asked.request.config)
+    settings = (source.fingerprint(), view.mark, asked.benchmark, asked.request.longest_answer)
+    return Unjudged.of(out, asked.data, settings, ((item.id, item.prompt) for item in items))
 
 
-def _read_others(request: PublishedRequest, items: Sequence[Item]) -> dict[str, float] | None:
+def _read_others(asked: _AskedSet, items: Sequence[Item]) -> dict[str, float] | None:
     """What the model that is compared with got, by question; None where there is none."""
-    if request.against is None:
+    if asked.request.against is None:
         return None
-    others = _read_shares(request.against, request.benchmark, is_judged=request.judge is not None)
+    others = _read_shares(asked.request.against, asked.benchmark, is_judged=asked.judge is not None)
     if others.keys() != set(map(_group, items)):
         what, way_out = "was made with other questions", "Evaluate both models on the same files."
-        raise UsageError(what, where=str(request.against), key="--against", way_out=way_out)
+        raise UsageError(what, where=str(asked.request.against), key="--against", way_out=way_out)
     return others
 
 
-def _check_judge(request: PublishedRequest, published: PublishedSet) -> None:
-    if request.judge is not None and published.asks_judge is None:
+def _check_judge(asked: _AskedSet, published: PublishedSet) -> None:
+    if asked.judge is not None and published.asks_judge is None:
         judged = " and ".join(name for name, one in SETS.items() if one.asks_judge is not None)
         what = f"the authors of {published.title} score by their rule alone"
         raise UsageError(what, key="--judge", way_out=f"Leave it out: those of {judged} ask a language model.")
@@ -184,44 +166,44 @@ def _prepare(out: Path, judge: Judge | None) -> None:
         judge.check()
 
 
-def _found(
-    request: PublishedRequest, published: PublishedSet, items: Sequence[Item], given: Sequence[str]
-) -> dict[int, Found]:
+def _found(asked: _AskedSet, published: PublishedSet, items: Sequence[Item], given: Sequence[str]) -> dict[int, Found]:
     """What the judge finds in answers, by their place."""
-    if request.judge is None or published.asks_judge is None:
+    if asked.judge is None or published.asks_judge is None:
         return {}
     words, nearest = [words_of(text) for text in given], published.takes_nearest
-    return found_answers(request.judge, published.asks_judge, items, words, takes_nearest=nearest)
+    return found_answers(asked.judge, published.asks_judge, items, words, takes_nearest=nearest)
 
 
-def _facts_of_judge(request: PublishedRequest, found: Mapping[int, Found]) -> dict[str, Any]:
+def _facts_of_judge(asked: _AskedSet, found: Mapping[int, Found]) -> dict[str, Any]:
     """What results say of a judge; nothing where there is none."""
-    if request.judge is None:
+    if asked.judge is None:
         return {}
     vain = failures(found)
-    note = f"{request.judge.model} was asked for the answer in {len(found)} of the texts."
+    note = f"{asked.judge.model} was asked for the answer in {len(found)} of the texts."
     if vain:
         note += f" It failed at {vain} of them, which are read by rules alone; samples.jsonl says why."
-    return {"judge": request.judge.facts(), "note": note}
+    return {"judge": asked.judge.facts(), "note": note}
 
 
-def _answers(request: PublishedRequest, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
+def _answers(asked: _AskedSet, source: ModelSource, items: Sequence[Item], ranks: Ranks) -> dict[int, Answer]:
     """Of each item, by its place."""
-    folder = request.data if request.data.is_dir() else request.data.parent
-    generator = load_on_ranks(source, rows_view(source, request.config), request.plan, ranks)
-    greedy, media = Sampling(request.max_new_tokens, temperature=0), generator.encoder.media(folder, [folder])
-    return answer_on_ranks(generator, Questions(items), media, ranks, sampling=greedy, batch_size=request.batch_size)
+    folder = asked.data if asked.data.is_dir() else asked.data.parent
+    generator = load_on_ranks(source, rows_view(source, asked.request.config), asked.request.plan, ranks)
+    greedy, media = Sampling(asked.request.longest_answer, temperature=0), generator.encoder.media(folder, [folder])
+    return answer_on_ranks(
+        generator, Questions(items), media, ranks, sampling=greedy, batch_size=asked.request.questions_at_a_time
+    )
 
 
-def _facts(request: PublishedRequest, source: ModelSource, answers: Mapping[int, Answer]) -> Facts:
-    published = SETS[request.benchmark]
+def _facts(asked: _AskedSet, source: ModelSource, answers: Mapping[int, Answer]) -> Facts:
+    published = SETS[asked.benchmark]
     facts = {
-        "benchmark": request.benchmark,
+        "benchmark": asked.benchmark,
         "title": published.title,
         "note": published.note,
         "model": str(source.folder.absolute()),
-        "data": str(request.data.absolute()),
-        "max_new_tokens": request.max_new_tokens,
+        "data": str(asked.data.absolute()),
+        "max_new_tokens": asked.request.longest_answer,
         "cut_off": sum(not answer.finished for answer in answers.values()),
     }
     if source.lora is not None:
@@ -246,13 +228,13 @@ class Questions(Sequence[Question]):
         return self._items[row].question(row)
 
 
-def _sample(request: PublishedRequest, item: Item, given: str, found: Found | None) -> dict[str, Any]:
+def _sample(asked: _AskedSet, item: Item, given: str, found: Found | None) -> dict[str, Any]:
     """What is kept of a question; with a judge, also what it found in the answer."""
     words = words_of(given)
-    share = SETS[request.benchmark].rule(words if found is None else found.words(words, item), item)
-    values = (request.benchmark, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
+    share = SETS[asked.benchmark].rule(words if found is None else found.words(words, item), item)
+    values = (asked.benchmark, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
     sample = dict(zip(_SAMPLE_KEYS, values, strict=True))
-    return sample if request.judge is None else sample | {_JUDGED: found and told(found)}
+    return sample if asked.judge is None else sample | {_JUDGED: found and told(found)}
 
 
 def _group(item: Item) -> str:

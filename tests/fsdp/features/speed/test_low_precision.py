@@ -198,7 +198,8 @@ def saved_keys(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_checkpoint_is_that_of_a_plain_run_and_resumes(tmp_path: Path) -> None:
     from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-    from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+    from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
+    from mindspeed_mm.fsdp.train.trainer import Trainer
 
     yaml = make(tmp_path)
 

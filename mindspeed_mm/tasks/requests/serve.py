@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR
+from mindspeed_mm.core.request import Request, argument, group, option
 from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option, read_key
 from mindspeed_mm.tasks.serve.limits import Limits
 
 OWN, BATCHES, CONTINUOUS = "own", "batches", "continuous"
@@ -32,36 +35,54 @@ class Access:
 
 
 @dataclass(frozen=True)
-class ServeRequest:
+class ServeRequest(Request):
     """What is to be served, and how."""
 
-    model: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any that is free."""
-    name: str = ""
-    """Of the model; empty: its folder's."""
-    key: str | None = None
-    media_folder: Path | None = None
-    remote_hosts: frozenset[str] = frozenset()
-    origins: frozenset[str] = frozenset()
-    """As `Access` has them."""
-    limits: Limits = field(default_factory=Limits)
-    batch_size: int = 32
-    """Questions, or samples of a generator, at a time."""
-    lora: Path | None = None
-    config: Path | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of adapters by the names that requests call them by, as a model of its own."""
-    engine: str = OWN
-    """Who answers: this package, in the way that suits the model or in one of its two, or one of `backend.ENGINES`."""
-    plan: Path | None = None
-    """A YAML whose section `parallel` spreads the model over the ranks of this job."""
+    model: Path = argument()
+    host: str = option("Address to listen on.", "127.0.0.1")
+    port: int = option("Port to listen on; 0: any free one.", 8000, least=0, most=65535)
+    name: str = option("Model name that requests use; default: the name of its folder.", "")
+    key_file: Path | None = option("File with the API key that requests must send.")
+    media_folder: Path | None = option("Folder from which requests may read media files.")
+    remote_hosts: tuple[str, ...] = option(
+        "Host from which requests may fetch media; may be repeated.", (), flag="--allow-remote-media", metavar="HOST"
+    )
+    origins: tuple[str, ...] = option(
+        "Address of web pages that may use the server, besides its own page, such as https://models.example.org if a "
+        "proxy stands before it; may be repeated.",
+        (),
+        flag="--allow-origin",
+        metavar="ADDRESS",
+    )
+    batch_size: int = option("Number of answers generated at a time.", 32, least=1)
+    lora: Path | None = option("Folder of adapters to apply to the weights.")
+    adapters: tuple[str, ...] = option(
+        "Adapters that requests select by their model name.", (), flag="--adapter", metavar="NAME=FOLDER"
+    )
+    config: Path | None = option("YAML whose data section sets the chat template and media sizes; default: the run's.")
+    engine: Literal["own", "batches", "continuous", "vllm", "sglang"] = option(
+        "Engine that answers. own: this package, by continuous batching where a text-only model runs on an "
+        "accelerator, else by batches, which take every model and are faster on a CPU; batches, continuous: always "
+        "this way; vllm and sglang must be installed.",
+        OWN,
+    )
+    plan: Path | None = option(
+        "YAML whose 'parallel' section spreads a model that is too large for one device over the processes."
+    )
+    nproc: int = option("Number of processes on this host that the model is spread over.", 1, least=1)
+    as_json: bool = option("Print the address as JSON.", False, flag="--json")
+    limits: Limits = group(Limits)
+    checkpoint: str | None = checkpoint_option()
 
     @property
     def shown_name(self) -> str:
         """What requests call the model."""
         return self.name or self.model.resolve().name
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """Folders of adapters by the names that requests call them by, each as a model of its own."""
+        return adapters_of(self.adapters)
 
     @property
     def is_own(self) -> bool:
@@ -75,9 +96,13 @@ def check_request(request: ServeRequest) -> Access:
     Raises:
         UsageError: Other machines could ask without a key; the folder of media is none; or options do not go together.
     """
+    key = read_key(request.key_file)
+    if request.nproc > 1 and request.plan is None:
+        way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
+        raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
     _check_engine(request, kind_of_path(request.model) is GENERATOR)
     _check_adapters(request, kind_of_path(request.model) is GENERATOR)
-    if not is_loopback(request.host) and not request.key:
+    if not is_loopback(request.host) and not key:
         raise UsageError(
             f"{request.host} can be reached from other machines, and there is no key",
             key="--host",
@@ -90,8 +115,10 @@ def check_request(request: ServeRequest) -> Access:
         )
     own_names = frozenset({"127.0.0.1", "localhost", "::1", request.host.lower()})
     hosts = own_names if is_loopback(request.host) else None
-    _check_origins(request.origins)
-    return Access(request.key, hosts, request.origins, request.media_folder, request.remote_hosts)
+    origins = frozenset(origin.lower().rstrip("/") for origin in request.origins)
+    _check_origins(origins)
+    remote_hosts = frozenset(host.lower() for host in request.remote_hosts)
+    return Access(key, hosts, origins, request.media_folder, remote_hosts)
 
 
 def _check_origins(origins: Collection[str]) -> None:
@@ -134,7 +161,8 @@ def _check_engine(request: ServeRequest, is_generator: bool) -> None:
 
 def _check_adapters(request: ServeRequest, is_generator: bool) -> None:
     """Raise `UsageError` where requests could not choose adapters."""
-    if not request.adapters:
+    folders = request.adapter_folders
+    if not folders:
         return
     if request.plan is not None:
         raise UsageError("adapters are not spread over ranks", key="--adapter", way_out="Merge them first: mm merge.")
@@ -142,7 +170,7 @@ def _check_adapters(request: ServeRequest, is_generator: bool) -> None:
         raise UsageError("only the package's own engine chooses adapters", key="--adapter", way_out="Use --lora.")
     if request.lora is not None:
         raise UsageError("there are adapters for all requests as well", key="--lora", way_out="Name them: --adapter.")
-    if request.shown_name in request.adapters:
+    if request.shown_name in folders:
         what = f"the model itself is called '{request.shown_name}', and these adapters could not be asked for"
         way_out = "Call the adapters otherwise, or the model: --name NAME."
         raise UsageError(what, key="--adapter", way_out=way_out)

@@ -1,0 +1,112 @@
+"""Makes a command of a request: the options of the command line are the fields of the class."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.request import Request, RequestField, all_fields, request_of
+
+Kind = TypeVar("Kind", bound=Request)
+
+
+def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., Any]]:
+    """Give a command the arguments and options of a request, and hand it the request.
+
+    Args:
+        kind: A request. If it has a field `checkpoint`, the command gets the folder of the checkpoint that is meant as
+            its `model`, and stderr says which one it is.
+    """
+
+    worded = [each for each in all_fields(kind) if each.declared.words is not None]
+
+    def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def called(**values: Any) -> Any:
+            for each in worded:
+                yes, _ = each.declared.words or ("", "")
+                values[each.name] = values[each.name] == yes
+            request: Kind = request_of(kind, values)
+            if hasattr(request, "checkpoint"):
+                from mindspeed_mm.cli.sharing import at_checkpoint
+
+                request = at_checkpoint(request)
+            return command(request)
+
+        with_options: Callable[..., Any] = called
+        for each in reversed(all_fields(kind)):
+            with_options = _parameter(each)(with_options)
+        return with_options
+
+    return decorate
+
+
+def given_names() -> frozenset[str]:
+    """Fields of the request that somebody has written on the command line, also with their default."""
+    context = click.get_current_context()
+    names = (parameter.name or "" for parameter in context.command.params)
+    return frozenset(n for n in names if context.get_parameter_source(n) is ParameterSource.COMMANDLINE)
+
+
+def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    declared = each.declared
+    if declared.is_argument:
+        settings: dict[str, Any] = {"type": _type_of(each), "metavar": declared.metavar}
+        if each.is_multiple:
+            settings |= {"nargs": -1, "required": each.default is MISSING}
+        elif each.default is not MISSING:
+            settings |= {"required": False, "default": each.default}
+        return click.argument(each.name, **settings)
+    settings = {"help": each.help, "metavar": declared.metavar}
+    if each.is_flag:
+        settings["is_flag"] = True
+    else:
+        settings |= {"type": _type_of(each), "multiple": each.is_multiple, "required": each.default is MISSING}
+        if float in each.types:
+            settings["callback"] = _finite
+    if declared.words is not None:
+        settings |= {"default": declared.words[not each.default], "show_default": True}
+    elif each.default is not MISSING and not each.is_multiple:
+        settings["default"] = each.default
+        settings["show_default"] = not isinstance(each.default, bool) and each.default not in (None, "")
+    spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
+    return click.option(*filter(None, spellings), each.name, **settings)
+
+
+def _type_of(each: RequestField) -> Any:
+    declared = each.declared
+    if each.choices or declared.words is not None:
+        return click.Choice(list(declared.words or each.choices))
+    if Path in each.types:
+        return click.Path(path_type=Path)
+    if str in each.types:
+        return click.STRING
+    if int in each.types:
+        low, high = _whole(declared.least), _whole(declared.most)
+        return click.INT if low is None and high is None else click.IntRange(low, high)
+    if float in each.types:
+        least = declared.above if declared.least is None else declared.least
+        if least is None and declared.most is None:
+            return click.FLOAT
+        return click.FloatRange(least, declared.most, min_open=declared.above is not None)
+    raise TypeError(f"an option of the types {each.types}")
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def _finite(_context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Refuse nan and inf, which are floats to click."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if number is not None and not math.isfinite(number):
+            raise UsageError(f"{number} is not a number", key=parameter.opts[0], way_out="Give a finite number.")
+    return value

@@ -1,0 +1,1 @@
+"""What the commands are asked: one request a command, known before torch is imported."""

@@ -1,0 +1,269 @@
+"""What `mm infer` is asked: questions for a language model, or prompts for a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+from mindspeed_mm.core.request import Request, argument, fields_of, option
+from mindspeed_mm.core.whole_text import check_whole_characters
+from mindspeed_mm.tasks.requests.shared import checkpoint_option, height_and_width
+
+Medium = Literal["image", "video", "audio"]
+QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 32, 512
+_SAMPLING_FIELDS = (
+    "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
+    "batch_size", "strength",
+)  # fmt: skip
+"""Options that are fields of a `sampling` section."""
+
+
+@dataclass(frozen=True)
+class InferRequest(Request):
+    """A model, what it is shown, and where its answers or samples go."""
+
+    model: Path = argument()
+    prompts: tuple[str, ...] = option(
+        "Question to ask, or prompt to generate from; may be repeated for a generator.", (), flag="--prompt"
+    )
+    images: tuple[Path, ...] = option(
+        "Image file; may be repeated for language models and for editing models that take several.", (), flag="--image"
+    )
+    videos: tuple[Path, ...] = option(
+        "Video file; may be repeated for a language model. Generators: the input video of v2v.", (), flag="--video"
+    )
+    audios: tuple[Path, ...] = option("Sound file; may be repeated.", (), flag="--audio", only=LANGUAGE)
+    out: Path | None = option("File that the answers to --data are written to, as JSON lines; or a folder for samples.")
+    media_dir: Path | None = option("Folder that media paths in --data or --prompts are relative to.")
+    batch_size: int | None = option(
+        "Number of questions or samples at a time; default: 32 questions, 1 sample.", least=1
+    )
+    overwrite: bool = option("Discard what --out already holds.", False)
+    as_json: bool = option("Print the answer, or a summary, as JSON.", False, flag="--json")
+    data: Path | None = option("Rows to answer (conversations, or prompt and image).", only=LANGUAGE)
+    config: Path | None = option(
+        "YAML to use instead of the run's. For a language model its data section describes the rows; for a generator "
+        "its plugins, model and sampling sections apply."
+    )
+    max_new_tokens: int = option("Maximum length of an answer in tokens.", MAX_NEW_TOKENS, least=1, only=LANGUAGE)
+    temperature: float | None = option(
+        "Sampling temperature; 0 is greedy. Default: that of the model's generation_config.json.",
+        least=0,
+        only=LANGUAGE,
+    )
+    top_p: float | None = option(
+        "Sample from the most likely tokens whose probabilities add up to this; default: generation_config.json.",
+        above=0,
+        most=1,
+        only=LANGUAGE,
+    )
+    top_k: int | None = option(
+        "Sample from the k most likely tokens, 0: all; default: generation_config.json.", least=0, only=LANGUAGE
+    )
+    beams: int | None = option(
+        "Number of beams of a beam search; default: generation_config.json.", least=1, only=LANGUAGE
+    )
+    hide_thoughts: bool = option("Remove thoughts from the answers.", False, only=LANGUAGE)
+    speak: Path | None = option("Also speak the answer to --prompt, into this WAV file (Qwen3-Omni).", only=LANGUAGE)
+    speaker: str | None = option("Whose voice --speak uses; default: Ethan's.", only=LANGUAGE)
+    prompts_file: Path | None = option(
+        "File with one prompt per line, or JSON lines.", flag="--prompts", only=GENERATOR
+    )
+    num_inference_steps: int | None = option(
+        "Number of denoising steps. Default: the run's; otherwise what the model was released with (FLUX.1 schnell: 4);"
+        " otherwise the default of its diffusers pipeline.",
+        flag="--steps",
+        least=1,
+        only=GENERATOR,
+    )
+    guidance_scale: float | None = option(
+        "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps.",
+        least=0,
+        only=GENERATOR,
+    )
+    negative_prompt: str | None = option("Prompt that guidance steers away from.", only=GENERATOR)
+    size: str | None = option("Height and width in pixels, such as 480x832. Default: as of --steps.", only=GENERATOR)
+    num_frames: int | None = option(
+        "Number of frames of a video. Default: as of --steps.", flag="--frames", least=1, only=GENERATOR
+    )
+    fps: float | None = option(
+        "Frames per second of video files. Default: the run's; otherwise the rate of the clips that the model makes "
+        "(CogVideoX: 8).",
+        above=0,
+        only=GENERATOR,
+    )
+    seed: int | None = option(
+        "Seed, from which each row, prompt and sample derives its own. Default: 0; generators: the run's.", least=0
+    )
+    last_image: Path | None = option("Last frame of a video.", only=GENERATOR)
+    mask: Path | None = option("Mask, a picture or video that is white where content is generated.", only=GENERATOR)
+    control: Path | None = option("Control video (pose, depth, edges) that samples follow.", only=GENERATOR)
+    references: tuple[Path, ...] = option(
+        "Picture of a subject that a video should show; may be repeated.", (), flag="--reference", only=GENERATOR
+    )
+    task: str | None = option("Task, if the folder allows more than one, such as i2v or flf2v.", only=GENERATOR)
+    strength: float | None = option(
+        "Denoising strength for --video; 1 ignores the video.", above=0, most=1, only=GENERATOR
+    )
+    vae_tiling: bool = option("Decode large samples tile by tile, in less memory.", False, only=GENERATOR)
+    vae_slicing: bool = option("Decode one sample of a batch at a time, in less memory.", False, only=GENERATOR)
+    num_samples: int | None = option("Number of samples per prompt.", least=1, only=GENERATOR)
+    lora: Path | None = option(
+        "Folder or safetensors file of adapters to apply to the weights; of generators ComfyUI's and kohya's, too."
+    )
+    adapters: tuple[str, ...] = option(
+        "Adapters that rows of --data choose by their field 'adapter'; may be repeated.",
+        (),
+        flag="--adapter",
+        metavar="NAME=FOLDER",
+        only=LANGUAGE,
+    )
+    plugins: tuple[str, ...] = option("Package to import first that registers the model's family.", (), flag="--plugin")
+    plan: Path | None = option(
+        "YAML whose 'parallel' section spreads a model that is too large for one device over the processes, which then "
+        "answer each row, or make each sample, together."
+    )
+    nproc: int = option("Number of processes on this host; they share rows or prompts.", 1, least=1)
+    checkpoint: str | None = checkpoint_option()
+
+    def __post_init__(self) -> None:
+        """Check every field, and that texts are whole.
+
+        Raises:
+            UsageError: A value is out of range, or a text holds half a character.
+        """
+        super().__post_init__()
+        check_whole_characters(self.prompts, "--prompt")
+        check_whole_characters(self.negative_prompt, "--negative-prompt")
+
+    @property
+    def media(self) -> list[tuple[Medium, Path]]:
+        """Files that go with the prompt, with their kinds."""
+        kinds: tuple[tuple[Medium, tuple[Path, ...]], ...] = (
+            ("image", self.images),
+            ("video", self.videos),
+            ("audio", self.audios),
+        )
+        return [(kind, path) for kind, paths in kinds for path in paths]
+
+    @property
+    def prompt(self) -> str:
+        """The question for a language model; empty where media ask."""
+        return self.prompts[0] if self.prompts else ""
+
+    @property
+    def sampling_fields(self) -> dict[str, Any]:
+        """Given fields of a `sampling` section, by their names there.
+
+        Raises:
+            UsageError: The size is none.
+        """
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.size is not None:
+            given["height"], given["width"] = height_and_width(self.size, "--size")
+        return given
+
+    @property
+    def vae_options(self) -> tuple[str, ...]:
+        """What the VAE does to take less memory: `tiling`, `slicing`."""
+        return ("tiling",) * self.vae_tiling + ("slicing",) * self.vae_slicing
+
+    def check_kind(self, kind: ModelKind, given: Iterable[str]) -> None:
+        """Raise `UsageError` for the first option that was given and is for another kind of model.
+
+        Args:
+            kind: Of the model.
+            given: Names of the fields that were given.
+        """
+        names = set(given)
+        for each in fields_of(type(self)):
+            only = each.declared.only
+            if each.name in names and only not in (None, kind):
+                assert only is not None
+                what = f"is for {only.plural}, but this model is {kind.singular}"
+                raise UsageError(what, where=str(self.model), key=each.flag, way_out="Leave it out.")
+
+    def check_questions(self) -> None:
+        """Check what a language model is asked, before torch is imported.
+
+        Raises:
+            UsageError: There is not one prompt or one file of rows, or options contradict one another.
+            DataError: A file is not there.
+        """
+        _check_source(self)
+        _check_choice(self)
+        for kind, path in self.media:
+            if not path.is_file():
+                way_out = f"Relative paths start at '{Path.cwd()}'."
+                raise DataError("there is no such file", where=str(path), key=f"--{kind}", way_out=way_out)
+        if self.adapters and self.lora is not None:
+            way_out = "Name them as well: --adapter NAME=FOLDER."
+            raise UsageError("there are adapters for all rows as well", key="--lora", way_out=way_out)
+
+    def check_samples(self) -> None:
+        """Raise `UsageError` where a generator's samples have no folder."""
+        if self.out is None:
+            raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
+
+
+def _check_source(request: InferRequest) -> None:
+    """Raise `UsageError` unless there is one prompt, or a file of rows with a file for the answers."""
+    media, data = request.media, request.data
+    if data is not None and media:
+        kind, _ = media[0]
+        way_out = f"Name each {kind} in the rows of --data."
+        raise UsageError(f"--{kind} can only be used with --prompt", key=f"--{kind}", way_out=way_out)
+    if bool(request.prompts or media) == (data is not None):
+        raise UsageError("give either --prompt or --data", way_out="See mm infer --help.")
+    if len(request.prompts) > 1:
+        raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
+    if data is not None and request.out is None:
+        raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+    _check_speech(request)
+    if data is not None:
+        return
+    if request.adapters:
+        way_out = "Name the folder of the adapters that answer the prompt: --lora FOLDER."
+        raise UsageError("only rows of --data choose among adapters", key="--adapter", way_out=way_out)
+    for name in ("out", "overwrite", "media_dir", "batch_size"):
+        if getattr(request, name):
+            key = f"--{name.replace('_', '-')}"
+            way_out = "Leave it out, or put the question into --data; the answer to --prompt is printed."
+            raise UsageError(f"{key} can only be used with --data", key=key, way_out=way_out)
+    if request.plan is not None:
+        raise UsageError("a model is spread to answer rows", key="--plan", way_out="Put the question into --data.")
+    if request.nproc > 1:
+        raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
+
+
+def _check_speech(request: InferRequest) -> None:
+    """Raise `UsageError` where an answer is to be spoken that cannot be."""
+    if request.speak is None:
+        if request.speaker is not None:
+            raise UsageError("nothing is spoken", key="--speaker", way_out="Name the file for the voice: --speak FILE.")
+        return
+    if request.data is not None:
+        raise UsageError("only the answer to --prompt is spoken", key="--speak", way_out="Ask row by row.")
+    if request.lora is not None:
+        way_out = "Merge the adapters first: mm merge."
+        raise UsageError("a model cannot speak with adapters that are not merged", key="--lora", way_out=way_out)
+    if request.hide_thoughts:
+        raise UsageError("all of a spoken answer is heard", key="--hide-thoughts", way_out="Leave one of them out.")
+
+
+def _check_choice(request: InferRequest) -> None:
+    """Raise `UsageError` where options of sampling contradict one another."""
+    if request.temperature == 0:
+        because, without_effect = "--temperature 0", ["top_p", "top_k"]
+    elif (request.beams or 1) > 1:
+        because, without_effect = "--beams", ["temperature", "top_p", "top_k"]
+    else:
+        return
+    for name in without_effect:
+        if getattr(request, name) is not None:
+            key = f"--{name.replace('_', '-')}"
+            raise UsageError(f"does nothing with {because}", key=key, way_out="Leave one of them out.")

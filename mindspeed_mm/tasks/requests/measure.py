@@ -1,0 +1,69 @@
+"""What `mm verify`, `mm flops`, `mm doctor` and `mm download` are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_mm.core.request import Request, argument, option
+
+Precision = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
+
+
+@dataclass(frozen=True)
+class VerifyRequest(Request):
+    """A configuration whose plan is compared with one process."""
+
+    config: Path = argument()
+    overrides: tuple[str, ...] = argument(default=())
+    full: bool = option("Use the real model with its weights instead of a small one.", False)
+    fault: str | None = option(
+        "Plant a fault, to see that it is detected (exit code 5).", flag="--inject", metavar="FAULT"
+    )
+    nproc: int | None = option("Number of processes; default: as few as the plan needs.", least=1)
+    as_json: bool = option("Print the comparisons as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class FlopsRequest(Request):
+    """A model, the samples of a step, and a speed that is to be judged."""
+
+    target: Path = argument("MODEL_FOLDER|CONFIG")
+    overrides: tuple[str, ...] = argument(default=())
+    seq: int | None = option("Tokens in a sample, media included; for a generator, in its caption.", least=1)
+    batch: int = option("Number of samples in a step.", 1, least=1)
+    labels: int | None = option("Number of tokens with a label; default: all that are not media.", least=0)
+    images: int = option("Number of images or videos in a sample.", 0, least=0)
+    image_size: str | None = option(
+        "Size of each image or video in pixels; for a generator, the size it denoises.", metavar="HxW"
+    )
+    frames: int = option("Number of frames of each image or video; with more than one it is a video.", 1, least=1)
+    sound_s: float | None = option("Seconds of audio in a sample.", flag="--audio", above=0)
+    lora: bool = option("Train adapters on the default layers and nothing else.", False)
+    recompute: Literal["full", "selective"] | None = option("Recompute blocks in the backward pass.")
+    tokens_per_s: float | None = option(
+        "Compare this throughput of one device with its peak, in tokens per second.", above=0
+    )
+    device: str | None = option("Device whose peak the throughput is compared with: H100, H200, A100, 910B …")
+    precision: Precision = option("Precision of the peak.", "bf16")
+    peak_tflops: float | None = option("Peak TFLOP/s of a device that is not in the table.", above=0)
+    as_json: bool = option("Print the count as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class DoctorRequest(Request):
+    """What of this machine is looked at."""
+
+    nproc: int | None = option("Also try a group of this many ranks on this host.", least=1)
+    as_json: bool = option("Print the findings as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class DownloadRequest(Request):
+    """A model of a hub, and the folder for it."""
+
+    name: str = argument()
+    out: Path | None = option("Folder to write; default: models/MODEL.")
+    hub: Literal["hf", "modelscope"] = option("Hub whose client is run; it must be installed.", "hf")
+    as_json: bool = option("Print the folder as JSON.", False, flag="--json")
