@@ -30,6 +30,7 @@ from mindspeed_mm.core.version import __version__
 VERBS = {
     "route": "Tell which models and commands lead to what you want to do.",
     "models": "List the families of models and what is proven of each.",
+    "init": "Write the first YAML for a model and rows.",
     "train": "Train a model from one YAML file.",
     "posttrain": "Train on preferences or rewards, and prepare it.",
     "check": "Find the mistakes in a YAML file before training.",
@@ -48,6 +49,9 @@ VERBS = {
     "profile": "Show where the time of training steps goes, and what limits them.",
     "report": "Make one HTML page of a run.",
     "flops": "Count the FLOPs of a training step by module.",
+    "doctor": "Look at the machine and its packages, and say how to mend what is wrong.",
+    "download": "Download a model by the hub client that is installed.",
+    "completion": "Print what makes a shell complete verbs and options.",
 }
 """Verb → help line. `mindspeed_mm.cli.<verb>.command` is imported when the verb is called."""
 

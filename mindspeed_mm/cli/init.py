@@ -1,0 +1,37 @@
+"""The command `mm init`: writes the first YAML for a model and rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from mindspeed_mm.cli.requests import takes
+from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.tasks.requests.init import InitRequest
+
+EXAMPLES = """
+\b
+Examples:
+  mm init --model models/Qwen3-VL-2B-Instruct --data data/rows.jsonl
+  mm init --model models/Qwen3-VL-8B-Instruct --data data/rows.jsonl --gpu 24 --devices 8 --out run.yaml
+  mm init --model models/FLUX.1-dev --data pictures --gpu 24
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@takes(InitRequest)
+def command(request: InitRequest) -> None:
+    """Write a YAML that trains a model on rows and passes mm check, with a script that starts it.
+
+    Whether all weights are trained or adapters, how many rows a device takes at a time, and whether blocks are computed
+    again are chosen by the forecast of memory, for this machine or for the devices that are named. Nothing is trained.
+    """
+    from mindspeed_mm.tasks.init import init  # torch: the help does without
+
+    made = init.run(request, lambda line: say(line, err=True))
+    if request.as_json:
+        say_json(asdict(made))
+        return
+    say(f"{made.config}: {made.way}; {made.rows:,} rows")
+    say(f"next: mm data preview {made.config}, then bash {made.script}")

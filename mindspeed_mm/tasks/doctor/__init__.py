@@ -1,0 +1,1 @@
+"""Looks at the machine and its packages before anything is trained."""

@@ -1,0 +1,1 @@
+"""Writes the first configuration for a model and rows."""

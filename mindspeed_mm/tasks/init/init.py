@@ -1,0 +1,317 @@
+"""`mm init`: the first YAML for a model and rows that somebody has, and a script that starts it.
+
+What fits into memory is not guessed: ways to train are tried from the best one on, each as `mm check` checks it, and
+the first one whose forecast leaves room is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, count_problems
+from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
+from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.requests.init import InitRequest, Method
+
+_GIB = 2**30
+_ROOM = 0.9
+"""Share of a device's memory that a forecast may take: allocators and libraries want some, too."""
+_ROWS_A_STEP = 16
+_ROWS = (8, 2, 1)
+"""Rows of a device at a time that are tried: each forecast takes some seconds."""
+_LEAST_ROWS_TO_HOLD_OUT, _HELD_OUT = 200, 0.02
+_PIXELS = 1024 * 1024
+"""Of pictures for a generator whose release names no size: those that are larger are scaled down."""
+_CHECKS_A_RUN = 10
+"""Validations and checkpoints of a run."""
+_RATE = {"full": "1.0e-5", "lora": "1.0e-4", "qlora": "1.0e-4"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train the model on these devices."""
+
+    method: Method
+    recompute: bool
+    rows: int
+    """Rows of a device at a time."""
+
+    def __str__(self) -> str:
+        told = {"full": "all weights", "lora": "LoRA", "qlora": "LoRA over a base in four bits"}[self.method]
+        again = ", blocks computed again" if self.recompute else ""
+        return f"{told}{again}, {self.rows} row{'s' if self.rows > 1 else ''} a device"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written, and what it is expected to take."""
+
+    config: Path
+    script: Path
+    way: Way
+    devices: int
+    rows: int
+    peak_bytes: int
+    """Forecast of a rank."""
+    device_bytes: int
+
+
+def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> Made:
+    """Choose a way to train, check it as `mm check` does, and write the YAML and a script.
+
+    Args:
+        request: The model, the rows and the devices.
+        tell: Is given a line for each way that is tried.
+
+    Raises:
+        UsageError: The files are there already.
+        ConfigError: The configuration has problems that are not about memory, or nothing fits; all are told.
+        MMError: The model folder or the rows cannot be read.
+    """
+    from mindspeed_mm.fsdp.tools.memory_model.report import in_units  # torch: the help does without
+
+    script = request.out.with_suffix(".sh")
+    for path in (request.out, script):
+        if path.exists() and not request.overwrite:
+            way_out = "Name another one, or add --overwrite."
+            raise UsageError("is there already", where=str(path), key="--out", way_out=way_out)
+    setup = _Setup.of(request)
+    rows = setup.count_rows()
+    if rows is not None:
+        setup = replace(setup, rows=rows)
+    peaks: dict[Way, int] = {}
+
+    def fits(way: Way) -> bool:
+        if way not in peaks:
+            peaks[way] = _peak(setup.sections(way), setup.devices)
+            tell(f"{way}: {in_units(peaks[way])} of {in_units(setup.memory)} a device")
+        return peaks[way] <= _ROOM * setup.memory
+
+    for method in setup.methods():
+        if not fits(Way(method, recompute=True, rows=1)):
+            continue
+        way = next(way for way in setup.ways(method) if fits(way))
+        atomic_write_text(request.out, setup.text(way))
+        atomic_write_text(script, setup.script())
+        script.chmod(0o755)
+        return Made(request.out, script, way, setup.devices, setup.rows, peaks[way], setup.memory)
+    raise ConfigError(
+        f"{' and '.join(setup.methods())} need more than {in_units(setup.memory)} a device",
+        where=str(request.model),
+        key="--gpu",
+        way_out="Name more devices, --devices N, or choose a smaller model.",
+    )
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """A request, with the kind of its model and the devices."""
+
+    request: InitRequest
+    kind: ModelKind
+    devices: int
+    memory: int
+    """Bytes of a device."""
+    is_accelerator: bool
+    sizes: Mapping[str, int]
+    """Of a generator, the size of samples that the release was made for."""
+    rows: int = _ROWS_A_STEP
+    """How many rows are trained on."""
+
+    @classmethod
+    def of(cls, request: InitRequest) -> _Setup:
+        """Look at the model's folder and at this machine."""
+        kind = kind_of_path(request.model)
+        return cls(request, kind, *_devices(request), _sizes(request.model) if kind is GENERATOR else {})
+
+    def methods(self) -> tuple[Method, ...]:
+        """Methods to try, the best one first; generators are adapted, as their users do."""
+        if self.request.method != "auto":
+            return (self.request.method,)
+        methods: tuple[Method, ...] = ("lora",) if self.kind is GENERATOR else ("full", "lora")
+        return (*methods, "qlora") if self.is_accelerator else methods
+
+    def ways(self, method: Method) -> Iterator[Way]:
+        """Ways of a method from the fastest one on; the last one needs least memory."""
+        few = [rows for rows in _ROWS if rows * self.devices <= self.rows and self.kind is not GENERATOR]
+        for rows in few or [1]:
+            for recompute in (False, True):
+                yield Way(method, recompute, rows)
+
+    def sections(self, way: Way) -> dict[str, dict[str, Any]]:
+        """The configuration as a mapping."""
+        data = self.request.data
+        basic: dict[str, Any] = {"dataset": str(data), "dataset_dir": str(data if data.is_dir() else data.parent)}
+        param: dict[str, Any] = {"basic_parameters": basic}
+        if self.kind is GENERATOR:
+            param |= {"dataset_type": "generation", "preprocess_parameters": dict(self.sizes)}
+        training: dict[str, Any] = {
+            "lr": float(_RATE[way.method]),
+            "micro_batch_size": way.rows,
+            "gradient_accumulation_steps": self.accumulation(way),
+            "train_epochs": 1,
+            "save": self.save,
+        }
+        if way.method != "full":
+            training["lora"] = {"enable": True, "rank": 16, "alpha": 32}
+        if way.method == "qlora":
+            training["lora"]["quantize"] = "nf4"
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"model_name_or_path": str(self.request.model)},
+            "data": {"dataset_param": param},
+            "training": training,
+        }
+        if self.is_accelerator:
+            sections["parallel"] = {"fsdp_plan": {"param_dtype": "bf16"}}
+        if way.recompute:
+            sections["features"] = {"recompute": True}
+        return sections
+
+    @property
+    def save(self) -> str:
+        """The run folder, named after the YAML."""
+        return str(Path("runs") / self.request.out.stem)
+
+    def accumulation(self, way: Way) -> int:
+        """Return the number of micro-batches of a step, for about 16 rows on all devices together."""
+        rows = 1 if self.kind is GENERATOR else min(_ROWS_A_STEP, self.rows)
+        return max(1, rows // (way.rows * self.devices))
+
+    def count_rows(self) -> int | None:
+        """How many rows are trained on; None where they cannot be opened: the check says why, beside all else."""
+        from mindspeed_mm.fsdp.data import build_mm_dataset
+        from mindspeed_mm.fsdp.params.loader import load_config
+
+        try:
+            arguments = load_config(self.sections(Way("full", recompute=False, rows=1))).arguments
+            train, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
+        except MMError:
+            return None
+        return len(train)
+
+    def text(self, way: Way) -> str:
+        """The YAML, with a comment where a value may well be another one."""
+        basic = self.sections(way)["data"]["dataset_param"]["basic_parameters"]
+        start = f"mm train {self.request.out} --nproc {self.devices}"
+        each = way.rows * self.devices * self.accumulation(way)
+        steps = max(1, self.rows // each)
+        interval = max(1, steps // _CHECKS_A_RUN)
+        lines = [
+            f"# {self.request.model.name}: {way}, on {self.devices} device{'s' if self.devices > 1 else ''}.",
+            f"# Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}",
+            "model:",
+            f"  model_name_or_path: {_quoted(self.request.model)}",
+            "data:",
+            "  dataset_param:",
+        ]
+        if self.kind is GENERATOR:
+            sizes = ", ".join(f"{name}: {size}" for name, size in self.sizes.items())
+            lines += [
+                "    dataset_type: generation",
+                f"    preprocess_parameters: {{{sizes}}}   # as the release has it",
+            ]
+        lines += [
+            "    basic_parameters:",
+            f"      dataset: {_quoted(basic['dataset'])}   # {self.rows:,} rows",
+            f"      dataset_dir: {_quoted(basic['dataset_dir'])}   # where relative paths of media start",
+        ]
+        holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
+        if holds_out:
+            lines.append(f"      val_rate: {_HELD_OUT}   # share that is not trained on, for val_loss")
+        if self.is_accelerator:
+            lines += ["parallel:", "  fsdp_plan: {param_dtype: bf16}"]
+        if way.recompute:
+            lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
+        lines += [
+            "training:",
+            f"  lr: {_RATE[way.method]}   # {'1e-6 to 2e-5' if way.method == 'full' else '5e-5 to 3e-4'} are usual",
+            f"  micro_batch_size: {way.rows}   # rows of a device at a time",
+            f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
+            "  train_epochs: 1",
+            f"  save: {_quoted(self.save)}",
+            f"  save_interval: {interval}   # of about {steps:,} steps",
+        ]
+        if holds_out:
+            lines.append(f"  val_interval: {interval}")
+        if way.method == "lora":
+            lines.append("  lora: {enable: true, rank: 16, alpha: 32}")
+        elif way.method == "qlora":
+            lines.append("  lora: {enable: true, rank: 16, alpha: 32, quantize: nf4}")
+        return "\n".join(lines) + "\n"
+
+    def script(self) -> str:
+        """The commands that check and train."""
+        out = _quoted(self.request.out)
+        return (
+            "#!/usr/bin/env bash\n# Run it where mm init was run: relative paths start there.\nset -euo pipefail\n"
+            f'mm check {out} --nproc {self.devices}\nmm train {out} --nproc {self.devices} "$@"\n'
+        )
+
+
+def _devices(request: InitRequest) -> tuple[int, int, bool]:
+    """How many devices there are, the memory of each in bytes, and whether they are accelerators."""
+    import torch  # seconds: the help does without
+
+    from mindspeed_mm.fsdp.utils.device import get_device_type, memory_total_bytes
+
+    is_here = get_device_type() != "cpu"
+    devices = request.devices or (torch.accelerator.device_count() if is_here and request.gpu is None else 1)
+    if request.gpu is not None:
+        return devices, int(request.gpu * _GIB), True
+    memory = memory_total_bytes()
+    return devices, memory if is_here else memory // devices, is_here
+
+
+def _sizes(model: Path) -> dict[str, int]:
+    """The size of samples that the release was made for; a bound of pixels where it names none."""
+    from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+    from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+    from mindspeed_mm.fsdp.sampling.defaults import filled
+
+    adapter = find_adapter(model)
+    sampling = filled(adapter, SamplingArguments(), "--size")
+    sizes = {"height": sampling.height, "width": sampling.width, "num_frames": sampling.num_frames}
+    given = {name: size for name, size in sizes.items() if size is not None and (name != "num_frames" or size > 1)}
+    return given or {"max_pixels": _PIXELS}
+
+
+def _peak(sections: Mapping[str, Any], devices: int) -> int:
+    """Forecast of the first batch's peak on a rank, in bytes.
+
+    Raises:
+        ConfigError: The check found problems.
+    """
+    from mindspeed_mm.tasks.check import check
+
+    result = check.run(dict(sections), ["training.save=null"], nproc=devices)
+    if result.problems:
+        problems = [_in_options(problem) for problem in result.problems]
+        raise ConfigError(count_problems("the model and its rows", problems), problems=problems)
+    peak = result.predicted_memory.get("peak_bytes")
+    if not isinstance(peak, int):
+        what = "; ".join(result.warnings) or "the memory of a step cannot be predicted"
+        raise ConfigError(what, way_out="Write the YAML by hand: docs/fine-tune.md has three.")
+    return peak
+
+
+_OPTIONS = {
+    "model.model_name_or_path": "--model",
+    "data.dataset_param.basic_parameters.dataset": "--data",
+    "data.dataset_param.basic_parameters.dataset_dir": "--data",
+}
+
+
+def _in_options(problem: Problem) -> Problem:
+    """A problem of a key that an option has set is a problem of the option."""
+    return replace(problem, key=_OPTIONS.get(problem.key, problem.key))
+
+
+def _quoted(value: object) -> str:
+    """A path as YAML and shells take it: in quotes where it has other characters than usual ones."""
+    return str(value) if re.fullmatch(r"[\w./-]+", str(value)) else json.dumps(str(value), ensure_ascii=False)

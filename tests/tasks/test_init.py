@@ -1,0 +1,149 @@
+"""`mm init` writes a YAML that passes the check and trains; what fits is chosen by the forecast of memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.tasks.init import init
+from mindspeed_mm.tasks.init.init import Way
+from mindspeed_mm.tasks.requests.init import InitRequest
+from tests.helpers.runs import mm
+from tests.helpers.tiny_generators import make_tiny_flux
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_rows
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_vl(tmp_path_factory.mktemp("models") / "mine")
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_rows(tmp_path / "data", count=20, images=(1,))
+    return tmp_path
+
+
+def forecasts(monkeypatch: pytest.MonkeyPatch, peak: Callable[[Way], float]) -> list[dict[str, Any]]:
+    """Forecasts that a test gives, in GiB; the configurations that were asked about."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(init._Setup, "count_rows", lambda _: 1000)
+
+    def forecast(sections: dict[str, Any], _devices: int) -> int:
+        asked.append(sections)
+        lora = sections["training"].get("lora", {})
+        method: Any = "full" if not lora else "qlora" if "quantize" in lora else "lora"
+        way = Way(method, "features" in sections, sections["training"]["micro_batch_size"])
+        return int(peak(way) * GIB)
+
+    monkeypatch.setattr(init, "_peak", forecast)
+    return asked
+
+
+def test_what_is_written_passes_the_check_and_trains(model: Path, work: Path) -> None:
+    said = mm("init", "--model", str(model), "--data", "data/rows.jsonl", "--gpu", "24", "--json")
+    assert said.code == 0, said.err
+    told = json.loads(said.out)
+    assert (told["way"]["method"], told["way"]["rows"], told["rows"], told["devices"]) == ("full", 8, 20, 1)
+    assert 0 < told["peak_bytes"] < told["device_bytes"] == 24 * GIB
+    assert mm("check", "run.yaml").code == 0
+    assert mm("train", "run.yaml", "training.train_iters=2", "parallel.fsdp_plan.param_dtype=null").code == 0
+    assert (work / "runs" / "run" / "metrics.jsonl").is_file()
+    script = (work / "run.sh").read_text()
+    assert "mm train run.yaml --nproc 1" in script
+    assert subprocess.run(["bash", "-n", "run.sh"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (lambda way: 10.0, Way("full", False, 8)),
+        (lambda way: 10.0 if way.recompute else 40.0, Way("full", True, 8)),
+        (lambda way: way.rows * (2.0 if way.recompute else 9.0), Way("full", True, 8)),
+        (lambda way: way.rows * 10.0, Way("full", False, 2)),
+        (lambda way: 40.0 if way.method == "full" else 10.0, Way("lora", False, 8)),
+        (lambda way: 10.0 if way.method == "qlora" else 40.0, Way("qlora", False, 8)),
+        (lambda way: 21.0 if way == Way("qlora", True, 1) else 40.0, Way("qlora", True, 1)),
+    ],
+)
+def test_the_best_way_that_fits_is_chosen(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch, peak: Callable[[Way], float], expected: Way
+) -> None:
+    forecasts(monkeypatch, peak)
+    made = init.run(InitRequest(model=model, data=Path("data/rows.jsonl"), gpu=24.0, devices=4))
+    assert made.way == expected and made.devices == 4
+    written = yaml.safe_load((work / "run.yaml").read_text())
+    training = written["training"]
+    assert training["micro_batch_size"] == expected.rows
+    assert training["gradient_accumulation_steps"] == max(1, 16 // (expected.rows * 4))
+    assert ("lora" in training, written.get("features")) == (
+        expected.method != "full", {"recompute": True} if expected.recompute else None
+    )  # fmt: skip
+    assert training.get("lora", {}).get("quantize") == ("nf4" if expected.method == "qlora" else None)
+    assert mm("check", "run.yaml", "--config-only").code == 0
+
+
+def test_the_text_says_what_was_tried(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The YAML is the configuration that was checked, key by key, beside validation and intervals."""
+    asked = forecasts(monkeypatch, lambda way: 10.0 if way.recompute else 40.0)
+    init.run(InitRequest(model=model, data=Path("data/rows.jsonl"), gpu=24.0))
+    written = yaml.safe_load((work / "run.yaml").read_text())
+    chosen = [each for each in asked if each["training"]["micro_batch_size"] == 8 and "features" in each][-1]
+    training, basic = written["training"], written["data"]["dataset_param"]["basic_parameters"]
+    assert (training.pop("save_interval"), training.pop("val_interval"), basic.pop("val_rate")) == (6, 6, 0.02)
+    assert written == chosen
+
+
+def test_few_rows_make_small_steps(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts(monkeypatch, lambda way: 10.0)
+    monkeypatch.setattr(init._Setup, "count_rows", lambda _: 5)
+    made = init.run(InitRequest(model=model, data=Path("data/rows.jsonl"), gpu=24.0, devices=2))
+    training = yaml.safe_load((work / "run.yaml").read_text())["training"]
+    assert (made.way.rows, training["gradient_accumulation_steps"], training["save_interval"]) == (2, 1, 1)
+
+
+def test_nothing_fits(model: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts(monkeypatch, lambda way: 40.0)
+    with pytest.raises(ConfigError, match=r"full and lora and qlora need more than 24\.00 GiB a device"):
+        init.run(InitRequest(model=model, data=Path("data/rows.jsonl"), gpu=24.0))
+    assert not (work / "run.yaml").exists() and not (work / "run.sh").exists()
+
+
+def test_files_that_are_there_stay(model: Path, work: Path) -> None:
+    (work / "run.sh").write_text("mine")
+    with pytest.raises(UsageError, match=r"run\.sh.*is there already"):
+        init.run(InitRequest(model=model, data=Path("data/rows.jsonl"), gpu=24.0))
+    assert (work / "run.sh").read_text() == "mine" and not (work / "run.yaml").exists()
+
+
+def test_problems_are_those_of_the_options(model: Path, work: Path) -> None:
+    said = mm("init", "--model", "nowhere", "--data", "data/none.jsonl", "--gpu", "24")
+    assert said.code != 0 and "--model" in said.err and "Traceback" not in said.err
+    said = mm("init", "--model", str(model), "--data", "data/none.jsonl", "--gpu", "24")
+    assert said.code != 0 and "none.jsonl" in said.err and not (work / "run.yaml").exists()
+
+
+def test_generators_get_their_size_and_adapters(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flux = make_tiny_flux(work / "flux")
+    (work / "pictures").mkdir()
+    for number in range(3):
+        (work / "pictures" / f"{number}.png").write_bytes((work / "data" / "images" / f"{number}_0.png").read_bytes())
+        (work / "pictures" / f"{number}.txt").write_text("a cat")
+    forecasts(monkeypatch, lambda way: 10.0)
+    made = init.run(InitRequest(model=flux, data=Path("pictures"), gpu=24.0))
+    written = yaml.safe_load((work / "run.yaml").read_text())
+    assert made.way == Way("lora", False, 1) and made.rows == 1000
+    param = written["data"]["dataset_param"]
+    assert param["dataset_type"] == "generation" and param["preprocess_parameters"] == {"max_pixels": 2**20}
+    assert mm("check", "run.yaml", "--config-only").code == 0
