@@ -21,6 +21,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/python examples/digits/quickstart.py
+	@echo "To go on: source $(VENV)/bin/activate, then mm --help, or your own model and rows as in README.md"
 
 # Pictures, then clips: two generators trained from scratch and judged, two to three minutes of one core each.
 quickstart-generation: install

@@ -20,9 +20,12 @@ from tests.helpers.tiny_run import make_rows
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
+    ROOT / "benchmarks" / "README.md",
 ]
+FINE_TUNE = ROOT / "docs" / "fine-tune.md"
+MOST_LINES, MOST_BYTES = 150, 12_000
 
 
 def commands(page: Path) -> list[str]:
@@ -72,10 +75,17 @@ def test_example_configurations_pass_the_check(capsys: pytest.CaptureFixture[str
         assert run(["check", str(path), "--config-only"]) == 0, capsys.readouterr().err
 
 
+def recipes_of(page: Path) -> list[str]:
+    return re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 @pytest.mark.edge("U7")
-def test_recipes_of_the_readme_pass_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipes = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+def test_recipes_pass_the_check_and_full_fine_tuning_freezes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (front,), recipes = recipes_of(ROOT / "README.md"), recipes_of(FINE_TUNE)
     assert [("lora:" in text, "quantize:" in text) for text in recipes] == [(False, False), (True, False), (True, True)]
+    assert front == recipes[0] and "freeze" not in front
     for text in recipes:
         path = tmp_path / "run.yaml"
         path.write_text(text, encoding="utf-8")
@@ -85,20 +95,28 @@ def test_recipes_of_the_readme_pass_the_check(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.edge("U7")
 def test_a_fine_tuner_finds_families_and_recipes_before_all_else() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= MOST_LINES and len(text.encode()) <= MOST_BYTES
     sections = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
-    assert sections[:2] == ["Install", "Fine-tune your own model on your own data"]
+    assert sections[:3] == ["Install", "Quick start on a laptop CPU", "Your own model and rows"]
     assert all(name in text.partition("## ")[0] for name in ("Qwen-VL", "LoRA or QLoRA", "docs/data.md"))
-    assert text.index("pretrained_lora_path") < text.index("frozen_adapters") < text.index("## Quick start")
-    assert re.search(r"\bplans?\b.*", text)[0].startswith("plan (how work is split over devices)")
+    page = FINE_TUNE.read_text(encoding="utf-8")
+    assert page.index("pretrained_lora_path") < page.index("frozen_adapters")
+    assert re.search(r"\bplans?\b.*", page)[0].startswith("plan (how work is split over devices)")
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    lacking = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"({page.name})" not in index]
+    assert lacking == ["README.md"]
 
 
 @pytest.mark.slow
 @pytest.mark.edge("U7")
 def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first recipe to the exported folder, on a tiny model of the same family."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## Fine-tune your own model on your own data\n")
-    recipe = re.search(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
+    text = FINE_TUNE.read_text(encoding="utf-8")
+    _, _, section = text.partition("## From the check to the exported folder\n")
+    recipe = re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     commands = re.search(r"```sh\n(.*?)```", section, flags=re.DOTALL)
     assert recipe is not None and commands is not None
     make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
@@ -122,6 +140,23 @@ def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         said = mm(*words)
         assert said.code == 0, (line, said.err)
     assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_pages_in_chinese_have_the_commands_and_keys_of_the_english_ones() -> None:
+    """Their blocks are the same but for comments; and each is the page of the same name."""
+    pages = sorted((ROOT / "docs" / "zh").glob("**/*.md"))
+    assert pages
+    for page in pages:
+        english = ROOT / "docs" / page.name
+        assert blocks(page) == blocks(english), page
+        keys = [set(re.findall(r"`([^`\n]+)`", each.read_text(encoding="utf-8"))) for each in (page, english)]
+        assert keys[0] == keys[1], (page, keys[0] ^ keys[1])
+
+
+def blocks(page: Path) -> list[str]:
+    """Fenced blocks of a page without the comments in them."""
+    found = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(r"\s*#.*", "", block) for block in found]
 
 
 def test_links_lead_somewhere() -> None:

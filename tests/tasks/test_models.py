@@ -327,8 +327,8 @@ def test_the_commands_print() -> None:
     assert "mm extract run.yaml" in mm("route", "make", "videos").out
 
 
-def test_the_readme_has_the_table() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_models_has_the_table() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert catalogue.as_markdown(families()) in page, "write it anew: mm models --markdown"
 
 
