@@ -6,7 +6,9 @@ from pathlib import Path
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.core.terminal import say
+from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
@@ -22,7 +24,12 @@ def draw() -> None:
     args = parse_args()
     translated = translate(args, for_training=False)
     section = JsonSection(translated.model_json)
-    model = translated.arguments.training.load or translated.arguments.model.model_name_or_path
+    load, model = translated.arguments.training.load, translated.arguments.model.model_name_or_path
+    transformer = None
+    if load is not None and model is not None and not (Path(load) / GENERATOR_INDEX).is_file():
+        transformer = weights_folder_of_load(load)
+    if transformer is None:
+        model = load or model
     if model is None:
         raise ConfigError("no model is named", key="--load", way_out="Give a folder in diffusers' layout, or a run.")
     given = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
@@ -35,6 +42,7 @@ def draw() -> None:
         prompts_file=Path(file) if file is not None else None,
         media={"image": Path(section.image)} if section.get("image") else {},
         settings=given,
+        transformer=transformer,
     )
     outcome = generate.run(Path(model), Path(section.get("save_path", "samples")), request)
     if outcome is not None:

@@ -235,11 +235,16 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     if any(sections_of(config)):
         _write_config(folder, without_quantization(config))
     if dtype is not None:
-        name = str(dtype).removeprefix("torch.")
-        config = _with_dtype(_read_json(folder / "config.json"), name)
-        config.setdefault("dtype", name)
-        _write_config(folder, config)
+        (folder / "config.json").write_text(config_text(folder, dtype))
     return list(assets)
+
+
+def config_text(folder: Path, dtype: torch.dtype) -> str:
+    """A folder's config.json as it reads for weights of one dtype."""
+    name = str(dtype).removeprefix("torch.")
+    config = _with_dtype(_read_json(folder / "config.json"), name)
+    config.setdefault("dtype", name)
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 def _write_config(folder: Path, config: Mapping[str, object]) -> None:

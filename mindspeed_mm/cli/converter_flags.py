@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -123,13 +124,16 @@ def _argument_help(method: Subcommand) -> dict[str, str]:
     return found
 
 
-def parse_flags(words: list[str], fields: Mapping[str, ConverterFlag], command: str) -> Values:
+def parse_flags(
+    words: list[str], fields: Mapping[str, ConverterFlag], command: str, other_names: Mapping[str, str] | None = None
+) -> Values:
     """What flags of a command line say, not yet checked against their types.
 
     Args:
         words: `--flag value`, `--flag=value`, or a switch alone.
-        fields: The flags of the subcommand.
+        fields: The flags of the subcommand. Dashes in their names count as underscores.
         command: How it was called, for messages.
+        other_names: Another name of a flag → the flag.
 
     Raises:
         UsageError: A flag is unknown or has no value.
@@ -138,8 +142,9 @@ def parse_flags(words: list[str], fields: Mapping[str, ConverterFlag], command: 
     remaining = list(reversed(words))
     while remaining:
         flag, equals, value = remaining.pop().partition("=")
-        name = flag.removeprefix("--")
-        _check_known(flag, fields, command)
+        name = flag.removeprefix("--").replace("-", "_")
+        name = (other_names or {}).get(name, name)
+        _check_known(flag, name, fields, command)
         if not equals:
             if remaining and not remaining[-1].startswith("--"):
                 value = remaining.pop()
@@ -151,10 +156,27 @@ def parse_flags(words: list[str], fields: Mapping[str, ConverterFlag], command: 
     return given
 
 
-def _check_known(flag: str, fields: Collection[str], command: str) -> None:
+def of_environment(fields: Mapping[str, ConverterFlag], prefix: str) -> Values:
+    """What environment variables say, as `MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIR`. They are read where
+    `JSONARGPARSE_DEFAULT_ENV` is true, as MindSpeed-MM's scripts set it.
+
+    Args:
+        fields: The flags of the subcommand.
+        prefix: The converter's name and the subcommand's, two underscores between them.
+    """
+    given: Values = {}
+    if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() not in {"true", "1", "yes", "y"}:
+        return given
+    for name in fields:
+        text = os.environ.get(f"MM_CONVERT_{prefix}__{name.replace('.', '__')}".upper())
+        if text is not None:
+            merge(given, _nested(name, _value(text, name, fields)))
+    return given
+
+
+def _check_known(flag: str, name: str, fields: Collection[str], command: str) -> None:
     if not flag.startswith("--"):
         raise UsageError(f"'{flag}' is not a flag", way_out=f"Flags begin with two dashes. See {command} --help.")
-    name = flag.removeprefix("--")
     if name not in fields and not _is_section(name, fields):
         near = did_you_mean(flag, [f"--{known}" for known in fields])
         raise UsageError(f"unknown flag '{flag}'", way_out=f"{near}See {command} --help.")

@@ -20,6 +20,7 @@ from mindspeed_mm.cli.converter_flags import (
     as_yaml,
     flags_of,
     merge,
+    of_environment,
     parse_flags,
     read_yaml,
     taken,
@@ -65,7 +66,15 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
 }
 """Name → (module, help line)."""
-PLANNED = ("Qwen3TTSConverter", "OpenSoraPlanConverter", "BagelConverter", "StepVideoConverter")
+PLANNED = (
+    "Qwen3TTSConverter",
+    "MOSSTTSConverter",
+    "VideoAlignConverter",
+    "OpenSoraConverter",
+    "OpenSoraPlanConverter",
+    "BagelConverter",
+    "StepVideoConverter",
+)
 """Converters of models that are not built here yet."""
 
 USAGE = """\
@@ -84,6 +93,8 @@ Examples:
   mm-convert CogVideoConverter --version t2v source_to_mm --cfg.source_path models/SAT --cfg.target_path models/mm
 
 hf2mg and mg2hf are other names of hf_to_mm (Hugging Face to Megatron) and mm_to_hf (Megatron to Hugging Face).
+Environment variables give flags too, as MM_CONVERT_WANCONVERTER__HF_TO_MM__CFG__SOURCE_PATH, where
+JSONARGPARSE_DEFAULT_ENV is true; files and flags override them.
 A converter of your own: a subclass of mindspeed_mm.checkpoint.common.converter.Converter in a package that
 --plugin names, as training.plugin does in a YAML file.
 """
@@ -135,6 +146,9 @@ def _constructor_words(converter: type[Converter], words: list[str]) -> tuple[Va
     """Flags before the subcommand say how the converter is built: `CogVideoConverter --version t2v source_to_mm`."""
     end = 1
     while end < len(words) and words[end].startswith("--"):
+        if (name := words[end].removeprefix("--")) in converter.subcommands():  # written like a flag in some scripts
+            words = [*words[:end], name, *words[end + 1 :]]
+            break
         end += 1 if "=" in words[end] else 2  # with the value behind it
     own = words[1:end]
     if not own:
@@ -154,10 +168,11 @@ def _call(converter: Converter, name: str, method: Subcommand, words: list[str])
     files, words = taken("--config", flags_given)
     fields = flags_of(method)
     command = f"mm-convert {type(converter).__name__} {name}"
-    given: Values = {}
+    other_names = converter.other_flags.get(name, {})
+    given = of_environment(fields, f"{type(converter).__name__}__{name}")
     for file in files:
-        merge(given, read_yaml(Path(file)))
-    merge(given, parse_flags(words, fields, command))
+        merge(given, {other_names.get(key, key): value for key, value in read_yaml(Path(file)).items()})
+    merge(given, parse_flags(words, fields, command, other_names))
     if printing:
         say(as_yaml(fields, given), end="")
         return ExitCode.OK
@@ -243,13 +258,14 @@ def _table(lines: Mapping[str, str]) -> str:
 def _subcommand_help(converter: type[Converter], name: str, method: Subcommand) -> str:
     text = inspect.cleandoc(method.__doc__ or "").partition("\n\nArgs:")[0]
     lines = [f"Usage: mm-convert {converter.__name__} {name} [--flag value]... [--config file.yaml]", "", text, ""]
+    also = {flag: f" (or --{other})" for other, flag in converter.other_flags.get(name, {}).items()}
     for flag, told in flags_of(method).items():
         note = ""
         if told.is_required:
             note = " (needed)"
         elif told.default:
             note = f" Default: {told.default}."
-        lines += [f"  --{flag}", f"      {told.help}{note}"]
+        lines += [f"  --{flag}{also.get(flag, '')}", f"      {told.help}{note}"]
     return "\n".join(lines)
 
 

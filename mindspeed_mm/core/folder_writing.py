@@ -43,6 +43,8 @@ from mindspeed_mm.core.healing import BACKUP, DRAFT_KEY, ORIGINAL_KEY, heal, not
 from mindspeed_mm.core.version import __version__
 
 _LONGEST_SHOWN = 120
+_KEPT_KEY = "kept"
+"""In the marker of a folder that was converted in place: where its original is kept."""
 
 
 @contextmanager
@@ -83,25 +85,29 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
 
     Args:
         path: The folder; of a link, where it leads.
-        keep: Keep the original as `<name>.bak`.
+        keep: Keep the original as `<name>.bak`. Where it is kept from an earlier conversion in place, whose result is
+            as it was written, that result is not kept beside it.
 
     Yields:
         A folder beside it to write into. It is removed when the body raises.
 
     Raises:
-        UsageError: It cannot be replaced, or `<name>.bak` exists already.
+        UsageError: It cannot be replaced, or `<name>.bak` exists already and is not its original.
         MachineError: Its parent cannot be written.
     """
     target = resolve_output(path)
     if target.parent.is_dir():
         heal(target.parent)
+    is_kept = keep and _keeps_original(target)
+    backup = {_KEPT_KEY: backup_of(target).name} if keep else {}
+    keep = keep and not is_kept
     _refuse_in_place(target, keep)
     make_writable_folder(target.parent)
     with _locked_draft(target) as draft:
         kept_as = backup_of(target) if keep else draft.with_suffix(FORMER)
         try:
             yield draft
-            _complete(draft, target, {ORIGINAL_KEY: note_original(target, kept_as, keep=keep)})
+            _complete(draft, target, {ORIGINAL_KEY: note_original(target, kept_as, keep=keep), **backup})
             with locked(target):
                 with one_at_a_time(target.parent):
                     _refuse_in_place(target, keep)
@@ -119,6 +125,13 @@ def backup_of(path: Path) -> Path:
     """Where `folder_in_place` keeps the original: `<name>.bak`."""
     target = resolve_output(path)
     return target.with_name(target.name + BACKUP)
+
+
+def _keeps_original(target: Path) -> bool:
+    """Whether a conversion in place wrote a folder, nobody changed it since, and its original is still there."""
+    backup = backup_of(target)
+    is_ours = (read_marker(target) or {}).get(_KEPT_KEY) == backup.name
+    return is_ours and backup.is_dir() and not is_touched(target)
 
 
 def _refuse_in_place(target: Path, keep: bool) -> None:

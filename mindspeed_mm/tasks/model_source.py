@@ -9,12 +9,15 @@ from pathlib import Path
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.choice import choose_checkpoint
 from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors
+from mindspeed_mm.checkpoint.stored_weights import holds_weights, stored_files
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
-from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR, expert_folders, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import Weights
+from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -52,6 +55,10 @@ class ModelSource:
                 files += sorted(folder.glob(f"*/{name}"))
         if self.lora is not None and self.lora.is_file():
             files.append(self.lora)
+        if kind_of_folder(self.folder) is GENERATOR:
+            weights = self.transformer or transformer_weights(self.folder)
+            if not holds_safetensors(weights) and holds_weights(weights):
+                files += stored_files(weights)
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 

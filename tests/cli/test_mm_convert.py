@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -65,7 +67,8 @@ def test_what_print_config_prints_is_taken_back_and_flags_win(
     ("words", "message"),
     [
         (["GenericDCPConvertor", "hf_to_dcp"], "Did you mean 'GenericDCPConverter'"),
-        (["Qwen3TTSConverter", "hf_to_dcp"], "is planned"),
+        (["MOSSTTSConverter", "dcp_to_hf", "--load_dir", "save/iter_0000010"], "is planned"),
+        (["VideoAlignConverter", "hf_to_mm", "--cfg.pt_path", "model.pth"], "is planned"),
         (["RecordingConverter", "hf_to_m"], "Did you mean 'hf_to_mm'"),
         (["RecordingConverter", "resplit"], "has no 'resplit'"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dri", "x"], "Did you mean '--cfg.mm_dir'"),
@@ -102,6 +105,52 @@ def test_every_flag_that_is_missing_is_named_with_an_example(words: list[str], n
     example = shlex.split(caught.value.headline.partition("For example: mm-convert ")[2])
     assert mm_convert.run([*example, "--print_config"]) == 0
     assert {f"--{flag}" for flag in needed} <= set(example)
+
+
+class OtherNamesConverter(Converter):
+    """Has two names for a flag."""
+
+    other_flags: ClassVar[Mapping[str, Mapping[str, str]]] = {"dcp_to_hf": {"dcp_dir": "load_dir"}}
+    given: ClassVar[list[tuple[str, int]]] = []
+
+    def dcp_to_hf(self, load_dir: str, lora_rank: int = 0) -> None:
+        """Keep what is given."""
+        self.given.append((load_dir, lora_rank))
+
+
+def test_another_name_of_a_flag_and_dashes_in_it_are_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["OtherNamesConverter", "dcp_to_hf"]
+    mm_convert.run([*command, "--dcp_dir", "a", "--lora-rank", "4"])
+    mm_convert.run([*command, "--load_dir=b", "--lora_rank=5"])
+    file = tmp_path / "flags.yaml"
+    file.write_text("dcp_dir: c\n")
+    mm_convert.run([*command, "--config", str(file)])
+    mm_convert.run(["OtherNamesConverter", "--dcp_to_hf", "--load_dir", "d"])  # as a script of HunyuanVideo has it
+    assert OtherNamesConverter.given == [("a", 4), ("b", 5), ("c", 0), ("d", 0)]
+    mm_convert.run([*command, "--help"])
+    assert "--load_dir (or --dcp_dir)" in capsys.readouterr().out
+
+
+def test_environment_variables_give_flags_and_files_and_words_override_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = "MM_CONVERT_RECORDINGCONVERTER__HF_TO_MM__CFG__"
+    for name, value in (("MM_DIR", "mm"), ("HF_CONFIG__HF_DIR", "hf"), ("PARALLEL_CONFIG__LLM_PP_LAYERS", "[[1,3]]")):
+        monkeypatch.setenv(start + name, value)
+    with pytest.raises(ConfigError, match="is needed"):
+        mm_convert.run(["RecordingConverter", "hf_to_mm"])
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    mm_convert.run(["RecordingConverter", "hf_to_mm"])
+    given = RecordingConverter.given
+    assert (given.mm_dir, given.hf_config.hf_dir) == (Path("mm"), Path("hf"))
+    assert given.parallel_config.llm_pp_layers == [[1, 3]]
+    file = tmp_path / "flags.yaml"
+    file.write_text("cfg:\n  mm_dir: of_file\n  hf_config:\n    hf_dir: of_file\n")
+    mm_convert.run(["RecordingConverter", "hf_to_mm", "--config", str(file), "--cfg.hf_config.hf_dir", "of_words"])
+    given = RecordingConverter.given
+    assert (given.mm_dir, given.hf_config.hf_dir) == (Path("of_file"), Path("of_words"))
 
 
 def test_errors_of_a_conversion_name_the_flag(tmp_path: Path) -> None:
@@ -280,6 +329,17 @@ def test_experts_one_by_one_are_stacked_and_come_back(tmp_path: Path) -> None:
     by_hand = [torch.cat([tensors[f"{at}.{e}.{n}.weight"] for n in ("gate_proj", "up_proj")]) for e in range(3)]
     assert torch.equal(held[f"{at}.gate_up_proj"], torch.stack(by_hand))
     words = ["--hf_dir", str(folder), "--dcp_dir", str(tmp_path / "d"), "--save_dir", str(tmp_path / "back")]
-    mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words])
+    mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words, "--dcp_prefix", ""])
     found = load_file(tmp_path / "back/model.safetensors")
     assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
+    prefixes = ["--dcp_prefix", "model.thinker.", "--hf_prefix", "thinker."]
+    words = ["--hf_dir", str(folder), "--save_dir", str(tmp_path / "prefixed")]
+    mm_convert.run(["ExpertMergeDcpConverter", "hf_to_dcp", *words, *prefixes])
+    dcp_to_torch_save(tmp_path / "prefixed/release", tmp_path / "prefixed.pt")
+    assert torch.load(tmp_path / "prefixed.pt", weights_only=True)["model"].keys() == {f"model.{key}" for key in held}
+    words = ["--hf_dir", str(folder), "--dcp_dir", str(tmp_path / "prefixed"), "--save_dir", str(tmp_path / "again")]
+    mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words, *prefixes])
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
+    with pytest.raises(UsageError, match="no key begins with 'talker"):
+        mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words[:-1], "x", "--dcp_prefix", "talker."])

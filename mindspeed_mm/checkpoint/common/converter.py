@@ -13,7 +13,7 @@ A package of somebody's own is named with `--plugin`, as `training.plugin` does 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ SUBCOMMANDS = {
     "dcp_to_hf": "Write a distributed checkpoint as a Hugging Face folder.",
     "lora_hf_to_dcp": "Write adapters of PEFT as a distributed checkpoint.",
     "merge_lora_to_base": "Add adapters to a model's weights.",
+    "merge_mm_lora_dcp_weight_to_base_hf": "Add the adapters of a distributed checkpoint to a model's weights.",
     "source_to_mm": "Rename the weights of an original repository.",
+    "layerzero_to_mm": "Write the weights of a run as a Megatron-style checkpoint.",
+    "mm_to_dcp": "Write a Megatron-style checkpoint as a distributed one that trains.",
+    "lora_hf_to_mm": "Write adapters as a Megatron-style checkpoint.",
 }
 """The documents' subcommands → help line."""
 ALIASES = {"hf2mg": "hf_to_mm", "mg2hf": "mm_to_hf"}
@@ -39,6 +43,8 @@ class Converter:
 
     registry: ClassVar[dict[str, type[Converter]]] = {}
     """Every subclass that was imported, by name; those that begin with _ are for others to derive from."""
+    other_flags: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Subcommand → another name of one of its flags → the flag."""
     examine: Examine | None = None
     """Looks at what was written, before it gets its name; the commands set the comparison of logits."""
 

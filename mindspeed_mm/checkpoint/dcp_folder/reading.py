@@ -172,6 +172,14 @@ def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
     return f"{MODEL}." if wrapped > plain else ""
 
 
+def step_in(folder: Path) -> Path | None:
+    """As `find_step`; None where the folder holds no distributed checkpoint."""
+    try:
+        return find_step(folder)
+    except CheckpointError:
+        return None
+
+
 def find_step(folder: Path) -> Path:
     """The folder that holds `.metadata`: the one given, or the step in it that the tracker names, or the newest.
 

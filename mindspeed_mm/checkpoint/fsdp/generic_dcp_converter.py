@@ -12,23 +12,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Verify, Writing, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     DtypeRule,
     asset_files,
+    config_text,
     model_config,
     safetensors_files,
 )
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Reshaped, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, find_entries, open_weights
+from mindspeed_mm.checkpoint.stored_weights import UNDER_ADAPTERS
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError, first_names
+from mindspeed_mm.core.terminal import say
 
 _RENAMED = "the checkpoint's names are none of transformers' model"
 _NO_CLASS = "transformers has no class that config.json names, so the checkpoint has the folder's own keys"
@@ -45,6 +51,8 @@ class GenericDCPConverter(Converter):
         hf_prefix: str = "",
         tie_weight_mapping: dict[str, str] | None = None,
         fused_linear_names: list[str] | None = None,
+        is_lora_base: bool = False,
+        num_workers: int = 0,
         overwrite: bool = False,
         verify: Verify = True,
         allow_unused: bool = False,
@@ -59,12 +67,17 @@ class GenericDCPConverter(Converter):
             tie_weight_mapping: Further name of a tensor → the key that it is stored under, as
                 {"lm_head.weight": "model.embed_tokens.weight"}: one copy, read back under both.
             fused_linear_names: Parts of names of stacked experts [E, a, b], which are written as [E·a, b].
+            is_lora_base: Write the names of a model under adapters: training.load of a run with LoRA takes it.
+            num_workers: Accepted for older scripts; one process reads and writes.
             overwrite: Replace what an earlier conversion wrote to dcp_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
             allow_unused: Leave out stored tensors that the model has no place for, and name them; else they are an
                 error.
         """
         self._check_family(hf_dir)
+        _tell_workers(num_workers)
+        if is_lora_base:
+            dcp_prefix = _prefix_under_adapters(hf_dir, dcp_prefix, hf_prefix)
         with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
             fused = fused_linear_names or []
@@ -77,11 +90,11 @@ class GenericDCPConverter(Converter):
                 left_out = outline.unused(surplus, where=hf_dir, allowed=allow_unused)
             ties = tie_weight_mapping or {}
             _check_ties(ties, tensors)
-            _check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
+            check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
             _check_fused(fused, tensors, hf_dir, dims=3)
             for key, tensor in tensors.items():
                 tensors[key] = _flattened(key, tensor, fused)
-            tensors = _renamed(tensors, hf_prefix, dcp_prefix)
+            tensors = renamed(tensors, hf_prefix, dcp_prefix)
             aliases = {}
             for alias, key in ties.items():
                 aliases[_with_prefix(alias, hf_prefix, dcp_prefix)] = _with_prefix(key, hf_prefix, dcp_prefix)
@@ -111,6 +124,8 @@ class GenericDCPConverter(Converter):
         hf_prefix: str = "",
         fused_linear_names: list[str] | None = None,
         trust_remote_code: bool = False,
+        to_bf16: bool = False,
+        num_workers: int = 0,
         overwrite: bool = False,
         verify: Verify = True,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -129,6 +144,8 @@ class GenericDCPConverter(Converter):
             hf_prefix: What the folder's keys begin with in its place.
             fused_linear_names: Parts of names of stacked experts, stored as [E·a, b] and written as [E, a, b].
             trust_remote_code: Accepted for older scripts; no code in the folder is run here.
+            to_bf16: Write every tensor in bfloat16, instead of the dtype that the model's own folder has it in.
+            num_workers: Accepted for older scripts; one process reads and writes.
             overwrite: Replace what an earlier conversion wrote to save_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
@@ -137,8 +154,9 @@ class GenericDCPConverter(Converter):
         """
         del trust_remote_code
         self._check_family(model_assets_dir)
+        _tell_workers(num_workers)
         step = find_step(load_dir)
-        copies = asset_files(model_assets_dir)
+        dtype = torch.bfloat16 if to_bf16 else None
         fused = fused_linear_names or []
         renames = bool(dcp_prefix or hf_prefix or fused)
         outline = _outline(model_assets_dir, renames)
@@ -147,12 +165,16 @@ class GenericDCPConverter(Converter):
             if outline is not None:
                 on_hub = _by_class(outline, ledger.tensors, stored, step, allow_unused=allow_unused)
             else:
-                _check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
+                check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
                 _check_fused(fused, ledger.tensors, step, dims=2)
-                on_hub = _OnHub(_by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused))
+                on_hub = HubFolder(_by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused))
             if stored is not None:
                 check_same_tensors(on_hub.tensors, step, model_assets_dir)
-            rule = DtypeRule.of_source(model_assets_dir)
+            on_hub.copies |= asset_files(model_assets_dir)
+            if dtype is not None:
+                on_hub.texts["config.json"] = config_text(model_assets_dir, dtype)
+            self._finish(on_hub)
+            rule = DtypeRule.of_source(model_assets_dir, dtype)
             tensors = {key: rule.cast(key, tensor) for key, tensor in on_hub.tensors.items()}
             files, texts = safetensors_files(tensors, max_shard_bytes)
             conversion = Conversion(
@@ -163,13 +185,31 @@ class GenericDCPConverter(Converter):
                 times=on_hub.times,
                 left_out=on_hub.left_out,
                 incomparable=_why_incomparable(outline, renames),
-                copies=copies,
-                texts=texts,
+                copies=on_hub.copies,
+                texts=texts | on_hub.texts,
             )
             return convert(conversion, save_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
 
+    def _finish(self, made: HubFolder) -> None:
+        """Change what `dcp_to_hf` is about to write. Here: nothing."""
+
     def _check_family(self, folder: Path) -> None:
         """Raise `UsageError` when the converter is not for this folder's model."""
+
+
+def _tell_workers(number: int) -> None:
+    if number > 0:
+        say(f"note: --num_workers {number} has no effect: one process reads and writes, tensor by tensor", err=True)
+
+
+def _prefix_under_adapters(folder: Path, dcp_prefix: str, hf_prefix: str) -> str:
+    """What names begin with in the base of adapters, whose values are the folder's own: `open_stored` reads it back."""
+    if dcp_prefix or hf_prefix:
+        raise UsageError(
+            "names the prefix itself", key="--is_lora_base", way_out="Leave out --dcp_prefix and --hf_prefix."
+        )
+    refuse_quantized(model_config(folder), str(folder / "config.json"))
+    return UNDER_ADAPTERS
 
 
 def _outline(folder: Path, renames: bool) -> TransformersOutline | None:
@@ -190,7 +230,7 @@ def _with_prefix(key: str, old: str, new: str) -> str:
     return new + key.removeprefix(old) if key.startswith(old) else key
 
 
-def _renamed(tensors: Mapping[str, LazyTensor], old: str, new: str) -> dict[str, LazyTensor]:
+def renamed(tensors: Mapping[str, LazyTensor], old: str, new: str) -> dict[str, LazyTensor]:
     """With another prefix; keys that do not begin with the old one stay as they are."""
     homes: dict[str, str] = {}
     for key in tensors:
@@ -200,7 +240,8 @@ def _renamed(tensors: Mapping[str, LazyTensor], old: str, new: str) -> dict[str,
     return {name: tensors[key] for name, key in homes.items()}
 
 
-def _check_prefix(flag: str, prefix: str, keys: Collection[str], where: Path) -> None:
+def check_prefix(flag: str, prefix: str, keys: Collection[str], where: Path) -> None:
+    """Raise `UsageError` for a prefix that no key begins with."""
     if prefix and not any(key.startswith(prefix) for key in keys):
         raise UsageError(f"no key begins with '{prefix}'", where=str(where), key=flag, way_out=_some_keys(keys))
 
@@ -251,13 +292,17 @@ def _own_weights(folder: Path) -> Iterator[Mapping[str, Stored] | None]:
 
 
 @dataclass
-class _OnHub:
-    """A checkpoint's tensors by the hub's keys."""
+class HubFolder:
+    """What is written of a checkpoint: its tensors by the hub's keys, and the files beside them."""
 
     tensors: dict[str, LazyTensor]
     times: dict[str, int | None] = field(default_factory=dict)
     """Keys of the checkpoint that are written several times."""
     left_out: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Name → file or folder to copy."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Name → text; of a name in `copies`, in place of that file."""
 
 
 def _by_class(
@@ -267,7 +312,7 @@ def _by_class(
     step: Path,
     *,
     allow_unused: bool,
-) -> _OnHub:
+) -> HubFolder:
     """What the model's class says; what it has no place for is taken over from the model's own folder."""
     taken_over: list[str] = []
     if stored is not None:  # read first: it finds out which keys of the folder are tied
@@ -285,7 +330,7 @@ def _by_class(
         times[held[name].key] = 2
     if stored is not None:
         made |= {key: stored[key] for key in taken_over}
-    return _OnHub(made, times, left_out)
+    return HubFolder(made, times, left_out)
 
 
 def _unwrapped(tensors: Mapping[str, Stored], outline: TransformersOutline) -> dict[str, Stored]:
@@ -318,7 +363,7 @@ def _by_flags(
             made[name] = _unfolded(name, tensor, entries[key].shape)
         elif not entries and not key.endswith("weight"):
             made[name] = _unfolded(name, tensor, (_number_of_experts(assets), -1, tensor.shape[-1]))
-    return _renamed(made, dcp_prefix, hf_prefix)
+    return renamed(made, dcp_prefix, hf_prefix)
 
 
 def _unfolded(key: str, tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:

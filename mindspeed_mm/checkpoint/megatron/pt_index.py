@@ -33,6 +33,8 @@ class PtIndex(TypedDict):
     """Top-level key → dotted name below it → tensor; only keys whose value holds tensors."""
     values: dict[str, int | float | str | bool]
     """Numbers and text at the top level."""
+    shapes: dict[str, list[int]]
+    """Of LayerZeRO's files: name of a parameter → its whole shape, of which every rank holds a flat piece."""
 
 
 _DTYPE_OF_STORAGE = {
@@ -57,6 +59,10 @@ _MEMORY_BYTES = 4 << 30
 _CPU_SECONDS = 120
 
 
+_SHARDS, _SHARD = "shard_state_dict", "ShardFlattenInfo"
+"""Table and class by which MindSpeed's LayerZeRO says how its flat pieces lie (its `layerzero/state/fqn.py`)."""
+
+
 class _Name:
     """A class or function that a file asks for, by name only."""
 
@@ -68,12 +74,16 @@ class _Name:
 
 
 class _Made:
-    """What a named class or function would have made. It takes any content and forgets it."""
+    """What a named class or function would have made. It takes any content, and forgets it but for LayerZeRO's."""
 
     def __init__(self, maker: _Name, arguments: tuple[Any, ...]) -> None:
         self.maker, self.arguments = maker, arguments
+        self.state: object = None
 
-    def __setstate__(self, state: object) -> None: ...
+    def __setstate__(self, state: object) -> None:
+        if self.maker.name == _SHARD:
+            self.state = state
+
     def __setitem__(self, key: object, value: object) -> None: ...
     def append(self, item: object) -> None: ...
     def extend(self, items: object) -> None: ...
@@ -157,7 +167,7 @@ def _index_of(archive: zipfile.ZipFile, raw: BinaryIO) -> PtIndex:
         return storages[storage]
 
     tables = _Tables()
-    index = PtIndex(tensors={}, values={})
+    index = PtIndex(tensors={}, values={}, shapes=_shapes_in(content.get(_SHARDS)))
     for key, value in content.items():
         if isinstance(value, int | float | str | bool):
             index["values"][_text(key)] = value
@@ -165,6 +175,24 @@ def _index_of(archive: zipfile.ZipFile, raw: BinaryIO) -> PtIndex:
         if found:
             index["tensors"][_text(key)] = found
     return index
+
+
+def _shapes_in(table: object) -> dict[str, list[int]]:
+    """The whole shapes that LayerZeRO's table says."""
+    found: dict[str, list[int]] = {}
+    if not isinstance(table, dict):
+        return found
+    for name, made in table.items():
+        state = made.state if isinstance(made, _Made) and isinstance(made.state, dict) else {}
+        shape = state.get("shape")
+        if isinstance(shape, _Made):  # a torch.Size
+            shape = shape.arguments[0] if shape.arguments else ()
+        if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"{_text(name)} has no shape in {_SHARDS}")
+        if state.get("tensor_model_parallel"):
+            raise ValueError(f"{_text(name)} is divided by tensor parallelism, which is not read of LayerZeRO")
+        found[_text(name)] = list(shape)
+    return found
 
 
 class _Tables:

@@ -30,6 +30,8 @@ class PtContent:
     """Top-level key (`model`, `model0`, `optimizer` …) → dotted name → tensor."""
     values: dict[str, int | float | str | bool]
     """Top-level numbers and text."""
+    shapes: dict[str, list[int]]
+    """Of LayerZeRO's files: name of a parameter → its whole shape."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def _content(path: Path, found: dict[str, Any]) -> PtContent:
     tensors: dict[str, dict[str, Stored]] = {}
     for key, entries in found["tensors"].items():
         tensors[key] = {name: file.stored(name, *entry) for name, entry in entries.items()}
-    return PtContent(path, tensors, found["values"])
+    return PtContent(path, tensors, found["values"], found["shapes"])
 
 
 class _MappedFile:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted
-from mindspeed_mm.checkpoint.original.converting import Adapter, GeneratorTarget, convert_generator
+from mindspeed_mm.checkpoint.original.adapter_files import Adapter, convert_adapter, tensors_of_checkpoint
+from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert_generator
 from mindspeed_mm.checkpoint.original.diffusers_model import told_version
 from mindspeed_mm.checkpoint.original.families import GENERATORS
 from mindspeed_mm.checkpoint.original.generator import Naming
+from mindspeed_mm.checkpoint.original.layerzero import open_trained
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
-from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
+from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator
+from mindspeed_mm.checkpoint.original.text_encoder import convert_text_encoder
 from mindspeed_mm.core.errors import UsageError
 
 _COMMANDS_FOR = {
@@ -41,7 +48,14 @@ class OriginalCommands:
         return self._convert(cfg, Naming.DIFFUSERS, Naming.ORIGINAL)
 
     def _convert(
-        self, cfg: ConvertGeneratorConfig, source: Naming, target: Naming, adapter: Adapter | None = None
+        self,
+        cfg: ConvertGeneratorConfig,
+        source: Naming,
+        target: Naming,
+        adapter: Adapter | None = None,
+        *,
+        is_distributed: bool = False,
+        open_source: Callable[[Path], AbstractContextManager[GeneratorWeights]] = open_generator,
     ) -> Converted:
         parallel = cfg.target_parallel_config
         if parallel.ep_size != 1:
@@ -51,10 +65,33 @@ class OriginalCommands:
         return convert_generator(
             cfg.source_path,
             cfg.target_path,
-            GeneratorTarget(target, parallel.tp_size, parallel.pp_layers, cfg.hf_dir, task=self._version),
+            GeneratorTarget(
+                target,
+                parallel.tp_size,
+                parallel.pp_layers,
+                cfg.hf_dir,
+                task=self._version,
+                is_distributed=is_distributed,
+            ),
             adapter=adapter,
             keep_backup=cfg.keep_backup,
             check=lambda weights: self._check(weights, source),
+            open_source=open_source,
+            stream=sys.stderr,
+        )
+
+    def _convert_adapter(self, cfg: ConvertGeneratorConfig, target: Naming) -> Converted:
+        parallel = cfg.target_parallel_config
+        if parallel.tp_size * parallel.ep_size * sum(map(len, parallel.pp_layers or [[1]])) > 1:
+            raise UsageError("adapters are written for one rank", key="cfg.target_parallel_config", way_out="Leave it.")
+        (family,) = (family for family in GENERATORS if family.name == self.families[0])
+        return convert_adapter(
+            cfg.source_path,
+            cfg.target_path,
+            family,
+            target,
+            in_place=cfg.source_path.resolve() == cfg.target_path.resolve(),
+            keep_backup=cfg.keep_backup,
             stream=sys.stderr,
         )
 
@@ -64,7 +101,7 @@ class OriginalCommands:
             raise UsageError(
                 f"holds {name}, and {type(self).__name__} takes {' and '.join(self.families)}", where=where
             )
-        if weights.naming is not expected:
+        if weights.naming is not expected and not (weights.is_of_run and expected is Naming.MM):
             raise UsageError(
                 f"holds {name} under {weights.naming} names, and {expected} names are expected here",
                 where=where,
@@ -89,8 +126,37 @@ class MMCommands(OriginalCommands):
         return self._convert(cfg, Naming.ORIGINAL, Naming.MM)
 
     def mm_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
-        """Join MindSpeed-MM's weights to a diffusers folder."""
+        """Write what was trained as a diffusers folder: MindSpeed-MM's weights, or a run."""
         return self._convert(cfg, Naming.MM, Naming.DIFFUSERS)
+
+    def mm_to_dcp(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write MindSpeed-MM's weights or adapters as a distributed checkpoint that trains."""
+        tensors = tensors_of_checkpoint(cfg.source_path) if self._holds_one_rank(cfg.source_path) else None
+        if tensors and all(".lora_" in name for name in tensors):
+            return self._convert_adapter(cfg, Naming.DIFFUSERS)
+        return self._convert(cfg, Naming.MM, Naming.DIFFUSERS, is_distributed=True)
+
+    @staticmethod
+    def _holds_one_rank(path: Path) -> bool:
+        return len([*path.glob("mp_rank_*/"), *path.glob("*/mp_rank_*/")]) == 1
+
+    def layerzero_to_mm(
+        self,
+        cfg: ConvertGeneratorConfig,
+        iteration: int | None = None,
+        prefix: str = "predictor",
+        ema_model: bool = False,
+    ) -> Converted:
+        """Write what a run with LayerZeRO trained in MindSpeed-MM's layout: a run of this suite, or MindSpeed's files.
+
+        Args:
+            cfg: `source_path` is the run's folder.
+            iteration: The step; without it the newest.
+            prefix: What the names in MindSpeed's files begin with.
+            ema_model: Take the moving average of the weights.
+        """
+        opened = partial(open_trained, iteration=iteration, prefix=prefix, average=ema_model)
+        return self._convert(cfg, Naming.MM, Naming.MM, open_source=opened)
 
     def resplit(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Divide MindSpeed-MM's weights anew, as target_parallel_config says."""
@@ -118,6 +184,10 @@ class WanConverter(MMCommands, Converter):
 
     def __init__(self) -> None:
         super().__init__()
+
+    def lora_hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write a LoRA of DiffSynth, diffusers or kohya's scripts under MindSpeed-MM's names."""
+        return self._convert_adapter(cfg, Naming.MM)
 
 
 class VACEConverter(MMCommands, Converter):
@@ -148,3 +218,17 @@ class HunyuanVideoConverter(MMCommands, Converter):
     """HunyuanVideo and HunyuanVideo 1.5: diffusers, the authors' names, MindSpeed-MM's names."""
 
     families = ("HunyuanVideo", "HunyuanVideo 1.5")
+
+    def __init__(self, version: Literal["t2v", "i2v", "t2v-lora", "i2v-lora"] | None = None) -> None:
+        self._takes_adapters = version is not None and version.endswith("-lora")
+        super().__init__("t2v" if version in ("t2v", "t2v-lora") else "i2v" if version else None)
+
+    def source_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Rename the authors' own weights, or with `--version i2v-lora` their LoRA, to MindSpeed-MM's names."""
+        if self._takes_adapters:
+            return self._convert_adapter(cfg, Naming.MM)
+        return super().source_to_mm(cfg)
+
+    def t2v_text_encoder(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Take the language model out of a LLaVA folder: HunyuanVideo's text encoder, in half precision."""
+        return convert_text_encoder(cfg.source_path, cfg.target_path, stream=sys.stderr)

@@ -5,28 +5,29 @@ MindSpeed-MM's `mp_rank_*` folders in any division, with or without a LoRA merge
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
-from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
+from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, safetensors_files
 from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, divided_files, find_step
-from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
-from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
+from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, divided_files
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE
 from mindspeed_mm.checkpoint.megatron.sharding import times_written
+from mindspeed_mm.checkpoint.original.adapter_files import Adapter, OpenedAdapter, open_adapter
 from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config, told_version
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, count, from_diffusers
-from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
+from mindspeed_mm.checkpoint.original.lora import merge_lora
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
-from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_file, open_generator
-from mindspeed_mm.core.errors import CheckpointError, UsageError
+from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_generator
+from mindspeed_mm.core.errors import ModelFolderError
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 Files = Mapping[str, OutputFile]
@@ -45,21 +46,8 @@ class GeneratorTarget:
     max_shard_bytes: int = MAX_SHARD_BYTES
     task: str | None = None
     """`t2v` or `i2v`, where keys and shapes do not tell it."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A LoRA to merge into the weights, and how it is scaled."""
-
-    path: Path
-    """A safetensors file, a folder with one, or MindSpeed-MM's folder of one rank."""
-    scaling: LoraScaling = field(default_factory=LoraScaling)
-
-
-@dataclass(frozen=True)
-class _OpenedAdapter:
-    ledger: SourceLedger
-    alphas: dict[str, float]
+    is_distributed: bool = False
+    """A distributed checkpoint that trains, instead of a diffusers folder."""
 
 
 def convert_generator(
@@ -69,6 +57,7 @@ def convert_generator(
     *,
     adapter: Adapter | None = None,
     check: Callable[[GeneratorWeights], None] | None = None,
+    open_source: Callable[[Path], AbstractContextManager[GeneratorWeights]] = open_generator,
     overwrite: bool = False,
     keep_backup: bool = True,
     verify: bool = True,
@@ -78,11 +67,12 @@ def convert_generator(
     original is kept as `<name>.bak`.
 
     Args:
-        source: As `open_generator` takes it.
+        source: As `open_source` takes it.
         target: The folder to write.
         wanted: Layout and division.
         adapter: A LoRA to merge meanwhile.
         check: Raises for a source that is not wanted.
+        open_source: Opens it.
         overwrite: Replace what a command of ours has written at the target.
         keep_backup: Of a conversion in place.
         verify: Read back and compare before the folder gets its name.
@@ -95,10 +85,10 @@ def convert_generator(
         MachineError: There is not enough room.
     """
     with ExitStack() as stack:
-        weights = stack.enter_context(open_generator(source))
+        weights = stack.enter_context(open_source(source))
         if check is not None:
             check(weights)
-        opened = stack.enter_context(_open_adapter(adapter)) if adapter else None
+        opened = stack.enter_context(open_adapter(adapter)) if adapter else None
         return convert(
             plan_conversion(weights, wanted, opened),
             target,
@@ -110,7 +100,7 @@ def convert_generator(
 
 
 def plan_conversion(
-    weights: GeneratorWeights, wanted: GeneratorTarget, adapter: _OpenedAdapter | None = None
+    weights: GeneratorWeights, wanted: GeneratorTarget, adapter: OpenedAdapter | None = None
 ) -> Conversion:
     """What is written from what. Nothing is read.
 
@@ -122,6 +112,8 @@ def plan_conversion(
     ledgers = [SourceLedger(weights.stored, weights.path)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
     config = fitting_config(hub, weights, wanted.hf_dir, wanted.task)
+    if weights.is_of_run:
+        hub = _as_before_training(hub, wanted.hf_dir or weights.home)
     times: dict[str, int | None] = {}
     if adapter is not None:
         ledgers.append(adapter.ledger)
@@ -130,9 +122,13 @@ def plan_conversion(
     texts: dict[str, str] = {}
     if wanted.naming is Naming.MM:
         files, times = _mm_files(hub, family, wanted, texts)
-        texts[f"{RELEASE}/{CONFIG_FILE}"] = _json(config)
+        texts[CONFIG_FILE] = _json(config)
     elif wanted.naming is Naming.ORIGINAL:
         files = _original_files(hub, family, config, wanted, texts)
+    elif wanted.is_distributed:
+        files = {RELEASE: DcpFolder(hub)}
+        layout["kind"] = "dcp"
+        texts |= {TRACKER: f"{RELEASE}\n", CONFIG_FILE: _json(config)}
     else:
         files = _weight_files(hub, wanted.max_shard_bytes, texts)
         texts[CONFIG_FILE] = _json(config)
@@ -142,6 +138,19 @@ def plan_conversion(
     if adapter is not None:
         sources.append(adapter.ledger.where)
     return Conversion(sources, ledgers, files, layout, times, weights.left_out, texts=texts)
+
+
+def _as_before_training(hub: Mapping[str, LazyTensor], folder: Path | None) -> dict[str, LazyTensor]:
+    """Each tensor in the type that the model folder has it in: training may hold it in a wider one."""
+    if folder is None:
+        return dict(hub)
+    try:
+        with open_generator(folder) as weights:
+            found = {key: tensor.dtype for key, tensor in weights.under_diffusers_names().items()}
+    except ModelFolderError:  # it has a configuration alone
+        found = {}
+    rule = DtypeRule(found, None)
+    return {key: rule.cast(key, tensor) for key, tensor in hub.items()}
 
 
 def _mm_files(
@@ -185,49 +194,6 @@ def _weight_files(
     files, index = safetensors_files(tensors, max_shard_bytes, DIFFUSERS_STEM)
     texts.update(index)
     return files
-
-
-@contextmanager
-def _open_adapter(adapter: Adapter) -> Iterator[_OpenedAdapter]:
-    path = adapter.path
-    if path.is_dir() and (any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/"))):
-        tensors = _mm_adapter(path)
-        yield _OpenedAdapter(*_with_alphas(tensors, {}, path, adapter.scaling))
-        return
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise UsageError(f"holds {len(files)} safetensors files", where=str(path), way_out="Name the LoRA's file.")
-        path = files[0]
-    if path.suffix != ".safetensors":
-        raise UsageError("is not a safetensors file", where=str(path), way_out="Get the LoRA as safetensors.")
-    with open_file(path) as (stored, metadata):
-        yield _OpenedAdapter(*_with_alphas(stored, metadata, path, adapter.scaling))
-
-
-def _with_alphas(
-    tensors: dict[str, LazyTensor], metadata: Mapping[str, str], path: Path, said: LoraScaling
-) -> tuple[SourceLedger, dict[str, float]]:
-    alphas = alphas_of(tensors, metadata, path, said)
-    return SourceLedger(tensors, path), alphas
-
-
-def _mm_adapter(path: Path) -> dict[str, LazyTensor]:
-    """The adapter in a MindSpeed-MM folder of one rank: a checkpoint of such a run may hold the base's tensors too."""
-    folders = sorted(find_step(path).glob("mp_rank_*/"))
-    if len(folders) != 1:
-        raise CheckpointError(
-            f"is divided among {len(folders)} ranks, and adapters are merged from one",
-            where=str(path),
-            way_out="Give the LoRA as one safetensors file.",
-        )
-    (content,) = read_pt_files([folders[0] / WEIGHTS_FILE])
-    adapters: dict[str, LazyTensor] = {}
-    for section, tensors in content.tensors.items():
-        for name, tensor in tensors.items():
-            if section.startswith("model") and ".lora_" in name:
-                adapters[name] = tensor
-    return adapters
 
 
 def _json(value: Json) -> str:

@@ -19,7 +19,7 @@ Tensors = Mapping[str, LazyTensor]
 Json = dict[str, Any]
 """What a config.json holds."""
 
-WRAPPERS = ("model.diffusion_model.", "module.")
+WRAPPERS = ("model.diffusion_model.", "module.", "predictor.")
 """What stands before every name in some files, and tells nothing."""
 
 

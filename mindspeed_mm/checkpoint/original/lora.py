@@ -25,6 +25,8 @@ _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
 """What stands before the names in files of PEFT, diffusers and ComfyUI."""
 _KEY = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight")
 _PART = {"lora_down": "lora_A", "lora_up": "lora_B"}
+ADAPTER_CONFIG = "adapter_config.json"
+"""File with the rank and alpha of the adapters beside it, by PEFT's names."""
 
 
 class LowRankSum(LazyTensor):
@@ -135,7 +137,7 @@ def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], fa
 
 
 def alphas_of(
-    lora: dict[str, LazyTensor], metadata: Mapping[str, str], path: Path, said: LoraScaling
+    lora: dict[str, LazyTensor], metadata: Mapping[str, str], path: Path, said: LoraScaling, *, needed: bool = True
 ) -> dict[str, float]:
     """Alpha of every module; the tensors that hold alphas are taken out of `lora`.
 
@@ -145,8 +147,9 @@ def alphas_of(
     Args:
         lora: By the names in the file.
         metadata: Text in the file's header.
-        path: The file.
+        path: The file, or the folder of a checkpoint.
         said: `lora_alpha` and `lora_rank`.
+        needed: It is an error that nobody says it; else such modules have none in the result.
 
     Raises:
         UsageError: Nobody says it, or what was said is not what the file holds.
@@ -161,6 +164,8 @@ def alphas_of(
         if said.rank is not None and down.shape[0] != said.rank:
             raise UsageError(f"is {said.rank}, and the adapter's {module} has rank {down.shape[0]}", key="lora_rank")
         alpha = own.get(module, of_others)
+        if alpha is None and not needed:
+            continue
         if alpha is None:
             raise UsageError("the file does not say the adapter's alpha", where=str(path), way_out="Give --lora_alpha.")
         if said.alpha is not None and alpha != said.alpha:
@@ -172,7 +177,7 @@ def alphas_of(
 
 
 def _config(metadata: Mapping[str, str], path: Path) -> float | None:
-    beside = path.parent / "adapter_config.json"
+    beside = (path if path.is_dir() else path.parent) / ADAPTER_CONFIG
     text = metadata.get("lora_adapter_metadata") or (beside.read_text() if beside.is_file() else "{}")
     try:
         values = parse_json(text)

@@ -1,5 +1,5 @@
-"""Opens the weights of a generator wherever they lie: a diffusers folder, the authors' own file or folder, or
-MindSpeed-MM's `mp_rank_*` folders; and says whose they are."""
+"""Opens the weights of a generator wherever they lie: a diffusers folder, the authors' own file or folder,
+MindSpeed-MM's `mp_rank_*` folders, or a run; and says whose they are."""
 
 from __future__ import annotations
 
@@ -7,27 +7,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import safe_open
 
+from mindspeed_mm.checkpoint.dcp_folder.reading import MODEL, DcpReader, step_in
 from mindspeed_mm.checkpoint.keymap import names_behind
+from mindspeed_mm.checkpoint.layout import MANIFEST, TRACKER
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.megatron.folder import DividedWeights, find_step, read_divided
+from mindspeed_mm.checkpoint.megatron.folder import find_step, read_divided
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, to_diffusers
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 
 CONFIG_FILE = "config.json"
 _PT_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _SECTIONS = ("module", "model", "state_dict")
+_AVERAGE = "ema."
+"""What the names of averages begin with in a checkpoint."""
 """What the authors' `.pt` files put the weights under."""
+
+
+class PiecesOfRanks(Protocol):
+    """Weights that ranks hold in pieces."""
+
+    @property
+    def stored(self) -> Mapping[str, LazyTensor]:
+        """Every piece by a key of its own."""
+        ...
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Keys of the files that are no part of the model → why."""
+        ...
+
+    def whole(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The whole tensors. `stored` stand for its own, as a ledger counts them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,8 +67,12 @@ class GeneratorWeights:
     """By the names in the files; of MindSpeed-MM's folders, every rank's pieces."""
     config: Json
     """The config.json beside them, {} where there is none: diffusers' own, but the authors' beside their names."""
-    divided: DividedWeights | None = None
-    """MindSpeed-MM's folder."""
+    divided: PiecesOfRanks | None = None
+    """MindSpeed-MM's folders, and files of LayerZeRO."""
+    is_of_run: bool = False
+    """They were trained: under whatever names, they are what `mm_to_…` takes."""
+    home: Path | None = None
+    """The model folder that the run says it started from."""
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -95,13 +124,13 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     """Open weights for the length of the `with` block.
 
     Args:
-        path: A pipeline's folder (its `transformer` is taken), a folder of weights, one weight file, or a folder with
-            `mp_rank_*` or with the step that holds them.
+        path: A pipeline's folder (its `transformer` is taken), a folder of weights, one weight file, a folder with
+            `mp_rank_*` or with the step that holds them, or a run or distributed checkpoint.
 
     Raises:
         ModelFolderError: There are no weights, or they are of no family here.
         UsageError: A pipeline holds two transformers.
-        CheckpointError: A file is damaged, or asks for something that weights do not need.
+        CheckpointError: A file is damaged, or asks for something that weights do not need; a checkpoint holds adapters.
     """
     heal_missing(path)
     if path.is_file() and path.suffix in _PT_SUFFIXES:
@@ -111,6 +140,10 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
             yield _recognised(path, stored)
     elif _has_ranks(path):
         yield _mm_weights(path)
+    elif not is_megatron_folder(path) and (step := step_in(path)) is not None:
+        yield weights_of_run(step)
+    elif (path / TRACKER).is_file() and not any(path.glob("*.safetensors")):
+        yield _mm_weights(path)  # says what is wrong with it
     elif (pickled := _pickled_weights(path)) is not None:
         yield _recognised(pickled, _pt_tensors(pickled))
     else:
@@ -121,6 +154,10 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
                 where=str(path),
                 way_out=f"Name {folder}, and then {path / 'transformer_2'}.",
             )
+        if folder != path and not any(folder.glob("*.safetensors")):
+            with open_generator(folder) as weights:  # in another layout
+                yield weights
+            return
         with open_weights(folder) as tensors:
             yield _recognised(folder, tensors, _config_of(folder))
 
@@ -136,9 +173,7 @@ def _config_of(folder: Path) -> Json:
 
 
 def _has_ranks(path: Path) -> bool:
-    if any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/")):
-        return True
-    return (path / "latest_checkpointed_iteration.txt").is_file()
+    return any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/"))
 
 
 def transformer_folder(path: Path) -> Path:
@@ -178,15 +213,67 @@ def _mm_weights(path: Path) -> GeneratorWeights:
     for content in contents:
         names.update(*content.tensors.values())
     family, naming = generator_of(names, str(step))
+    config = _config_of(step.parent) or _config_of(step)
+    if naming is Naming.DIFFUSERS and len(contents) == 1 and MODEL in contents[0].tensors:  # torch's dcp_to_torch
+        return GeneratorWeights(path, family, naming, contents[0].tensors[MODEL], config, is_of_run=True)
     if naming is not Naming.MM:
         raise CheckpointError(
             f"holds {family.name} under {naming} names, and MindSpeed-MM's are expected in mp_rank_* folders",
             where=str(step),
             way_out="Was it converted by another program? Convert the original weights anew.",
         )
-    config = {"model_type": family.name, "num_layers": _depth(contents, DIVISIONS[family.name].layers)}
-    divided = read_divided(step, megatron_family(family), config)
-    return GeneratorWeights(path, family, naming, divided.stored, _config_of(step), divided)
+    sizes = {"model_type": family.name, "num_layers": _depth(contents, DIVISIONS[family.name].layers)}
+    divided = read_divided(step, megatron_family(family), sizes)
+    return GeneratorWeights(path, family, naming, divided.stored, config, divided)
+
+
+def weights_of_run(step: Path, *, average: bool = False) -> GeneratorWeights:
+    """The weights of a distributed checkpoint, whoever saved it.
+
+    Args:
+        step: Holds `.metadata`.
+        average: The moving average instead of the trained weights; what is not averaged is the same in both.
+
+    Raises:
+        CheckpointError: It is damaged, holds adapters, or no average.
+        ModelFolderError: The weights are of no family here.
+        UsageError: It holds two transformers.
+    """
+    reader = DcpReader(step)
+    tensors: dict[str, LazyTensor] = dict(reader.model_tensors())
+    adapters = [name for name in tensors if ".lora_" in name]
+    if adapters:
+        raise CheckpointError(
+            f"holds adapters ({len(adapters)} tensors, as {adapters[0]}) without the model under them",
+            where=str(step),
+            way_out="Name it in cfg.lora_path of merge_lora_to_base, or write a LoRA file with mm export.",
+        )
+    if any(name.startswith(f"{EXPERT_PARTS[1]}.") for name in tensors):
+        raise UsageError(
+            "holds two transformers, and one is converted at a time",
+            where=str(step),
+            way_out="Write both with mm export.",
+        )
+    if average:
+        averages = {key.removeprefix(_AVERAGE): reader.lazy(key) for key in reader.entries if key.startswith(_AVERAGE)}
+        if not averages:
+            raise CheckpointError("keeps no average of the weights", where=str(step), key="ema_model")
+        tensors |= averages
+    family, naming = generator_of(tensors, str(step))
+    home = _home_of(step)
+    config = _config_of(transformer_folder(home)) if home is not None else {}
+    config = config or _config_of(step.parent)
+    return GeneratorWeights(step, family, naming, tensors, config, is_of_run=True, home=home)
+
+
+def _home_of(step: Path) -> Path | None:
+    """The model folder that the manifest of our own checkpoints names, if it is there."""
+    file = step / MANIFEST
+    content: object = read_json_object(file, CheckpointError) if file.is_file() else {}
+    for key in ("context", "config", "model"):
+        content = content.get(key) if isinstance(content, dict) else {}
+    named = content.get("model_name_or_path") if isinstance(content, dict) else None
+    return Path(named) if isinstance(named, str) and Path(named).is_dir() else None
 
 
 def _depth(contents: Sequence[PtContent], layers: str) -> int:

@@ -14,10 +14,9 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, config_dtype
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.checkpoint.megatron.folder import step_files
-from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
-from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors, weight_files
-from mindspeed_mm.checkpoint.stored_weights import open_stored
+from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors
+from mindspeed_mm.checkpoint.stored_weights import holds_weights, open_stored, step_of_weights, stored_files
 from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -32,7 +31,8 @@ def weights_folder_of_load(load: str | None) -> Path | None:
     folder = Path(load) if load else None
     if folder is None or not folder.is_dir():
         return None
-    return folder if recognise(folder) in {"hf", "megatron"} else None
+    is_model = recognise(folder) in {"hf", "megatron"}
+    return folder if is_model or step_of_weights(folder) is not None else None
 
 
 @contextmanager
@@ -54,8 +54,7 @@ def base_weights_mark(folder: Path) -> str:
         ModelFolderError: There are no weights.
     """
     digest = hashlib.sha256()
-    files = step_files(folder) if is_megatron_folder(folder) else weight_files(transformer_weights(folder))
-    for file in files:
+    for file in stored_files(transformer_weights(folder)):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
@@ -67,7 +66,7 @@ def base_weights_mark(folder: Path) -> str:
 
 def has_weights(folder: Path) -> bool:
     """Whether a model folder holds any, and not its configuration alone."""
-    return holds_safetensors(folder) or is_megatron_folder(folder)
+    return holds_weights(folder)
 
 
 @contextmanager
@@ -80,7 +79,7 @@ def open_base(model: nn.Module, folder: Path) -> Iterator[Mapping[str, LazyTenso
 
 def dtypes_of_base(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> DtypeRule:
     """In which dtype a whole model is written: each tensor as the folder has it, or all in `dtype`."""
-    if dtype is not None or not is_megatron_folder(folder):
+    if dtype is not None or holds_safetensors(folder) or not holds_weights(folder):
         return DtypeRule.of_source(folder, dtype)
     with open_base(model, folder) as stored:
         return DtypeRule({key: tensor.dtype for key, tensor in stored.items()}, config_dtype(folder))

@@ -260,7 +260,8 @@ class TensorIndex:
                 "read from model folders alone",
                 where=str(self.path),
                 key="training.load",
-                way_out=f"Write it as one, mm export {self.path} OUT --model MODEL, and name that in training.load.",
+                way_out=f"Write it as one, mm export {self.path} OUT --model MODEL, and name that in training.load. "
+                "mm-convert hf_to_dcp --is_lora_base true writes a distributed checkpoint that adapters stand on.",
             )
         if held and not wanted:
             raise CheckpointError(

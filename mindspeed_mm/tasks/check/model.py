@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load, weights_folder_of_load
+from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, told_by_load, weights_folder_of_load
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
@@ -44,8 +43,8 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
     if (told is None and starts_without) or not _lacks_values(outline.model):
         return
     folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
-    if not is_megatron_folder(folder):
-        find_entries(folder)
+    if not has_weights(folder):
+        find_entries(folder)  # says what is wrong
     missing, unexpected = training.allow_missing, training.allow_unexpected
     if not training.load_strict:
         missing = unexpected = EVERYTHING

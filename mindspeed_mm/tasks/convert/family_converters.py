@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +13,7 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
-from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
+from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter, check_prefix, renamed
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.key_ops import Concat, Stack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, in_natural_order, made_by
@@ -21,6 +22,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+from mindspeed_mm.tasks.convert.adapter_checkpoint import merge_checkpoint
 from mindspeed_mm.tasks.export import merge
 from mindspeed_mm.tasks.requests.export import MergeRequest
 
@@ -80,6 +82,32 @@ class _FamilyConverter(GenericDCPConverter):
         )
         say(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
 
+    def merge_mm_lora_dcp_weight_to_base_hf(
+        self,
+        base_hf_dir: Path,
+        lora_dcp_dir: Path,
+        save_merged_hf_dir: Path,
+        lora_target_modules: str = "",
+        scaling: float | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Add the adapters of a run, or of a distributed checkpoint, to a model's weights and write the whole model.
+
+        Args:
+            base_hf_dir: The model that the adapters were trained on.
+            lora_dcp_dir: The run, its newest step is taken; or a step, or what lora_hf_to_dcp wrote.
+            save_merged_hf_dir: The folder to write.
+            lora_target_modules: Parts of names, with commas between them, of the layers whose adapters are added;
+                empty: all.
+            scaling: What B·A is multiplied by: alpha / rank. By default as the run or an adapter_config.json says it,
+                else 1.
+            overwrite: Replace what an earlier merge wrote there.
+        """
+        self._check_family(base_hf_dir)
+        words = [part.strip() for part in lora_target_modules.split(",") if part.strip()]
+        done = merge_checkpoint(base_hf_dir, lora_dcp_dir, save_merged_hf_dir, words, scaling, overwrite=overwrite)
+        say(f"{save_merged_hf_dir}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
+
     def _check_family(self, folder: Path) -> None:
         if (found := model_config(folder).get("model_type")) not in self.model_types:
             raise UsageError(
@@ -111,6 +139,9 @@ class Qwen35Converter(_FamilyConverter):
     """Qwen3.5 ↔ DCP, adapters of it, and merging them."""
 
     model_types = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+    other_flags: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "dcp_to_hf": {"dcp_dir": "load_dir", "save_hf_dir": "save_dir", "origin_hf_dir": "model_assets_dir"}
+    }
 
 
 class Mistral3Converter(_FamilyConverter):
@@ -136,21 +167,32 @@ _EXPERTS = KeyMap(
 class ExpertMergeDcpConverter(GenericDCPConverter):
     """Experts stored one by one on the hub, stacked in DCP; the other keys as they are."""
 
-    def hf_to_dcp(self, hf_dir: Path, save_dir: Path, overwrite: bool = False, verify: bool = True) -> Converted:  # type: ignore[override]
+    def hf_to_dcp(  # type: ignore[override]
+        self,
+        hf_dir: Path,
+        save_dir: Path,
+        dcp_prefix: str = "",
+        hf_prefix: str = "",
+        overwrite: bool = False,
+        verify: bool = True,
+    ) -> Converted:
         """Write a folder with one tensor for each expert as a checkpoint with one for all experts of a layer.
 
         Args:
             hf_dir: The folder with config.json and the safetensors.
             save_dir: The folder to write: release/ and latest_checkpointed_iteration.txt.
+            dcp_prefix: What the checkpoint's names begin with, in place of hf_prefix.
+            hf_prefix: What of the folder's keys dcp_prefix replaces.
             overwrite: Replace what an earlier conversion wrote to save_dir.
             verify: Read everything back and compare.
         """
         with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
+            check_prefix("--hf_prefix", hf_prefix, ledger.tensors, hf_dir)
             conversion = Conversion(
                 sources=[hf_dir],
                 ledgers=[ledger],
-                files={layout.RELEASE: DcpFolder(_mapped(_EXPERTS, ledger))},
+                files={layout.RELEASE: DcpFolder(renamed(_mapped(_EXPERTS, ledger), hf_prefix, dcp_prefix))},
                 layout={"kind": "dcp", "names": "folder", "experts": "stacked"},
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
@@ -161,6 +203,8 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
         hf_dir: Path,
         dcp_dir: Path,
         save_dir: Path,
+        dcp_prefix: str = "",
+        hf_prefix: str = "",
         overwrite: bool = False,
         verify: bool = True,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -171,14 +215,18 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
             hf_dir: The model's own folder: configuration, tokenizer, processor.
             dcp_dir: The folder with the tracker, its release/ or an iter_*/.
             save_dir: The folder to write.
+            dcp_prefix: What the checkpoint's names begin with.
+            hf_prefix: What the folder's keys begin with in its place.
             overwrite: Replace what an earlier conversion wrote to save_dir.
             verify: Read everything back and compare.
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         """
         step = find_step(dcp_dir)
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
+        check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
         rule = DtypeRule.of_source(hf_dir)
-        made = {key: rule.cast(key, tensor) for key, tensor in _mapped(_EXPERTS.inverse, ledger).items()}
+        held = renamed(_mapped(_EXPERTS.inverse, ledger), dcp_prefix, hf_prefix)
+        made = {key: rule.cast(key, tensor) for key, tensor in held.items()}
         if any(hf_dir.glob("*.safetensors")):
             check_same_tensors(made, step, hf_dir)
         files, texts = safetensors_files(made, max_shard_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class GenerateRequest:
     else what `sampling/defaults.py` fills in."""
     lora: Path | None = None
     """Folder of adapters for the model."""
+    transformer: Path | None = None
+    """Folder with weights of the transformer, in any layout, instead of those of the model's folder."""
     vae_options: tuple[str, ...] = ()
     """What the VAE does to take less memory, `tiling` or `slicing`, beside what the configuration says."""
     config: Path | None = None
@@ -107,6 +109,8 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     """
     # Before ranks form a group: reading a checkpoint would be a step that they take together.
     source = resolve_source(model, request.lora)
+    if request.transformer is not None:
+        source = replace(source, transformer=request.transformer)
     arguments = _arguments_of(source, request.config)
     sampling, prompts = resolve_request(request, arguments)
     adapter = _adapter_of(source, arguments, request.task)

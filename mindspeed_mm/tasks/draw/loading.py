@@ -12,11 +12,13 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.original.lora_names import layers_of
 from mindspeed_mm.checkpoint.safetensors_file import read_header
+from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors
+from mindspeed_mm.checkpoint.stored_weights import holds_weights, open_stored
 from mindspeed_mm.core.errors import MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders, stored_dtype
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, read_config
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.utils.quiet import quiet
@@ -66,6 +68,8 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     Raises:
         ModelFolderError: Weights are missing, left over, damaged or of another shape.
     """
+    if holds_weights(folder) and not holds_safetensors(folder):
+        return _joined_transformer(adapter, folder).requires_grad_(False).eval()
     dtype = stored_dtype(folder)  # says what is wrong with weight files in words
     try:
         with quiet("diffusers"):
@@ -80,6 +84,22 @@ def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
         raise ModelFolderError(f"the transformer cannot be loaded: {_first_line(error)}", where=str(folder)) from error
     check_all_loaded(report, folder)
     return model.requires_grad_(False).eval()
+
+
+def _joined_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
+    """The transformer of a folder in MindSpeed-MM's layout, or of a distributed checkpoint."""
+    model_class: Any = diffusers_class(adapter.transformer_class)
+    model = model_class.from_config(read_config(folder))
+    with open_stored(folder, None) as stored:
+        weights = {key: tensor.read() for key, tensor in stored.items()}
+    report = model.load_state_dict(weights, strict=False, assign=True)
+    check_all_loaded({"missing_keys": report.missing_keys, "unexpected_keys": report.unexpected_keys}, folder)
+    # As `from_pretrained` has it: beside halves, these are computed in single precision.
+    wide = model_class._keep_in_fp32_modules or ()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize == 2 and not set(wide).isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model  # type: ignore[no-any-return]
 
 
 def load_lora(pipeline: DiffusionPipeline, folder: Path) -> None:

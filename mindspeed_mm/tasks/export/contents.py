@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.original.lora_names import UNREAD_BY_DIFFUSERS, LoraFormat
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
+from mindspeed_mm.checkpoint.stored_weights import step_of_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
@@ -251,6 +252,8 @@ def _adapter_contents(
 
 def _note_on_base(source: ExportSource) -> tuple[str, ...]:
     base = base_weights_folder(source)
+    if step_of_weights(base) is not None:
+        return (f"the adapters stand on {base}; for PEFT, name the model folder that this was written from",)
     if not is_megatron_folder(base):
         return ()
     return (

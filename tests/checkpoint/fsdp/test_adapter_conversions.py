@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import Qwen3VLForConditionalGeneration
 
+from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.cli import mm_convert
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.fsdp.checkpoint.base_weights import weights_folder_of_load
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TARGETS = r".*language_model.*\.(q_proj|down_proj)"
@@ -75,3 +77,43 @@ def test_another_family_and_a_folder_without_adapters_are_refused(folders: Path,
     with pytest.raises(ModelFolderError, match=r"has no adapter_config\.json"):
         mm_convert.run(["Qwen3VLConverter", "lora_hf_to_dcp", f"--hf_dir={other}", f"--dcp_dir={tmp_path / 'dcp'}"])
     assert not (tmp_path / "out").exists() and not (tmp_path / "dcp").exists()
+
+
+def test_the_adapters_of_a_checkpoint_are_merged_with_their_own_factor(folders: Path, tmp_path: Path) -> None:
+    words = ["--hf_dir", str(folders / "lora"), "--dcp_dir", str(tmp_path / "dcp")]
+    mm_convert.run(["Qwen3VLConverter", "lora_hf_to_dcp", *words])
+    words = ["--base_hf_dir", str(folders / "base"), "--lora_dcp_dir", str(tmp_path / "dcp")]
+    command = ["Qwen3VLConverter", "merge_mm_lora_dcp_weight_to_base_hf", *words]
+    mm_convert.run([*command, "--lora_target_modules", "q_proj", "--save_merged_hf_dir", str(tmp_path / "out")])
+    before, found = (load_file(folder / "model.safetensors") for folder in (folders / "base", tmp_path / "out"))
+    adapters = load_file(folders / "lora/adapter_model.safetensors")
+    for key, tensor in before.items():
+        stem = f"base_model.model.{key.removesuffix('.weight')}"
+        wanted = tensor
+        if f"{stem}.lora_A.weight" in adapters and "q_proj" in key:  # alpha 6, rank 4
+            wanted = tensor + 1.5 * adapters[f"{stem}.lora_B.weight"] @ adapters[f"{stem}.lora_A.weight"]
+            assert not torch.equal(found[key], tensor)
+        torch.testing.assert_close(found[key], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_base_of_adapters_has_their_names_and_is_read_back_by_the_folders(folders: Path, tmp_path: Path) -> None:
+    words = ["--hf_dir", str(folders / "base"), "--dcp_dir", str(tmp_path / "dcp"), "--is_lora_base", "true"]
+    mm_convert.run(["Qwen3VLConverter", "hf_to_dcp", *words])
+    dcp_to_torch_save(tmp_path / "dcp/release", tmp_path / "all.pt")
+    held, own = (
+        torch.load(tmp_path / "all.pt", weights_only=True)["model"],
+        load_file(folders / "base/model.safetensors"),
+    )
+    assert held.keys() == {f"base_model.model.model.{key}" for key in own}
+    with open_stored(tmp_path / "dcp", None) as stored:
+        assert all(torch.equal(stored[key].read(), own[key]) for key in own)
+    assert weights_folder_of_load(str(tmp_path / "dcp")) == tmp_path / "dcp"
+
+
+def test_a_folder_is_written_in_bf16_by_the_flags_of_qwen3_vl(folders: Path, tmp_path: Path) -> None:
+    base = folders / "base"
+    mm_convert.run(["Qwen3VLConverter", "hf_to_dcp", "--hf_dir", str(base), "--dcp_dir", str(tmp_path / "dcp")])
+    words = ["--load_dir", str(tmp_path / "dcp/release"), "--save_dir", str(tmp_path / "out"), "--to_bf16", "True"]
+    mm_convert.run(["Qwen3VLConverter", "dcp_to_hf", *words, "--model_assets_dir", str(base)])
+    own, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert own.keys() == found.keys() and all(torch.equal(found[key], own[key].bfloat16()) for key in own)

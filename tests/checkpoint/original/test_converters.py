@@ -192,8 +192,8 @@ def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder
     model = small_model("Wan")
     model.save_pretrained(tmp_path / "hub/transformer")
     assert convert_by_command(tmp_path / "hub/transformer", tmp_path / "mm", "--to", "megatron") == 0
-    for name in ("layout.json", "config.json"):
-        (tmp_path / "mm/release" / name).unlink()
+    for name in ("release/layout.json", "config.json"):
+        (tmp_path / "mm" / name).unlink()
     assert convert_by_command(tmp_path / "mm", tmp_path / "out", "--to", "diffusers") == 4
     assert "--model" in capsys.readouterr().err
     model_folder = "--model", str(tmp_path / "hub")

@@ -83,7 +83,7 @@ def test_a_mindspeed_mm_folder_that_is_not_its_model_is_refused(
     change(content["model"])
     torch.save(content, tmp_path / "mm" / RANK)
     if not keeps_config:  # as a folder of another program
-        (tmp_path / "mm/release/config.json").unlink()
+        (tmp_path / "mm/config.json").unlink()
     told = None if keeps_config else hub
     for target in Naming:
         with pytest.raises(ModelFolderError, match=message):
@@ -148,7 +148,7 @@ def test_the_head_size_and_all_else_of_the_configuration_come_back(tmp_path: Pat
     convert_generator(tmp_path / "again/release", tmp_path / "back", GeneratorTarget(Naming.DIFFUSERS))
     texts = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hub", "back")]
     assert texts[0] == texts[1]
-    (tmp_path / "again/release/config.json").unlink()
+    (tmp_path / "again/config.json").unlink()
     with pytest.raises(ModelFolderError, match=r"24 wide.*do not tell how many heads"):
         convert_generator(tmp_path / "again", tmp_path / "guessed", GeneratorTarget(Naming.DIFFUSERS))
     assert not (tmp_path / "guessed").exists()

@@ -222,7 +222,7 @@ def _from_elsewhere(
         say,
         from_first_rank=arguments.training.load_rank0_and_broadcast,
     )
-    if kind in {"hf", "megatron"}:
+    if kind in {"hf", "megatron"} or weights_folder_of_load(str(load)) is not None:
         say(f"weights from {load}")
         return ResumePoint(manager, weights=load)
     checkpoint = reader.open(load)
