@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+from mindspeed_mm.fsdp.params.yaml.generator_files import MEDIA_KEYS
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at
-from mindspeed_mm.fsdp.params.yaml.wan_files import MEDIA_KEYS
 from mindspeed_mm.provider.json_tree import entries_at, entries_of, place_at
 from mindspeed_mm.provider.reading import Reading
 

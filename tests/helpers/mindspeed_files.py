@@ -1,8 +1,10 @@
-"""Tiny folders of the models that MindSpeed-MM's files name, made without this package's code, and rows for each."""
+"""Tiny folders of the models that MindSpeed-MM's files name, made without this package's code, rows for each, and the
+paths and sizes of a file that are changed so that it trains on them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.helpers.tiny_processors import PATCH_SIZE
 from tests.helpers.tiny_run import make_rows
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
-RELEASED = {name: ROWS[name] for name in ("qwen3tts", "step3_vl")}
+RELEASED = {name: ROWS[name] for name in ("qwen3tts", "step3_vl", "cosyvoice3", "funasr")}
 _PROCESSOR_OF = {"qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
 _TOKEN_OF = {
     "image_token": "image_token",
@@ -85,3 +87,72 @@ def make_rows_of(name: str, folder: Path) -> Path:
     if name in RELEASED:
         return rows_of(RELEASED[name], folder)
     return make_sound_rows(folder) if name == "qwen3_asr" else make_rows(folder, count=8)
+
+
+_BASIC = "data.dataset_param.basic_parameters"
+_ROWS_THEMSELVES = ("qwen3tts", "cosyvoice3")
+"""Their `dataset_dir` is the file of rows."""
+
+
+def paths_and_sizes(name: str, folder: Path, file: Path) -> list[str]:
+    """All that is changed in a file of a family so that it trains two steps in a folder, as `mm train` takes it."""
+    model, rows = make_folder(name, folder / "model"), make_rows_of(name, folder)
+    changes: dict[str, object] = {
+        "model.model_name_or_path": model,
+        "data.dataset_param.preprocess_parameters.model_name_or_path": model,
+        f"{_BASIC}.dataset": rows,
+        f"{_BASIC}.dataset_dir": rows if name in _ROWS_THEMSELVES else folder,
+        f"{_BASIC}.cache_dir": folder / "cache",
+        f"{_BASIC}.preprocessing_num_workers": 1,
+        "data.dataloader_param.num_workers": 0,
+        "training.train_iters": 2,
+        "training.lr_warmup_ratio": 0,
+        "training.load": "null",
+        "training.save": folder / "save",
+        "training.save_interval": 2,
+        **_OF_FAMILY.get(name, lambda *_: {})(model, rows),
+    }
+    if "val_dataset_param" in file.read_text(encoding="utf-8"):
+        changes |= _of_validation(model, rows)
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+def _of_cosyvoice(model: Path, rows: Path) -> dict[str, object]:
+    """Sizes of the tiny folder, and rows by a list, as CosyVoice's recipes have them."""
+    listed = rows.parent / "data.list"
+    listed.write_text(f"{rows.name}\n", encoding="utf-8")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    width = config["llm_config"]["hidden_size"]
+    return {
+        f"{_BASIC}.dataset": listed,
+        f"{_BASIC}.dataset_dir": listed,
+        "model.llm_input_size": width,
+        "model.llm_output_size": width,
+        "model.speech_token_size": config["speech_token_size"],
+        "training.micro_batch_size": 2,
+        "training.gradient_accumulation_steps": 1,
+        "data.dataset_param.processor.batch.batch_size": 2,
+        "data.dataloader_param.prefetch_factor": "null",
+    }
+
+
+def _of_funasr(_model: Path, rows: Path) -> dict[str, object]:
+    return {
+        "data.train_data_set_list": rows,
+        "data.valid_data_set_list": rows,
+        "data.dataset_param.dataset_conf.num_workers": 0,
+    }
+
+
+def _of_validation(model: Path, rows: Path) -> dict[str, object]:
+    """Of a file that describes its validation rows apart."""
+    section = "data.val_dataset_param"
+    basic = {"dataset": rows, "dataset_dir": rows.parent, "cache_dir": rows.parent / "cache_val"}
+    changes: dict[str, object] = {f"{section}.basic_parameters.{key}": path for key, path in basic.items()}
+    return changes | {f"{section}.preprocess_parameters.model_name_or_path": model}
+
+
+_OF_FAMILY: dict[str, Callable[[Path, Path], dict[str, object]]] = {
+    "cosyvoice3": _of_cosyvoice,
+    "funasr": _of_funasr,
+}

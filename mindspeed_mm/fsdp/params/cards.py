@@ -19,8 +19,11 @@ from mindspeed_mm.fsdp.params.yaml.tree import plain
 
 _ENGINE = Path(__file__).resolve().parents[1]
 _MODELS, _DATASETS = "mindspeed_mm.fsdp.models", "mindspeed_mm.fsdp.data.datasets"
-_DATASETS_ELSEWHERE = {"wan2_2": f"{_DATASETS}.generation.generation_dataset"}
-"""Data sets of files that another one reads."""
+_DATASETS_ELSEWHERE = {
+    "wan2_2": f"{_DATASETS}.generation.generation_dataset",
+    "cosyvoice3": f"{_DATASETS}.cosyvoice.cosyvoice_dataset",
+}
+"""Folder of a data set in MindSpeed-MM → the module here that reads its rows, where the names differ."""
 
 KNOWN_MODEL_IDS = frozenset(
     [
@@ -67,16 +70,27 @@ KNOWN_DATASET_TYPES = frozenset(
 def plugin_module(plugin: str) -> str:
     """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same, and an absolute
     path is named by its end. A folder that files of MindSpeed-MM name, and that is called otherwise here, is the one
-    that has what it is named after."""
+    that has what it is named after; so is the package of its code inside (`models/ltx2/ltx2_fsdp2`)."""
     if Path(plugin.strip()).is_absolute():
         return Path(plugin.strip()).stem
     name = plugin.strip().removesuffix(".py").strip("./").replace("/", ".")
-    package, _, folder = name.rpartition(".")
-    if package in (_MODELS, _DATASETS) and not (_ENGINE.parents[1] / name.replace(".", "/")).is_dir():
-        modules = model_modules() if package == _MODELS else dataset_modules() | _DATASETS_ELSEWHERE
-        own = modules.get(folder) or modules.get(f"{folder}_precomputed")
-        return own.rpartition(".")[0] if own else name
+    for room, modules in ((_MODELS, model_modules()), (_DATASETS, dataset_modules() | _DATASETS_ELSEWHERE)):
+        folder, _, inside = name.removeprefix(f"{room}.").partition(".")
+        if name.startswith(f"{room}.") and inside in ("", f"{folder}_fsdp2") and not _is_here(name):
+            own = modules.get(folder) or modules.get(f"{folder}_precomputed")
+            return own.rpartition(".")[0] if own else name
     return name
+
+
+def is_of_suite(module: str) -> bool:
+    """Whether a dotted name is that of a folder in which the suite keeps its models or its data sets."""
+    return module.rpartition(".")[0] in (_MODELS, _DATASETS)
+
+
+def _is_here(name: str) -> bool:
+    """Whether a module or a package of the suite has this dotted name."""
+    path = _ENGINE.parents[1] / name.replace(".", "/")
+    return path.is_dir() or path.with_name(f"{path.name}.py").is_file()
 
 
 def is_outside_plugin(plugin: str) -> bool:
@@ -104,6 +118,8 @@ class ModelCard:
     name: str
     """Its folder in `mindspeed_mm/fsdp/models`."""
     title: str
+    called: tuple[str, ...]
+    """Further names, as other suites' tables and folders have them."""
     ids: tuple[str, ...]
     """Values of `model.model_id` that build it; none where the class in config.json is all that is needed."""
     model_class: str
@@ -135,6 +151,7 @@ def families() -> tuple[ModelCard, ...]:
             ModelCard(
                 folder,
                 card["title"],
+                tuple(card.get("called") or ()),
                 tuple(card["ids"]),
                 card["class"],
                 tuple(card["modalities"]),

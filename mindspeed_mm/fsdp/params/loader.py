@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.params.rules.memory import memory_notes
 from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml.generator_files import derive_expert_levels, settle_generator_files
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, settle_keys
 from mindspeed_mm.fsdp.params.yaml.module_names import settle_module_names
 from mindspeed_mm.fsdp.params.yaml.origins import Origin, dump_with_origins, leaves
@@ -41,6 +42,7 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths, read_token_files
 from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
+from mindspeed_mm.fsdp.params.yaml.speech_files import check_speech_sizes, settle_speech_files
 from mindspeed_mm.fsdp.params.yaml.tree import (
     Node,
     SourcePosition,
@@ -54,7 +56,6 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
 )
 from mindspeed_mm.fsdp.params.yaml.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.yaml.value_messages import problems_of
-from mindspeed_mm.fsdp.params.yaml.wan_files import derive_expert_levels, settle_wan_files
 
 __all__ = [
     "Given",
@@ -185,6 +186,7 @@ def load_config(
     settle_module_names(root)
     notes.problems += locate_paths(root, path)
     notes.problems += read_token_files(root)
+    notes.problems += check_speech_sizes(root)
     derive_processor_folder(root)
     derive_expert_levels(root)
     scope = build_scope(root, plugin_keys)
@@ -266,7 +268,8 @@ def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys |
         if extra is not None:
             settle_keys(extra, notes, own_keys)
             put_over(root, extra, notes)
-    settle_wan_files(root, notes)
+    settle_generator_files(root, notes)
+    settle_speech_files(root, notes)
     remember_secrets(plain(root))
     return text, root, notes
 

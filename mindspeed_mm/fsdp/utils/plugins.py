@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, MMError
-from mindspeed_mm.fsdp.params.cards import plugin_module
+from mindspeed_mm.fsdp.params.cards import is_of_suite, plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.settings import setting_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -88,6 +88,12 @@ def _import(name: str, plugin: str, key: str, path: Path | None = None) -> Modul
         is_for_npus = path is not None and path.stem == "npu_patch" and isinstance(error, ModuleNotFoundError)
         if is_for_npus and get_device_type() != "npu":
             return None
+        if isinstance(error, ModuleNotFoundError) and error.name == name and is_of_suite(name):
+            raise ConfigError(
+                f"plugin '{plugin}' is not in this version",
+                key=key,
+                way_out="`mm models` lists the families that are, and those that are planned.",
+            ) from error
         way_out = "Fix the error in that file."
         if isinstance(error, ImportError):
             way_out = "Check the path, and that everything it imports is installed."

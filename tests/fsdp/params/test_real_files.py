@@ -47,11 +47,24 @@ def test_generative_file_keeps_what_only_its_plugin_knows() -> None:
     arguments = config.arguments
     assert arguments.data.dataset_param.ltx2_dataset_custom["sampling"]["min_shift"] == 0.95  # type: ignore[attr-defined]
     assert arguments.model.transformer is not None
-    assert arguments.model.transformer["positional_embedding_max_pos"] == [20, 2048, 2048]
+    sizes = {"num_layers": 48, "pos_embed_max_pos": 20, "base_height": 2048, "base_width": 2048}
+    assert arguments.model.transformer == sizes  # the three sides have names of their own in diffusers
     assert config.unchecked == ()  # the cards of model and data set list them
     assert arguments.features.recompute is True  # enable_gradient_checkpointing, though recompute is false
     assert "model.enable_gradient_checkpointing" in "\n".join(config.warnings)
     assert {"model.checkpoint_path"} <= {problem.key for problem in unbuilt_features(arguments)}
+
+
+def test_a_generator_whose_parts_are_named_apart() -> None:
+    """LTX-2: the folder that takes the place of the one file of weights has them all; without sound it is `t2v`."""
+    folder = ["model.checkpoint_path=/models/LTX-2", "model.model_name_or_path=/models/LTX-2"]
+    config = load_config(FILES / "ltx2.yaml", folder)
+    assert unbuilt_features(config.arguments) == []
+    assert config.arguments.model.text_encoder_path is None and config.arguments.model.task is None
+    assert "model.text_encoder_path  has no effect" in "\n".join(config.warnings)
+    silent = "data.dataset_param.ltx2_dataset_custom.with_audio=false"
+    assert load_config(FILES / "ltx2.yaml", [silent]).arguments.model.task == "t2v"
+    assert load_config(FILES / "ltx2.yaml", [silent, "model.task=i2v"]).arguments.model.task == "i2v"
 
 
 def test_audio_file() -> None:
@@ -59,8 +72,8 @@ def test_audio_file() -> None:
     arguments = config.arguments
     assert arguments.training.gradient_accumulation_steps == 1
     assert arguments.data.dataloader_param.shuffle is True
-    assert arguments.data.dataloader_param.collate_param.model_name == "custom"
-    assert arguments.data.dataset_param.processor == {"batch": {"batch_size": 16}}  # type: ignore[attr-defined]
+    assert arguments.data.dataloader_param.collate_param.model_name is None  # `custom`: the suite's own
+    assert "audio_encoder_conf has no effect" in "\n".join(config.warnings)
     assert arguments.tools.profile.static_param.start_step == 2
     assert arguments.tools.memory_profile.mem_info is True
     assert config.unchecked == ()  # the cards of model and data set list them

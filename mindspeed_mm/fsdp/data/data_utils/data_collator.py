@@ -136,7 +136,8 @@ def _collate_checked(collator: Collator, extra_keys: frozenset[str], samples: Se
 
 
 @_register_generic(
-    *("qwen2vl", "qwen3vl", "qwen3omni", "qwen3asr", "internvl", "glm4v_moe", "step3_vl", "llm_pretrain"), packs=True
+    *("qwen2vl", "qwen3vl", "qwen3omni", "qwen3asr", "funasr", "internvl", "glm4v_moe", "step3_vl", "llm_pretrain"),
+    packs=True,
 )
 class GenericCollator:
     """Rows padded to the right, or one packed row, with the keys that the plugin and the samples bring.

@@ -56,6 +56,8 @@ RECIPES: Mapping[str, Recipe] = {
 ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "mx": "mxfp8"}
 CONVERTERS = ("linear", "quantize.linear.float8", "quantize.linear.mx")
 """Names for the one thing that is converted: linear layers."""
+EXPERT_CONVERTERS = ("quantize.moe.mx",)
+"""Names for grouped products of experts, which are computed in the plan's type: taken beside those of linear layers."""
 
 _SHOWN = 4
 """Layers that the log names."""
@@ -70,7 +72,7 @@ class LowPrecision:
     recipe: str
     layers: int
     left: tuple[str, ...]
-    """Linear layers that a plan without patterns leaves out, with the reason."""
+    """What is asked for and left out, with the reason."""
     gathers_low: bool
 
     def __str__(self) -> str:
@@ -100,6 +102,8 @@ def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None
     name, recipe = check_plan(plan)
     linears, left = linears_of(model, plan, recipe)
     gathers_low = recipe.gathers_low and plan.enable_fsdp_low_precision_all_gather
+    if set(plan.quant_converters) & set(EXPERT_CONVERTERS):
+        left = ("grouped products of experts (not converted)", *left)
     if name == "mxfp8":
         _convert_to_mx(linears, plan.extra_args)
     else:
@@ -136,8 +140,9 @@ def check_plan(plan: QuantizationPlan) -> tuple[str, Recipe]:
             way_out=f"{did_you_mean(asked, known)}There are {', '.join(known)}.",
         )
     recipe = RECIPES[name]
+    of_linears = set(plan.quant_converters) & set(CONVERTERS)
     for converter in plan.quant_converters:
-        if converter not in CONVERTERS:
+        if converter not in CONVERTERS and not (converter in EXPERT_CONVERTERS and of_linears):
             raise ConfigError(
                 f"there is no converter '{converter}'",
                 key=f"{SECTION}.quant_converters",

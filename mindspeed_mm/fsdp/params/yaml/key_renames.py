@@ -16,6 +16,8 @@ ALIASES: tuple[tuple[str, str], ...] = (
     *((f"tools.profile.{name}", f"tools.profile.static_param.{name}") for name in StaticProfile.model_fields),
     ("tools.memory_profile.record_peak_memory", "tools.memory_profile.mem_info"),
     ("data.dataloader_param.collate_param.collator_id", "data.dataloader_param.collate_param.model_name"),
+    ("data.train_data_set_list", "data.dataset_param.basic_parameters.dataset"),
+    ("data.valid_data_set_list", "data.dataset_param.basic_parameters.val_dataset"),
     ("moe_grouped_gemm", "model.use_grouped_expert_matmul"),
     ("model.moe_grouped_gemm", "model.use_grouped_expert_matmul"),
     ("parallel.moe_grouped_gemm", "model.use_grouped_expert_matmul"),
@@ -63,8 +65,6 @@ MEANINGLESS: dict[str, str] = {
     "training.clip_norm_type": "the gradient norm is the 2-norm",
     "training.scheduler": "training.lr_decay_style names the schedule",
     "training.scheduler_conf": "training.lr_warmup_ratio and lr_decay_ratio shape the schedule",
-    "data.train_data_set_list": "data.dataset_param.basic_parameters.dataset names the rows",
-    "data.valid_data_set_list": "data.dataset_param.basic_parameters.val_dataset names the rows",
 }
 """Keys of older files that are dropped with one warning each: key → what counts instead."""
 
@@ -106,9 +106,9 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
             notes.warnings.append(
                 Problem("is accepted, but is in the wrong section", str(entry.key), old, f"It belongs at {new}.")
             )
-            _move(root, old, new, notes)
+            rename_key(root, old, new, notes)
     for old, new in ALIASES:
-        _move(root, old, new, notes)
+        rename_key(root, old, new, notes)
     # The last: it wins over the general switch, which has arrived from wherever it stood.
     if RECOMPUTE_SWITCH.removeprefix("model.") not in declared:
         _settle_recompute(root, notes)
@@ -128,7 +128,8 @@ def _settle_recompute(root: Node, notes: Notes) -> None:
     merge(root, nest("features.recompute", entry))
 
 
-def _move(root: Node, old: str, new: str, notes: Notes) -> None:
+def rename_key(root: Node, old: str, new: str, notes: Notes) -> None:
+    """Bring what stands at one dotted key to another; where that has a value that disagrees, both are named."""
     entry = take(root, old)
     if entry is None or entry.node.value is None:
         return

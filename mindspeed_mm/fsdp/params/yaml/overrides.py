@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.fsdp.params.value_types import show
+from mindspeed_mm.fsdp.params.value_types import Section, show
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, nest, plain
@@ -57,7 +57,9 @@ def override_of(values: Mapping[str, Any]) -> Node:
 
 
 def to_plain(value: Any) -> Any:
-    """What a YAML file could say: paths as texts, the rest as it is."""
+    """What a YAML file could say: typed sections as mappings, paths as texts, the rest as it is."""
+    if isinstance(value, Section):
+        value = value.to_dict()
     if isinstance(value, Mapping):
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -44,7 +44,8 @@ def _own_dataset_keys(root: Node, dataset: str, plugin_keys: PluginKeys | None) 
     return card if plugin_keys is None else {**card, **plugin_keys.dataset}
 
 
-def _has_outside_plugin(root: Node) -> bool:
+def has_outside_plugin(root: Node) -> bool:
+    """Whether `training.plugin` names a package that is not built in."""
     plugins = value_at_key(root, "training.plugin") or ()
     names = (plugins,) if isinstance(plugins, str) else plugins
     return any(is_outside_plugin(str(name)) for name in names)
@@ -65,7 +66,7 @@ def build_scope(root: Node, plugin_keys: PluginKeys | None) -> Scope:
 
 def _unchecked_sections(root: Node) -> list[str]:
     """Open sections whose owner is not known here: an outside plugin, or a model that has no card."""
-    outside = _has_outside_plugin(root)
+    outside = has_outside_plugin(root)
     model_id = text_at(root, "model.model_id")
     sections = []
     if model_id not in model_cards() and (model_id in KNOWN_MODEL_IDS or outside):
@@ -79,7 +80,7 @@ def _unchecked_sections(root: Node) -> list[str]:
 
 def check_ids(root: Node, plugin_keys: PluginKeys | None) -> list[Problem]:
     """Ids that nothing built in has and no outside plugin can bring."""
-    if plugin_keys is not None or _has_outside_plugin(root):
+    if plugin_keys is not None or has_outside_plugin(root):
         return []
     known = {"model.model_id": KNOWN_MODEL_IDS | model_cards().keys()}
     known |= {f"{dataset}.dataset_type": KNOWN_DATASET_TYPES | dataset_cards().keys() for dataset in DATASETS}

@@ -127,6 +127,31 @@ def merge(root: Node, extra: Node) -> None:
             merge(held.node, entry.node)
 
 
+def put(root: Node, key: str, value: Any, place: SourcePosition | str) -> None:
+    """Put a plain value at a dotted key, see `put_entry`; a place that is a text says where it was derived from."""
+    at = SourcePosition(place) if isinstance(place, str) else place
+    put_entry(root, key, MappingEntry(at, as_node(value, at)))
+
+
+def put_entry(root: Node, key: str, entry: MappingEntry) -> None:
+    """Put an entry at a dotted key, unless the file gives a value there; where something on the way is not a section,
+    nothing is done, and the schema says what is wrong."""
+    names = key.split(".")
+    for length in range(1, len(names)):
+        section = find(root, ".".join(names[:length]))
+        if section is not None and section.node.value is not None and not isinstance(section.node.value, dict):
+            return
+    if value_at_key(root, key) is None:
+        merge(root, nest(key, entry))
+
+
+def move(root: Node, old: str, new: str) -> None:
+    """Take the entry at one dotted key and put it at another, see `put_entry`."""
+    entry = take(root, old)
+    if entry is not None:
+        put_entry(root, new, entry)
+
+
 def place_of(root: Node, location: Sequence[str | int]) -> SourcePosition:
     """Place of the value at a path of keys and list positions, or of the last part of the path that exists."""
     node = root

@@ -57,10 +57,9 @@ def _judge(node: Node, section: type[Section], prefix: str, scope: Scope, findin
                     _judge(item, inner, f"{prefix}{name}.", scope, findings)
         elif is_open(section) and prefix.rstrip(".") in scope.unchecked:
             findings.unchecked.append(prefix + name)
-        elif not _is_free(prefix, name, entry):
-            findings.problems.append(_unknown(name, entry, section, prefix, declared))
-            del node.value[name]
-        elif not prefix:
+        else:
+            if prefix or not entry.node.anchored:  # at the top, a key of any name may hold anchors
+                findings.problems.append(_unknown(name, entry, section, prefix, declared))
             del node.value[name]
 
 
@@ -78,13 +77,6 @@ _KINDS: dict[type, _Kind] = {
     list: _Kind("a list"),
 }
 """Type of a default → what its key takes."""
-
-
-def _is_free(prefix: str, name: str, entry: MappingEntry) -> bool:
-    """Whether a key is legal whatever its name: a top-level holder of anchors, or an audio model's `*_conf` mapping."""
-    if not prefix:
-        return entry.node.anchored
-    return prefix == "model." and name.endswith("_conf") and isinstance(entry.node.value, dict)
 
 
 def _check_declared(key: str, entry: MappingEntry, default: Any) -> list[Problem]:

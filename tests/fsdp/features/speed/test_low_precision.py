@@ -98,6 +98,17 @@ def test_patterns_choose_layers_and_holders(folder: Path) -> None:
     ]
 
 
+def test_experts_are_reported_where_a_file_wants_them_converted(folder: Path) -> None:
+    """`quantize.moe.mx` of MindSpeed-MM's files for mixtures of experts: taken beside linear layers, and not alone."""
+    model = build(folder)
+    apply_low_precision(model, plan("mxfp8", quant_converters=["quantize.linear.mx", "quantize.moe.mx"]))
+    noted = facts_of(model).noted(LowPrecision)
+    assert noted is not None and noted.layers == len(linear_names(model)) > 0
+    assert "grouped products of experts (not converted)" in str(noted)
+    with pytest.raises(MMError, match=r"there is no converter 'quantize.moe.mx'"):
+        apply_low_precision(build(folder), plan("mxfp8", quant_converters=["quantize.moe.mx"]))
+
+
 def test_of_a_holder_the_layers_that_fit_are_taken(folder: Path) -> None:
     model = build(folder)
     model.model.layers[0].mlp.gate_proj = nn.Linear(32, 63, bias=False)

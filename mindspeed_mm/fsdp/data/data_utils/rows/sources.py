@@ -2,7 +2,8 @@
 
 An entry may be a file that lists data sets instead of holding rows: InternVL's meta file (`internvl_chat_finetune.py`:
 `{"name": {"root", "annotation", "repeat_time", "length", …}}`) and LLaVA-NeXT's data YAML (`train.py`: `datasets:
-[{json_path, sampling_strategy}]`). A JSON list of such objects is read, too.
+[{json_path, sampling_strategy}]`). A JSON list of such objects is read, too; and a text file with one file of rows a
+line, as CosyVoice's recipes write it (`data.list`).
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
         DataError: There is none, or there are several splits and none is chosen.
     """
     if path.is_file():
-        return (path,)
+        return _listed_files(path) if path.suffix == _LIST_SUFFIX else (path,)
     files = tuple(sorted(_row_files(path)))
     if not files:
         raise DataError(f"the folder holds no {', '.join(SUFFIXES)} file", where=str(path), key=_KEY)
@@ -266,7 +267,7 @@ def _read_info(path: Path) -> dict[str, Any]:
     return read_json_object(path, DataError, way_out="It lists data sets by name.")
 
 
-# --- files that list data sets ----------------------------------------------------------------------------------------
+# --- files that list others -------------------------------------------------------------------------------------------
 
 
 _MOST_BYTES = 4 * 2**20
@@ -278,6 +279,26 @@ _OF_THE_RUN = {"max_dynamic_patch": "data.dataset_param.preprocess_parameters.im
 """Keys of a list that hold for the whole run here."""
 _NAMED = re.compile("|".join(f'"?{name}"?\\s*:' for name in _FILE_KEYS).encode())
 _FIRST = re.compile(r"(?:first:)?(\d+)")
+
+
+_LIST_SUFFIX = ".list"
+
+
+def _listed_files(path: Path) -> tuple[Path, ...]:
+    """The files of rows that a text file names, one a line.
+
+    Raises:
+        DataError: It names none, one does not exist, or it is no text.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot be read as text: {error}", where=str(path), key=_KEY) from error
+    named = [(number, line.strip()) for number, line in enumerate(lines, start=1)]
+    files = tuple(_located(Path(name), path, f"{path}:{number}") for number, name in named if name)
+    if not files:
+        raise DataError("names no files", where=str(path), key=_KEY, way_out="Write one file of rows a line.")
+    return files
 
 
 class ListedSet(NamedTuple):

@@ -1,4 +1,5 @@
-"""Files of MindSpeed-MM's FSDP2 trainer for Wan2.2: a container of models, and rows with settings of their own.
+"""Files of MindSpeed-MM's FSDP2 trainer for generators. Of Wan2.2: a container of models, and rows with settings of
+their own; of LTX-2: parts that are named apart, and sizes under the names of the authors' code.
 
 `model_id: wan2_2_container` describes each component in `model.models`; here one folder in diffusers' layout has them
 all. `dataset_type: wan2_2` reads the rows that `generation` reads.
@@ -17,11 +18,10 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
     MappingEntry,
     Node,
     SourcePosition,
-    as_node,
     find,
-    merge,
-    nest,
+    move,
     plain,
+    put,
     take,
     text_at,
     value_at_key,
@@ -57,14 +57,16 @@ _READ_OTHERWISE = (
 """How media and captions are prepared there: here by the sizes, and as the folder's pipeline does it."""
 
 
-def settle_wan_files(root: Node, notes: Notes) -> None:
-    """Bring a container, and rows of its data set, to the keys that they have here; changes the tree in place."""
+def settle_generator_files(root: Node, notes: Notes) -> None:
+    """Bring a container, rows of its data set, and LTX-2 to the keys that they have here; changes the tree in place."""
     for dataset in ("data.dataset_param", "data.val_dataset_param"):
         if text_at(root, f"{dataset}.dataset_type") == DATASET:
             _settle_rows(root, dataset, notes)
     models = find(root, _MODELS)
     if text_at(root, "model.model_id") == CONTAINER and models is not None and isinstance(models.node.value, dict):
         _settle_models(root, models, notes)
+    if text_at(root, "model.model_id") in LTX2:
+        _settle_ltx2(root, notes)
 
 
 def derive_expert_levels(root: Node) -> None:
@@ -80,7 +82,7 @@ def derive_expert_levels(root: Node) -> None:
     if isinstance(boundary, int | float):
         is_of_high_noise = trained == [EXPERT_PARTS[0]]
         levels = [boundary, 1.0] if is_of_high_noise else [0.0, boundary]
-        _put(root, key, levels, "derived: model.freeze")
+        put(root, key, levels, "derived: model.freeze")
 
 
 def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
@@ -88,13 +90,13 @@ def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
     area = find(root, f"{preprocess}.max_hxw")
     is_free = area is not None and isinstance(area.node.value, int)
     if is_free and value_at_key(root, f"{preprocess}.force_resolution") is False:
-        _move(root, f"{preprocess}.max_hxw", f"{preprocess}.max_pixels")
+        move(root, f"{preprocess}.max_hxw", f"{preprocess}.max_pixels")
         take(root, f"{preprocess}.max_height")
         take(root, f"{preprocess}.max_width")
     for theirs, ours in MEDIA_KEYS.items():
-        _move(root, f"{preprocess}.{theirs}", f"{preprocess}.{ours}")
-    _move(root, f"{dataset}.basic_parameters.data_path", f"{dataset}.basic_parameters.dataset")
-    _move(root, f"{preprocess}.cfg", f"{_NOISE}.caption_dropout")
+        move(root, f"{preprocess}.{theirs}", f"{preprocess}.{ours}")
+    move(root, f"{dataset}.basic_parameters.data_path", f"{dataset}.basic_parameters.dataset")
+    move(root, f"{preprocess}.cfg", f"{_NOISE}.caption_dropout")
     dropped = [name for name in _READ_OTHERWISE if take(root, f"{dataset}.{name}") is not None]
     if dropped:
         _note(notes, dataset, f"{', '.join(dropped)} have no effect", "docs/generation.md says how media are prepared.")
@@ -117,14 +119,14 @@ def _settle_models(root: Node, models: MappingEntry, notes: Notes) -> None:
         what = f"components lie in {' and '.join(folders)}"
         notes.problems.append(Problem(what, str(models.key), _MODELS, "Name parts of one folder, as released."))
     for folder, place in folders.items():
-        _put(root, "model.model_name_or_path", folder, place)
+        put(root, "model.model_name_or_path", folder, place)
     if value_at_key(models.node, "ae.enable_tiling") is True:
-        _put(root, "model.vae_tiling", True, models.key)
+        put(root, "model.vae_tiling", True, models.key)
     attention = find(models.node, f"{_TRAINED}.attn_implementation")
     if attention is not None:
-        _put(root, "model.attn_implementation", plain(attention.node), attention.node.place)
+        put(root, "model.attn_implementation", plain(attention.node), attention.node.place)
     for key, value in _NOISE_THERE.items():
-        _put(root, f"{_NOISE}.{key}", value, models.key)
+        put(root, f"{_NOISE}.{key}", value, models.key)
     _note(notes, _MODELS, "of the components their folder is read", "The sizes are read from its files.")
     _settle_parts(root, models)
 
@@ -151,7 +153,7 @@ def _settle_parts(root: Node, models: MappingEntry) -> None:
     if is_pair:
         patterns += [part for part in EXPERT_PARTS if part != trained]
     if patterns:
-        _put(root, "model.freeze", patterns, models.key)
+        put(root, "model.freeze", patterns, models.key)
 
 
 def _here(node: Node, parts: tuple[str, ...], others: list[str]) -> list[Node]:
@@ -174,26 +176,30 @@ def _names(pattern: str, parts: tuple[str, ...]) -> list[str]:
     return list(filter(None, names))
 
 
-def _move(root: Node, theirs: str, ours: str) -> None:
-    entry = take(root, theirs)
-    if entry is not None:
-        _put_entry(root, ours, entry)
+LTX2 = ("ltx2", "ltx2_3")
+_LTX2_SIDES = ("pos_embed_max_pos", "base_height", "base_width")
+"""The reach of positions in diffusers' configuration: frames, height and width."""
 
 
-def _put(root: Node, key: str, value: object, place: SourcePosition | str) -> None:
-    at = SourcePosition(place) if isinstance(place, str) else place
-    _put_entry(root, key, MappingEntry(at, as_node(value, at)))
-
-
-def _put_entry(root: Node, key: str, entry: MappingEntry) -> None:
-    """A value, unless the file gives another; where the section is not a section, the schema says so."""
-    names = key.split(".")
-    for length in range(1, len(names)):
-        section = find(root, ".".join(names[:length]))
-        if section is not None and section.node.value is not None and not isinstance(section.node.value, dict):
-            return
-    if value_at_key(root, key) is None:
-        merge(root, nest(key, entry))
+def _settle_ltx2(root: Node, notes: Notes) -> None:
+    """The folder has the weights and the text encoder; the sides of positions are three settings of diffusers; features
+    without sound make it a model of pictures alone."""
+    weights = text_at(root, "model.checkpoint_path")
+    if weights is not None and weights == text_at(root, "model.model_name_or_path"):
+        take(root, "model.checkpoint_path")
+    if value_at_key(root, "model.text_encoder_path") is not None:
+        take(root, "model.text_encoder_path")
+        _note(notes, "model.text_encoder_path", "has no effect", "The model's folder has the text encoder.")
+    key = "model.transformer.positional_embedding_max_pos"
+    sides = find(root, key)
+    if sides is not None and isinstance(sides.node.value, list) and len(sides.node.value) == len(_LTX2_SIDES):
+        take(root, key)
+        for name, side in zip(_LTX2_SIDES, sides.node.value, strict=True):
+            put(root, f"model.transformer.{name}", plain(side), side.place)
+    for name in LTX2:
+        sound = find(root, f"data.dataset_param.{name}_dataset_custom.with_audio")
+        if sound is not None and sound.node.value is False:
+            put(root, "model.task", "t2v", sound.node.place)
 
 
 def _note(notes: Notes, key: str, what: str, way_out: str) -> None:
