@@ -345,8 +345,8 @@ def test_unknown_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_names_of_installed_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: sys.modules.get(name) for name in NAMES}
-    monkeypatch.setitem(sys.modules, "megatron", sys)
-    monkeypatch.setitem(sys.modules, "mindspeed", sys)
+    for library in ("megatron", "mindspeed", "mindspeed_llm"):
+        monkeypatch.setitem(sys.modules, library, sys)
     assert install() == []
     assert {name: sys.modules.get(name) for name in NAMES} == before
 

@@ -15,10 +15,12 @@ NAMES: dict[str, str] = {
     "megatron.training": f"{_HERE}.training",
     "megatron.training.utils": f"{_HERE}.training",
     "megatron.training.global_vars": f"{_HERE}.training",
+    "megatron.training.arguments": f"{_HERE}.training",
     "megatron.core.mpu": f"{_HERE}.mpu",
     "megatron.core.parallel_state": f"{_HERE}.mpu",
     "megatron.core.enums": f"{_HERE}.enums",
     "megatron.core.num_microbatches_calculator": f"{_HERE}.micro_batches",
+    "mindspeed_llm.fsdp2.model_registry": "mindspeed_mm.models.model_registry",
 }
 """Module that a script imports → the module that stands for it."""
 
@@ -29,7 +31,7 @@ def install() -> list[str]:
     Returns:
         Libraries that are stood for.
     """
-    missing = [name for name in ("mindspeed", "megatron") if _is_missing(name)]
+    missing = [name for name in dict.fromkeys(name.partition(".")[0] for name in NAMES) if _is_missing(name)]
     for name, source in NAMES.items():
         if name.partition(".")[0] in missing:
             _put(name, importlib.import_module(source))

@@ -1,7 +1,8 @@
-"""`megatron.training` and its `utils`: what entries import of them."""
+"""`megatron.training`, its `utils` and its `arguments`: what entries import of them."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,15 @@ from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.train.provider.live import live_args
 
 get_args = live_args
+
+
+def core_transformer_config_from_args(args: Namespace) -> Namespace:
+    """The configuration of a model, of the flags: a copy, whose attributes have their names.
+
+    Args:
+        args: Of `get_args()`.
+    """
+    return Namespace(**vars(args))
 
 
 def print_rank_0(message: object) -> None:

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
@@ -80,7 +81,8 @@ def build_outline(
         ModelFolderError: The folder cannot be understood, or rows are made for another model.
     """
     collected = errors or CollectedErrors()
-    model = _build(arguments, given, collected, may_be_empty=may_be_empty)
+    with arguments_at_hand(arguments):
+        model = _build(arguments, given, collected, may_be_empty=may_be_empty)
     collected.attempt(check_processor, model, processor)
     for step in _steps(model, arguments, packs=packs):
         collected.attempt(step)

@@ -64,6 +64,7 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.run.trackers import Tracker
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Trainer:
             mark_run_folder(Path(training.save))
         stream = sys.stderr if self.options.progress_to_stderr else sys.stdout
         with (
+            arguments_at_hand(self.arguments),
             joined(self.arguments) as job,
             RunRecord.opened(
                 training.save,

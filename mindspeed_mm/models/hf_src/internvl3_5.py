@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import InternVLForConditionalGeneration
-
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
+
+prepare_for_transformers()  # scripts import this class first of all
+
+from transformers import InternVLForConditionalGeneration  # noqa: E402
 
 
 class InternVLChatModelGeneration(InternVLForConditionalGeneration, FSDP2Mixin, WeightInitMixin):

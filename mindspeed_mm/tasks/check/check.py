@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples, reference_ki
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_sizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
 from mindspeed_mm.fsdp.train.run.train_options import ResumeOptions
+from mindspeed_mm.fsdp.utils.at_hand import arguments_at_hand
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
@@ -160,8 +162,10 @@ class _Check:
                 self.result.skipped[name] = self.result.skipped.get(need, need)
                 return
         self.stage = name
+        held = nullcontext() if self.read is None else arguments_at_hand(self.read.arguments)
         try:
-            stage()
+            with held:
+                stage()
         except MMError as error:
             self.add(error)
         if name not in self.failed:

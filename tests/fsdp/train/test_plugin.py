@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.run.record import trusted_code
 from mindspeed_mm.fsdp.utils.register import Registry
+from mindspeed_mm.training import get_args
 
 YAML = """\
 model: {model_id: toy_lm, train_from_scratch: true, toy_width: 12}
@@ -36,6 +39,43 @@ def test_plugin_trains(yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert "the model's own, as the mean over label tokens" in capsys.readouterr().out
+
+
+ASKING = """
+from mindspeed_mm.fsdp.models.base_model import BaseModel
+from mindspeed_mm.fsdp.utils.register import model_register
+from mindspeed_mm.training import get_args
+from toy_plugin import ToyLM
+
+ASKED = []
+
+@model_register.register("asking_lm", keys={"toy_width": 8, "toy_vocabulary": 16})
+class AskingLM(ToyLM):
+    def __init__(self, config):
+        super().__init__(config)
+        args = get_args()
+        ASKED.append((args.moe_grouped_gemm, args.ep_dispatcher, args.micro_batch_size))
+
+    def forward(self, input_ids, labels):
+        ASKED.append(get_args().lr)
+        return super().forward(input_ids, labels)
+"""
+
+
+def test_a_model_asks_for_arguments_as_in_the_text_suite(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Document 004: `get_args().moe_grouped_gemm` and `.ep_dispatcher`, of a run that a YAML started."""
+    monkeypatch.setattr(LIVE, "args", None)  # flags of an earlier test
+    (tmp_path / "asking_plugin.py").write_text(ASKING)
+    yaml.write_text(YAML.replace("toy_lm", "asking_lm").replace("[toy_plugin]", f"[{tmp_path / 'asking_plugin.py'}]"))
+    wants = ["moe_grouped_gemm=true", "ep_dispatcher=fused", "training.train_iters=1"]
+    assert run(["train", str(yaml), *wants]) == 0
+    asked = sys.modules["asking_plugin"].ASKED
+    assert asked[0] == (True, "alltoall", 8) and asked[-1] == 0.05
+    with pytest.raises(ConfigError, match="there are no arguments yet"):
+        get_args()
+    assert run(["check", str(yaml), *wants]) == 0
 
 
 @pytest.mark.edge("BU7")

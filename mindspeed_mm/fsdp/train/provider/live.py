@@ -6,7 +6,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.at_hand import held_arguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.provider.flags import FLAGS
 
 if TYPE_CHECKING:  # it imports this module
     from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
@@ -31,11 +36,14 @@ LIVE = LiveRun()
 
 
 def live_args() -> Namespace:
-    """The flags of the run.
+    """The flags of the run; of one that a YAML started, those that its keys stand for (`flags_of`).
 
     Raises:
         ConfigError: There is no run yet.
     """
+    arguments = held_arguments()
+    if LIVE.args is None and arguments is not None:
+        return flags_of(arguments)
     if LIVE.args is None:
         raise ConfigError(
             "there are no arguments yet",
@@ -43,6 +51,19 @@ def live_args() -> Namespace:
             way_out="Call it in a function that pretrain calls, or call parse_args and set_args first.",
         )
     return LIVE.args
+
+
+def flags_of(arguments: Arguments) -> Namespace:
+    """A configuration as models of MindSpeed-LLM and MindSpeed-MM ask for it: each flag that has a key of its own, with
+    `ep_dispatcher` and `params_dtype`."""
+    args = Namespace(
+        ep_dispatcher=arguments.parallel.ep_plan.dispatcher,
+        params_dtype=torch_dtype(arguments.parallel.fsdp_plan.computed_in),
+    )
+    for flag in FLAGS:
+        if flag.key:
+            setattr(args, flag.dest, value_at(arguments, flag.key))
+    return args
 
 
 def live_trainer(name: str) -> ProviderTrainer:
