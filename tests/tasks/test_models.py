@@ -175,7 +175,37 @@ def test_the_beginning_of_a_name_finds_all_that_begin_so() -> None:
         catalogue.find("microsoft/phi-4-multimodal")
 
 
-@pytest.mark.parametrize("name", ["self-forcing", "Open-Sora-Plan", "StepVideo"])
+IN_THE_TABLES = {
+    "Qwen2VL": "qwen2vl", "Qwen2.5VL": "qwen2_5vl", "Qwen3VL": "qwen3vl", "InternVL2.5": "internvl",
+    "InternVL3": "internvl", "InternVL3.5": "internvl", "GLM4.1V": "glm4v", "GLM4.5V": "glm4v_moe",
+    "DeepSeekVL2": "deepseek_vl2", "DeepSeekOCR": "deepseek_ocr", "DeepSeekOCR2": "deepseek_ocr2", "JanusPro": "janus",
+    "Wan2.1": "wan", "Wan2.2": "wan", "HunyuanVideo": "hunyuan_video", "HunyuanVideo 1.5": "hunyuan_video_1_5",
+    "CogVideoX": "cogvideox", "FLUX": "flux", "LTX2": "ltx2", "Lumina-mGPT": "lumina_mgpt",
+    "Qwen2.5Omni": "qwen2_5omni", "Qwen3Omni": "qwen3omni", "Whisper": "whisper", "CosyVoice3": "cosyvoice3",
+    "Qwen3TTS": "qwen3tts", "FunASR": "funasr",
+}  # fmt: skip
+"""Name in the model tables of document 001 → card."""
+IN_FOLDERS = {
+    "glm4.1v": "glm4v", "hunyuanvideo_1.5": "hunyuan_video_1_5", "internvl3": "internvl", "kimik2_5": "kimik2_5",
+    "lumina": "lumina_mgpt", "magistral-2509": "mistral3", "qwen3_6": "qwen3_5", "step3_vl": "step3_vl",
+    "vace": "wan_vace", "wan2.2": "wan", "qwen3_asr": "qwen3_asr",
+}  # fmt: skip
+"""Name of a folder of MindSpeed-MM's examples that reads otherwise → card."""
+
+
+@pytest.mark.parametrize(("name", "card"), (IN_THE_TABLES | IN_FOLDERS).items())
+def test_a_family_is_found_by_its_name_in_mindspeed_mm(name: str, card: str) -> None:
+    assert card in [each.name for each in catalogue.find(name)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self-forcing", "Open-Sora-Plan", "StepVideo", "Bagel", "Ming", "OpenSoraPlan 1.3", "OpenSoraPlan 1.5",
+        "opensoraplan1.5", "opensora2.0", "vae", "videoalign", "deepseekv3-vl", "ByteDance-Seed/BAGEL-7B-MoT",
+        "kimi_k3", "mimo_v25", "mimov2_5", "moss_tts", "moss_tts_delay", "qihoo_t2x",
+    ],
+)  # fmt: skip
 def test_a_planned_family_is_said_to_be_planned(name: str) -> None:
     with pytest.raises(UsageError, match=r"planned, and not built yet"):
         catalogue.find(name)
@@ -253,12 +283,68 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ("pretrain a tiny model", "Train a model from nothing", None),
         ("train with DPO on preferences", "Train a model on preferences or rewards", None),
         ("my loss is nan", "Find out why a loss is wrong", None),
+        ("GRPO FLUX", "Train a model on preferences or rewards", "flux"),
+        ("convert InternVL3 to Megatron", "Convert a checkpoint to another layout", "internvl"),
+        ("resume from a checkpoint", "Go on with a run", None),
+        ("test a model on held-out rows", "Score a model", None),
+        ("LoRA with a YAML", "Train small matrices beside frozen weights", None),
     ],
 )
 def test_a_wish_leads_to_its_task(wish: str, title: str, family: str | None) -> None:
     route = routes.find(wish)
     assert route.title == title
     assert family is None or BY_NAME[family] in route.families
+
+
+FSDP2, MEGATRON, TESTING = "docs/architecture.md", "docs/provider.md", "CONTRIBUTING.md"
+TREE = {
+    FSDP2: ("FSDP2", "YAML config", "plugin", "ModelHub", "trainer.py", "FSDP2 YAML config plugin"),
+    MEGATRON: ("Megatron", "pretrain_", "provider", "training.py", "provider training.py Megatron pretrain_"),
+    "docs/conversion.md": ("checkpoint", "convert", "hf2mg", "mg2hf", "DCP", "checkpoint convert hf2mg mg2hf DCP"),
+    "docs/profiling.md": ("profile", "FLOPs", "MFU", "profile FLOPs MFU memory"),
+    "docs/memory.md": ("memory",),
+    TESTING: ("test", "CI", "unit test", "CI unit test"),
+}
+"""Page → what a request mentions, in the decision tree of document 000: each alone, and all together."""
+REQUESTS = {
+    "Add model X to FSDP2": FSDP2, "Add dataset Y": FSDP2, "Fix training OOM": "docs/memory.md",
+    "Convert checkpoint A→B": "docs/conversion.md", "Profile training": "docs/profiling.md",
+    "Add parallel strategy": "docs/parallelism.md", "Fix forward/loss": "docs/verify.md",
+    "Fix data loading": "docs/data.md", "Add unit test": TESTING, "Update docs": TESTING,
+}  # fmt: skip
+"""Request in the table of document 000, section 7 → page."""
+CRITERIA = {
+    ("see",): (
+        "VLM", "vision-language", "image-text understanding", "OCR", "Qwen2VL", "InternVL", "GLM4V",
+        "Train understanding model / VLM",
+    ),
+    ("draw", "film"): (
+        "Video generation", "image generation", "t2v", "t2i", "i2v", "Wan", "CogVideoX", "FLUX",
+        "Train generative model / video / image",
+    ),
+    ("omni",): ("Omni", "speech + vision + text", "Train omni model"),
+    ("hear", "speak"): ("Speech recognition", "TTS", "ASR", "Whisper", "CosyVoice", "Train speech / TTS model"),
+}  # fmt: skip
+"""Tasks → keywords and intents of the routing criteria of document 001."""
+POSTTRAINING = ("DPO", "GRPO", "preference alignment", "reinforcement learning", "GRPO FLUX image generation")
+
+
+@pytest.mark.parametrize(
+    ("wish", "page"),
+    [*((wish, page) for page, wishes in TREE.items() for wish in wishes), *REQUESTS.items()],
+)
+def test_the_tree_of_document_000_leads_where_it_says(wish: str, page: str) -> None:
+    assert routes.find(wish).page == page
+
+
+@pytest.mark.parametrize(("tasks", "wish"), [(tasks, wish) for tasks, wishes in CRITERIA.items() for wish in wishes])
+def test_the_criteria_of_document_001_lead_to_their_kind(tasks: tuple[str, ...], wish: str) -> None:
+    assert routes.find(wish).title in [routes.TASKS[task].title for task in tasks]
+
+
+@pytest.mark.parametrize("wish", POSTTRAINING)
+def test_posttraining_is_meant_whatever_the_model_is(wish: str) -> None:
+    assert routes.find(wish).page == "docs/posttrain.md"
 
 
 def test_only_families_that_do_it_are_told_where_others_cannot() -> None:

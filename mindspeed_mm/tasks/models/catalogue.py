@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,21 @@ PROOFS = {
 
 
 PLANNED = {
+    "bagel": "BAGEL, understanding and drawing by one model",
+    "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
+    "internvlu": "InternVL-U, understanding and drawing by one model",
+    "kimi_k3": "Kimi-K3, pictures and text",
+    "longcat_next": "LongCat-Next, pictures, sound and text",
+    "mimo_v2_5": "MiMo-V2.5, pictures, videos, sound and text",
+    "ming": "Ming, pictures, videos, sound and text",
+    "moss_tts_delay": "MOSS-TTS, text to speech tokens",
     "open_sora_plan": "Open-Sora-Plan 1.3 and 1.5, text and image to video",
+    "opensora2.0": "Open-Sora 2.0, text and image to video",
+    "qihoo_t2x": "Qihoo-T2X, text to image and video",
     "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
     "stepvideo": "StepVideo, text and image to video",
+    "vae": "VAE, training of the autoencoders of videos",
+    "videoalign": "VideoAlign, rewards of videos",
 }
 """Name → title of families that no library has in a form that trains, and that are not built here yet."""
 
@@ -120,15 +133,18 @@ def _akin(name: str) -> list[ModelCard]:
 
 
 def _refuse_planned(wanted: str) -> None:
+    """Raise `UsageError` for the name of a planned family, with a version or a size behind it perhaps."""
+    asked = bare(wanted.rpartition("/")[2])
     for name, title in PLANNED.items():
-        if bare(wanted) in (bare(name), bare(title.partition(",")[0])):
+        names = (bare(name), bare(title.partition(",")[0]))
+        if asked in names or any(re.fullmatch(rf"{each}[v_]?\d\w*", asked) for each in names):
             raise UsageError(
                 f"'{name}' ({title}) is planned, and not built yet", way_out="`mm models` lists what is built."
             )
 
 
 def _names(card: ModelCard) -> Iterator[str]:
-    yield from (card.name, *card.ids, card.title, card.model_class, card.model_class.partition(".")[2])
+    yield from (card.name, *card.ids, *card.called, card.title, card.model_class, card.model_class.partition(".")[2])
     for hub in card.released:
         yield from (hub, hub.partition("/")[2])
 

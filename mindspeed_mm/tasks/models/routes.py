@@ -22,6 +22,8 @@ class Topic(NamedTuple):
     page: str
     note: str = ""
     """What is not to be expected."""
+    weight: int = 1
+    """Of a word; a method that is meant whatever the model is has more."""
 
 
 class Aspect(NamedTuple):
@@ -177,8 +179,14 @@ ASPECTS: dict[str, Aspect] = {
 
 ANY_MODEL: tuple[Topic, ...] = (
     Topic(
+        "Go on with a run",
+        ("resum", "restart", "continue", "crash", "killed", "preempt"),
+        {"start it again, on as many devices as there are now": "mm train run.yaml --nproc 4"},
+        "README.md",
+    ),
+    Topic(
         "Convert a checkpoint to another layout",
-        ("convert", "megatron", "dcp", "hf2mg", "mg2hf", "reshard", "layout"),
+        ("convert", "checkpoint", "dcp", "hf2mg", "mg2hf", "reshard", "layout"),
         {
             "convert": "mm convert models/Qwen2.5-VL-7B-Instruct qwen-tp2 --to megatron --tp 2",
             "see every flag of a family": "mm-convert --help",
@@ -222,7 +230,7 @@ ANY_MODEL: tuple[Topic, ...] = (
     ),
     Topic(
         "Score a model",
-        ("evaluat", "benchmark", "score", "accuracy", "wer", "cer", "error", "metric", "test"),
+        ("evaluat", "benchmark", "score", "accuracy", "wer", "cer", "error", "metric"),
         {
             "count right answers": "mm evaluate runs/mine --data data/test.jsonl",
             "count wrong words of transcripts": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
@@ -250,7 +258,7 @@ ANY_MODEL: tuple[Topic, ...] = (
     ),
     Topic(
         "Train a model on preferences or rewards",
-        ("dpo", "grpo", "nft", "ppo", "rlhf", "reward", "preference", "reinforce", "rejected"),
+        ("dpo", "grpo", "nft", "ppo", "rlhf", "reward", "preference", "alignment", "reinforce", "rejected"),
         {
             "look at every row": "mm data check run.yaml",
             "train on pairs of a better and a worse answer": "mm posttrain dpo run.yaml",
@@ -258,6 +266,7 @@ ANY_MODEL: tuple[Topic, ...] = (
             "see what was drawn, with its rewards": "mm posttrain rollouts runs/mine",
         },
         "docs/posttrain.md",
+        weight=3,
     ),
     Topic(
         "Find out why a loss is wrong",
@@ -268,12 +277,6 @@ ANY_MODEL: tuple[Topic, ...] = (
             "leave out steps that are not finite": "mm train run.yaml training.on_nonfinite=skip",
         },
         "docs/verify.md",
-    ),
-    Topic(
-        "Go on with a run",
-        ("resum", "restart", "continue", "crash", "killed", "checkpoint", "preempt"),
-        {"start it again, on as many devices as there are now": "mm train run.yaml --nproc 4"},
-        "README.md",
     ),
     Topic(
         "Look at rows before training",
@@ -302,9 +305,41 @@ ANY_MODEL: tuple[Topic, ...] = (
     ),
     Topic(
         "Spread a run over devices and hosts",
-        ("parallel", "multi", "node", "host", "cluster", "slurm", "shard", "fsdp", "scale", "distribut"),
+        ("parallel", "multi", "node", "host", "cluster", "slurm", "shard", "scale", "distribut"),
         {"verify the plan on a CPU": "mm verify run.yaml", "start it": "mm train run.yaml --nproc 8"},
         "docs/parallelism.md",
+    ),
+    Topic(
+        "Change the suite: tests and documents",
+        ("test", "pytest", "unittest", "contribut", "docs", "documentation"),
+        {
+            "run the tests near a change": "make test-changed",
+            "run one test": 'python -m pytest tests/fsdp -xvs -k "NAME"',
+            "run all of them": "make test",
+            "look at style, types and layers": "make check",
+        },
+        "CONTRIBUTING.md",
+    ),
+    Topic(
+        "Train with the flags and functions of Megatron's entries",
+        ("megatron", "provider", "training.py", "launch", "forward_step"),
+        {
+            "see the YAML that a launch script stands for": "mm config --from-flags finetune.sh",
+            "train": "torchrun --nproc_per_node 8 pretrain_vlm.py --mm-model model.json --mm-data data.json",
+        },
+        "docs/provider.md",
+        "functions of your own are called as Megatron-LM calls them: docs/own-functions.md",
+    ),
+    Topic(
+        "Train by a YAML, with models and data sets of your own",
+        ("fsdp2", "yaml", "config", "plugin", "modelhub", "trainer.py", "onboard"),
+        {
+            "see every key": "mm schema",
+            "see what is wrong with keys, plugin and patterns": "mm check run.yaml",
+            "train": "mm train run.yaml",
+        },
+        "docs/architecture.md",
+        "a package that training.plugin names registers data sets and models: docs/data.md",
     ),
 )
 
@@ -312,6 +347,14 @@ ANY_MODEL: tuple[Topic, ...] = (
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
 _PHRASES = {
+    r"\bunit[ -]tests?\b|\bci\b": "unittest",
+    r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
+    r"\b(to|into|from)[ -]megatron\b": "convert",
+    r"\bfsdp\b": "shard",
+    r"\bpretrain_\w*(\.py)?": "megatron",
+    r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
+    rf"\b{_HEARD}\b.*\bvision\b": "omni omni",
+    rf"\bvision\b.*\b{_HEARD}\b": "omni omni",
     rf"\b{_ASKED}\b.*\b{_HEARD}\b": "omni",
     rf"\b{_HEARD}\b.*\b{_ASKED}\b": "omni",
     r"\b(speech|voice|audio)[ -]?(to|2|into)[ -]?(speech|voice|audio)\b": "omni",
@@ -342,6 +385,10 @@ _ABSENT = {
 """What people ask for in vain."""
 
 
+_OF_NAMED = 0.9
+"""What the name of a family adds to its task: less than a word."""
+
+
 @dataclass(frozen=True)
 class Route:
     """An answer to a wish."""
@@ -358,7 +405,7 @@ class Route:
 def find(wish: str) -> Route:
     """The task or topic whose words a wish shares most of; of a tie the earlier one.
 
-    A family that is named decides the task, unless the wish is about something that is done to any model.
+    A family that is named decides the task, unless the wish has as many words for something that is done to any model.
 
     Raises:
         UsageError: No word is known.
@@ -371,13 +418,13 @@ def find(wish: str) -> Route:
         if _shared(stems, words):
             raise UsageError(answer, way_out="`mm models` lists what there is.")
     named = [card for card in families() if _is_named(card, words)]
-    scored: list[tuple[int, Route]] = []
+    scored: list[tuple[float, Route]] = []
     for key, task in TASKS.items():
-        named_of_task = len(cards_of(key, named))
-        scored.append((_shared(task.stems, words) + named_of_task, _of_task(key, task, named, words)))
+        score = _shared(task.stems, words) + (_OF_NAMED if cards_of(key, named) else 0)
+        scored.append((score, _of_task(key, task, named, words)))
     also: list[str] = []
     for topic in ANY_MODEL:
-        score = _shared(topic.stems, words)
+        score = topic.weight * _shared(topic.stems, words)
         scored.append((score, Route(topic.title, named, topic.stages, topic.page, topic.note)))
         if score:
             also.append(f"{topic.title}: {topic.page}")
@@ -401,8 +448,8 @@ def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
 
 
 def bare_names(card: ModelCard) -> list[str]:
-    """What a person may call a family: its name, its ids, and its title up to a comma."""
-    return list(map(bare, (card.name, *card.ids, card.title.partition(",")[0])))
+    """What a person may call a family: its name, its ids, its further names, and its title up to a comma."""
+    return list(map(bare, (card.name, *card.ids, *card.called, card.title.partition(",")[0])))
 
 
 def bare(name: str) -> str:
