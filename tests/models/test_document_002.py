@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
-from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.training import get_args, pretrain
 from tests.fsdp.train.provider.user_run import rows
 from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import losses
 from tests.models.document_002 import CustomModel, YourModel
 
 FSDP2_CONFIG = """\
@@ -48,9 +48,8 @@ class CustomDataset(Dataset[Any]):
 
 
 def build_dataloader(dataset: CustomDataset) -> DataLoader[Any]:
-    state = get_parallel_state()
-    sampler = DistributedSampler(dataset, state.data_size, state.data_rank, shuffle=False)
-    return DataLoader(dataset, batch_size=get_args().micro_batch_size, sampler=sampler)
+    """The guide's, which says nothing of ranks: the engine puts the distributed sampler in."""
+    return DataLoader(dataset, batch_size=get_args().micro_batch_size)
 
 
 def train_valid_test_datasets_provider() -> Any:
@@ -107,6 +106,53 @@ def run(folder: str, own_strategy: bool) -> list[float]:
     assert {"val_loss", "test_loss"} <= {key for line in lines for key in line}
     assert (save / "iter_0000003").is_dir()
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def run_in_bf16(folder: str, own_strategy: bool, ignored: str) -> list[float]:
+    """The losses of three steps with --bf16, and `ignored_modules` of the file."""
+    config = Path(folder) / "fsdp2_config.yaml"
+    seen = []
+
+    def model_provider() -> nn.Module:
+        model = MeasuredAndSharded({}) if own_strategy else Measured({})
+        model.out.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+        return model
+
+    sys.argv = ["pretrain.py", *FLAGS.split(), *ADDED.format(config).split(), "--bf16", "--log-interval", "1"]
+    sys.argv += ["--save", str(Path(folder) / f"run{ignored}")]
+    pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step)
+    dist.barrier()  # the first rank has written
+    assert set(seen) == {torch.bfloat16}
+    return list(losses(Path(folder) / f"run{ignored}").values())
+
+
+def run_both(folder: str, own_strategy: bool) -> tuple[list[float], list[float]]:
+    config = Path(folder) / "fsdp2_config.yaml"
+    found = []
+    for ignored in ("", "out"):
+        if dist.get_rank() == 0:
+            text = FSDP2_CONFIG.replace('"fp32"\t\nreduce', '"bf16"\t\nreduce')
+            config.write_text(text + (f'ignored_modules:\t\n  - "{ignored}"\t\n' if ignored else ""))
+        dist.barrier()
+        found.append(run_in_bf16(folder, own_strategy, ignored))
+        dist.barrier()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own_strategy"),
+    [
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ignored_modules_compute_in_bf16_as_all_others(tmp_path: Path, ranks: int, own_strategy: bool) -> None:
+    """The guide's `ignored_modules` with --bf16: numbers are those of the run that shards everything."""
+    for sharded, with_ignored in run_ranks(ranks, run_both, str(tmp_path), own_strategy):
+        assert len(sharded) == 3 and sharded[2] < sharded[0]
+        assert with_ignored == sharded
 
 
 @pytest.mark.parametrize("own_strategy", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -163,7 +163,7 @@ class ParallelApplier:
             tower_mesh = build_tower_mesh(state.sizes, state.device_type)
         copies = _names_in(root, sharding.copies)
         if copies:
-            replicate_modules(map(root.get_submodule, copies), state.build_copies_device_mesh())
+            replicate_modules(map(root.get_submodule, copies), state.build_copies_device_mesh(), sharding.section)
         units = []
         for unit in sharding.units:
             names = _names_in(root, unit.names)

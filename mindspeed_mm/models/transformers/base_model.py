@@ -19,7 +19,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import ShardOptions, root_options, unit_options
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
+    ShardOptions,
+    replicate_modules,
+    root_options,
+    unit_options,
+)
 from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, check_outputs
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, forwards_of
@@ -171,7 +176,11 @@ def set_fullyshard_modules_to_wrap(
     options = fsdp2_kwargs or dict(model.fsdp2_kwargs or {})
     ignored: set[nn.Parameter] = set()
     for name in _named_by(model, config, "ignored_modules"):
-        ignored.update(model.get_submodule(name).parameters())
+        left_out = model.get_submodule(name)
+        is_trained = any(parameter.requires_grad for parameter in left_out.parameters())
+        if is_trained and not isinstance(left_out, FSDPModule):  # whole on every rank, and in the same precision
+            replicate_modules([left_out], get_parallel_state().build_copies_device_mesh(), _plan_of(None))
+        ignored.update(left_out.parameters())
     if ignored:
         options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
         root = _SHARDED.get()

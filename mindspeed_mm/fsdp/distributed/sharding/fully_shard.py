@@ -209,16 +209,18 @@ def expect_views() -> None:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
 
 
-def replicate_modules(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Keep modules whole on every rank, in their own dtype, with their gradients summed.
+def replicate_modules(modules: Iterable[nn.Module], mesh: DeviceMesh, plan: FsdpPlan) -> None:
+    """Keep modules whole on every rank, computed in the plan's precision as all others, with their gradients summed.
 
     Args:
         modules: Modules whose trainable parameters no plan shards.
         mesh: (copies, 1), from `ParallelState.build_copies_device_mesh`.
+        plan: Its precision is read.
     """
+    policy = build_precision_policy(plan)
     for module in modules:
         frozen = {p for p in module.parameters() if not p.requires_grad}
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen, mp_policy=policy)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -47,7 +47,8 @@ class ShardingPlan:
     ignored: tuple[str, ...] = ()
     """Modules that stay plain tensors, with everything below them."""
     copies: tuple[str, ...] = ()
-    """Those of the ignored modules that are trained: whole on every rank, their gradients summed."""
+    """Those of the ignored modules that are trained: whole on every rank, computed in `param_dtype`, their gradients
+    summed."""
     hooked: tuple[str, ...] = ()
     """Units whose inner wrapped modules are gathered together with them."""
     on_host: tuple[str, ...] = ()
@@ -133,7 +134,7 @@ def resolve_sharding(
     if hooked and not holding:
         costs.append(_NOTHING_HOOKED)
     copies = []
-    if sizes.world > 1:
+    if sizes.world > 1 or section.param_dtype is not None:
         copies = [name for name in ignored if _is_trained(model.get_submodule(name))]
     plan = ShardingPlan(
         section,

@@ -9,7 +9,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
@@ -71,6 +80,8 @@ class ProvidedLoader:
         self.counts = DataCounts()
         self.batching: dict[str, Any] = {"loader": PROVIDED}
         self._source: Any = None
+        self.was_spread = False
+        """Whether the caller's loader got the distributed sampler from here."""
         self._drawn = 0
         self._steps = range(0)
 
@@ -85,7 +96,9 @@ class ProvidedLoader:
             ConfigError: All data ranks would read the same rows.
         """
         self._steps = steps
-        self._source = as_loader(source, self.deal, self._loading)
+        given = as_loader(source, self.deal, self._loading)
+        self._source = spread_over_ranks(given, self.deal)
+        self.was_spread = self._source is not given
         check_sharded(self._source, self.deal.dp_size)
 
     def describe(self) -> str:
@@ -192,7 +205,7 @@ class ProvidedLoader:
             source: What the function returned.
             micro_batches: At most so many on this rank.
         """
-        loader = as_loader(source, self.deal, self._loading)
+        loader = spread_over_ranks(as_loader(source, self.deal, self._loading), self.deal)
         check_sharded(loader, self.deal.dp_size)
         length = length_of(loader)
         most = torch.tensor(micro_batches if length is None else min(micro_batches, length))
@@ -294,14 +307,49 @@ def _no_data(source: object) -> ConfigError:
     )
 
 
+def spread_over_ranks(loader: Any, deal: Deal) -> Any:
+    """A loader of map-style data with torch's distributed sampler in place of one that knows nothing of ranks, in order
+    or at random as before; every other loader as it is. The loader is made anew, because torch lets no sampler be
+    replaced: a class of the caller's, and rows that are drawn with replacement, are left alone."""
+    blind = _blind_sampler(loader, deal.dp_size)
+    if blind is None or type(loader) is not DataLoader:
+        return loader
+    is_random = isinstance(blind, RandomSampler)
+    if isinstance(blind, RandomSampler) and (blind.replacement or blind.num_samples != len(loader.dataset)):
+        return loader
+    own = loader.batch_sampler
+    drop_last = own is not None and own.drop_last
+    return DataLoader(
+        loader.dataset,
+        batch_size=None if own is None else own.batch_size,
+        sampler=DistributedSampler(loader.dataset, deal.dp_size, deal.dp_rank, shuffle=is_random, drop_last=drop_last),
+        drop_last=drop_last,
+        **{name: getattr(loader, name) for name in _KEPT},
+    )
+
+
+_KEPT = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device",
+)  # fmt: skip
+"""Settings of a loader beside its data, its sampler and its batches."""
+
+
+def _blind_sampler(loader: object, ranks: int) -> SequentialSampler | RandomSampler | None:
+    """The sampler of rows of a loader that all of several ranks would read alike; None: it knows of ranks, or may."""
+    if ranks == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    own: Any = loader.batch_sampler
+    if own is None:
+        own = loader.sampler
+    elif type(own) is BatchSampler:  # torch's own, around a sampler of rows
+        own = own.sampler
+    return own if type(own) in (SequentialSampler, RandomSampler) else None
+
+
 def check_sharded(loader: object, ranks: int) -> None:
     """Raise `ConfigError` for a loader whose sampler knows nothing of ranks."""
-    if ranks == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return
-    own = loader.batch_sampler
-    if own is None or type(own) is torch.utils.data.BatchSampler:  # torch's own, around a sampler of rows
-        own = loader.sampler
-    if type(own) in (SequentialSampler, RandomSampler):
+    if _blind_sampler(loader, ranks) is not None:
         raise same_rows()
 
 

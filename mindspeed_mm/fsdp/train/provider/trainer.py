@@ -145,6 +145,11 @@ class ProviderTrainer(Trainer):
         if isinstance(loader, ProvidedLoader):
             with job.setup("building the data"):
                 self._open(loader, engine, total_steps)
+            if loader.was_spread:
+                record.note(
+                    f"{name_of(self.callbacks.data_provider)} returned a loader that knows nothing of ranks: torch's "
+                    "DistributedSampler was put into it"
+                )
         return engine, parts
 
     def _open(self, loader: ProvidedLoader, engine: TrainEngine, total_steps: int) -> None:

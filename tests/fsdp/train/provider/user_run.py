@@ -45,12 +45,12 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, y, (torch.arange(5) < labels[:, None]).double()
 
 
-def data_provider(count: int, *, sharded: bool = True) -> Any:
+def data_provider(count: int, *, sharded: bool = True, loader: type[DataLoader[Any]] = DataLoader) -> Any:
     """A loader of one's own, split over data ranks by torch's sampler."""
     state = get_parallel_state()
     data = TensorDataset(*rows(count))
     sampler = DistributedSampler(data, state.data_size, state.data_rank, shuffle=False) if sharded else None
-    return DataLoader(data, batch_size=ROWS, sampler=sampler), None, None
+    return loader(data, batch_size=ROWS, sampler=sampler), None, None
 
 
 def loss_func(form: str, y: torch.Tensor, mask: torch.Tensor, output: torch.Tensor) -> Any:
