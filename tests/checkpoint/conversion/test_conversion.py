@@ -226,8 +226,14 @@ def test_in_place_keeps_the_original_beside_it(source: Path, tmp_path: Path) -> 
     assert torch.equal(load_file(source / "model.safetensors")["new.up"], TENSORS["up"])
     assert torch.equal(load_file(tmp_path / "source.bak/model.safetensors")["up"], TENSORS["up"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "source.bak"]
+    in_place(source)  # what a conversion wrote is converted again: the one original stays
+    assert torch.equal(load_file(source / "model.safetensors")["new.new.up"], TENSORS["up"])
+    assert torch.equal(load_file(tmp_path / "source.bak/model.safetensors")["up"], TENSORS["up"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "source.bak"]
+    (source / "mine.txt").write_text("somebody's")
     with pytest.raises(UsageError, match="already exists, and the original is kept under this name"):
         in_place(source)
+    assert (source / "mine.txt").exists()
 
 
 def test_in_place_without_a_backup_leaves_the_new_folder_alone(source: Path, tmp_path: Path) -> None:

@@ -72,12 +72,12 @@ def train_all(ranks: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
     if ranks > 1:
         found["unsharded"] = train("loss", {}, provider=partial(data_provider, count, sharded=False))
         with pytest.raises(ConfigError) as caught:
-            train("loss", {}, provider=partial(data_provider, count, sharded=False, loader=OwnLoader))
+            train("loss", {}, provider=partial(data_provider, count, sharded=False, loader=MyLoader))
         found["a class of one's own"] = str(caught.value)
     return found
 
 
-class OwnLoader(DataLoader[Any]):
+class MyLoader(DataLoader[Any]):
     """A loader that may do more than torch's: nobody but its author can make it anew."""
 
 
