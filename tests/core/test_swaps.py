@@ -113,6 +113,7 @@ def test_the_original_is_kept_under_a_name_that_must_be_free(way: str, tmp_path:
     fill(tmp_path / "w.former", {"mine": "1"})
     convert_in_place(target, keep=True)
     assert (content(target), content(tmp_path / "w.bak")) == (NEW, OLD)
+    (target / "mine").write_text("1")  # what somebody changed is not a conversion's result any more
     before = everything(tmp_path)
     with pytest.raises(UsageError, match=r"w\.bak  already exists, and the original is kept under this name"):
         convert_in_place(target, keep=True)
