@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, count_problems
 from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
+from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.requests.init import InitRequest, Method
 
@@ -202,9 +204,10 @@ class _Setup:
         each = way.rows * self.devices * self.accumulation(way)
         steps = max(1, self.rows // each)
         interval = max(1, steps // _CHECKS_A_RUN)
+        on = f"on {self.devices} device{'s' if self.devices > 1 else ''}"
         lines = [
-            f"# {self.request.model.name}: {way}, on {self.devices} device{'s' if self.devices > 1 else ''}.",
-            f"# Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}",
+            _comment(f"{self.request.model.name}: {way}, {on}."),
+            _comment(f"Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}"),
             "model:",
             f"  model_name_or_path: {_quoted(self.request.model)}",
             "data:",
@@ -212,9 +215,10 @@ class _Setup:
         ]
         if self.kind is GENERATOR:
             sizes = ", ".join(f"{name}: {size}" for name, size in self.sizes.items())
+            told = "larger pictures are scaled down" if "max_pixels" in self.sizes else "as the release has it"
             lines += [
                 "    dataset_type: generation",
-                f"    preprocess_parameters: {{{sizes}}}   # as the release has it",
+                f"    preprocess_parameters: {{{sizes}}}   # {told}",
             ]
         lines += [
             "    basic_parameters:",
@@ -247,7 +251,7 @@ class _Setup:
 
     def script(self) -> str:
         """The commands that check and train."""
-        out = _quoted(self.request.out)
+        out = shlex.quote(str(self.request.out))
         return (
             "#!/usr/bin/env bash\n# Run it where mm init was run: relative paths start there.\nset -euo pipefail\n"
             f'mm check {out} --nproc {self.devices}\nmm train {out} --nproc {self.devices} "$@"\n'
@@ -312,6 +316,16 @@ def _in_options(problem: Problem) -> Problem:
     return replace(problem, key=_OPTIONS.get(problem.key, problem.key))
 
 
+def _comment(text: str) -> str:
+    """A line of comment, whatever is in a path."""
+    return f"# {visible(text)}".replace("\n", " ")
+
+
 def _quoted(value: object) -> str:
-    """A path as YAML and shells take it: in quotes where it has other characters than usual ones."""
-    return str(value) if re.fullmatch(r"[\w./-]+", str(value)) else json.dumps(str(value), ensure_ascii=False)
+    """A path as YAML takes it: in quotes where it might be read as something else, such as a number."""
+    text = str(value)
+    return (
+        text
+        if re.fullmatch(r"[\w.-]*[A-Za-z][\w.-]*/[\w./-]+|/[\w./-]+", text)
+        else json.dumps(text, ensure_ascii=False)
+    )
