@@ -76,6 +76,16 @@ def test_the_ground_floor_and_the_command_line_import_nothing_heavy() -> None:
         assert told[package] == ([], []), package
 
 
+def test_answering_of_a_language_model_imports_no_layout_of_others() -> None:
+    checkpoint = "mindspeed_mm.checkpoint"
+    others = (f"{checkpoint}.megatron", f"{checkpoint}.original", "mindspeed_mm.fsdp.models.diffusion")
+    program = (
+        "import json, sys, mindspeed_mm.tasks.answer.infer\n"
+        f"print(json.dumps([name for name in sys.modules if name.startswith({others!r})]))"
+    )
+    assert lines_of(program) == [[]]
+
+
 @pytest.mark.skipif(Version(metadata.version("transformers")) < Version("5.23"), reason="a family's classes are newer")
 def test_importing_everything_does_nothing() -> None:
     assert lines_of(ALL) == [[[], True]]

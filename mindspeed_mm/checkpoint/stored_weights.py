@@ -1,4 +1,7 @@
-"""The tensors of a model, under the hub's names, out of any folder that stores them."""
+"""The tensors of a model, under the hub's names, out of any folder that stores them.
+
+The layouts of Megatron and of generators' authors are thirty modules: they are imported for folders that have them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,6 @@ from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, step_in
 from mindspeed_mm.checkpoint.dequantized import dequantized
 from mindspeed_mm.checkpoint.layout import MANIFEST
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.megatron.folder import hub_tensors, step_files
-from mindspeed_mm.checkpoint.original.families import recognise_generator
-from mindspeed_mm.checkpoint.original.reading import open_generator
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors, open_weights, weight_files
 from mindspeed_mm.core.errors import ModelFolderError, Problem, told_as
@@ -48,10 +47,15 @@ def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapp
                 found |= {f"{part.name}.{key}": tensor for key, tensor in stored.items()}
             yield found
     elif is_megatron_folder(folder) and "model_type" in (config or {}):
+        from mindspeed_mm.checkpoint.megatron.families import family_of
+        from mindspeed_mm.checkpoint.megatron.folder import hub_tensors
+
         with told_as(partial(_in_folder, folder)):
             joined = hub_tensors(folder, family_of(config or {}), config or {})
         yield joined
     elif is_megatron_folder(folder):
+        from mindspeed_mm.checkpoint.original.reading import open_generator
+
         with open_generator(folder) as weights:
             yield weights.under_diffusers_names()
     elif (step := step_of_weights(folder)) is not None:
@@ -69,12 +73,17 @@ def step_of_weights(folder: Path) -> Path | None:
     step = step_in(folder)
     if step is None or (step / MANIFEST).is_file() or is_megatron_folder(folder):
         return None
+    from mindspeed_mm.checkpoint.original.families import recognise_generator
+
     names = DcpReader(step).model_tensors().keys()
     is_base = bool(names) and all(name.startswith(UNDER_ADAPTERS) for name in names)
     return step if is_base or recognise_generator(names) is not None else None
 
 
 def _of_step(step: Path) -> dict[str, LazyTensor]:
+    from mindspeed_mm.checkpoint.original.families import recognise_generator
+    from mindspeed_mm.checkpoint.original.reading import open_generator
+
     tensors = DcpReader(step).model_tensors()
     if recognise_generator(tensors) is None:
         return {name.removeprefix(UNDER_ADAPTERS): tensor for name, tensor in tensors.items()}
@@ -101,6 +110,8 @@ def stored_files(folder: Path) -> list[Path]:
             found += stored_files(part)
         return found
     if is_megatron_folder(folder):
+        from mindspeed_mm.checkpoint.megatron.folder import step_files
+
         return step_files(folder)
     if (step := step_of_weights(folder)) is not None:
         return sorted(step.glob("*.distcp"))

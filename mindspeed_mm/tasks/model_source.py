@@ -17,7 +17,6 @@ from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR, expert_folders, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import Weights
-from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.loading.gguf import model_folder_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -56,6 +55,8 @@ class ModelSource:
         if self.lora is not None and self.lora.is_file():
             files.append(self.lora)
         if kind_of_folder(self.folder) is GENERATOR:
+            from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights  # no other model needs it
+
             weights = self.transformer or transformer_weights(self.folder)
             if not holds_safetensors(weights) and holds_weights(weights):
                 files += stored_files(weights)
