@@ -54,8 +54,13 @@ def test_every_entry_of_a_launch_is_there() -> None:
     at_the_root = {path.stem for path in ROOT.glob("*.py")}
     assert at_the_root == set(ENTRIES) and len(ENTRIES) == 20
     assert {path.stem for path in FEATURES.glob("get_*.py")} == {
-        f"get_{of}_feature" for of in ("sora", "hunyuan", "wan")
+        f"get_{of}_feature" for of in ("sora", "hunyuan", "wan", "vace")
     }
+
+
+def test_the_entry_of_the_megatron_core_back_end_trains_as_the_others_do() -> None:
+    entry = import_module("mindspeed_mm.mcore.models.qwen3_5.pretrain_qwen3_5")
+    assert entry.main is import_module("mindspeed_mm.pretrain_transformers").main
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
