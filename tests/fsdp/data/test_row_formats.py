@@ -12,7 +12,9 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.data.opening import OpenedData
 from tests.fsdp.data.conftest import picture, write_jsonl
@@ -216,3 +218,15 @@ def test_media_of_an_entry_start_at_its_own_folder(vlm_folder: Path, tmp_path: P
     sources = [Path(dataset.sample(index).media[0].source) for index in (0, 4)]
     assert sources == [tmp_path / name / "media" / PICTURE for name in "ab"]
     assert dataset[4]["media"][0].tensors["grid_thw"][2] == 8
+
+
+@pytest.mark.edge("BR11")
+@pytest.mark.parametrize("column", ["sentence", "transcription", "transcript", "words"])
+def test_a_sound_and_what_is_said_in_it(column: str) -> None:
+    row = {"audio": {"path": "a.wav", "bytes": None}, column: "A seven.", "locale": "en"}
+    named = RowFormat(response="words") if column == "words" else RowFormat()
+    sample = convert_row(row, named, RowLocation("rows.jsonl", 1))
+    assert spoken(sample) == [("user", "<audio>"), ("assistant", "A seven.")]
+    assert [(item.kind, item.source) for item in sample.media] == [("audio", "a.wav")]
+    with pytest.raises(DataError, match="7 is not text"):
+        convert_row(row | {column: 7}, named, RowLocation("rows.jsonl", 1))
