@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.upstream.checkout import VARIABLE, checkout
 from tests.upstream.refused import why_refused
 from tests.upstream.second_reading import differences, second_reading
 from tests.upstream.shell import Started, started_by
 
-CHECKOUT = "MINDSPEED_MM_CHECKOUT"
-"""The environment's variable that names a checkout."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _FOLDERS = ("examples", "tests/st")
 _KEPT = (".sh", ".json", ".yaml", ".yml")
@@ -57,13 +56,6 @@ class Outcome:
 
 
 VERDICTS = ("accepted", "refused rightly", "refused wrongly", "accepted wrongly")
-
-
-def checkout() -> Path | None:
-    """The checkout that the environment names; None where it names none."""
-    named = os.environ.get(CHECKOUT, "")
-    folder = Path(named)
-    return folder if named and (folder / "examples").is_dir() and (folder / "mindspeed_mm").is_dir() else None
 
 
 def make_root(root: Path, scripts: Path) -> None:
@@ -194,6 +186,6 @@ def table(found: Sequence[Outcome]) -> str:
 if __name__ == "__main__":
     folder = checkout()
     if folder is None:
-        sys.exit(f"{CHECKOUT} names no checkout of MindSpeed-MM")
+        sys.exit(f"{VARIABLE} names no checkout of MindSpeed-MM")
     with tempfile.TemporaryDirectory() as temporary:
         print(table(outcomes(folder, Path(temporary))))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.launches import CHECKOUT, checkout, judge, launches, outcomes, table, through_the_door
+from tests.upstream.checkout import OF_CHECKOUT, checkout
+from tests.upstream.launches import judge, launches, outcomes, table, through_the_door
 
 GOLDEN = Path(__file__).parents[1] / "provider" / "golden"
-bash = pytest.mark.skipif(not Path("/bin/bash").exists(), reason="bash is not installed")
+pytestmark = pytest.mark.skipif(not Path("/bin/bash").exists(), reason="bash is not installed")
 
 
-@bash
-@pytest.mark.slow
-@pytest.mark.skipif(checkout() is None, reason=f"{CHECKOUT} names no checkout of MindSpeed-MM")
+@OF_CHECKOUT[0]
+@OF_CHECKOUT[1]
 def test_launches_of_mindspeed_mm_are_accepted(tmp_path: Path) -> None:
     scripts = checkout()
     assert scripts is not None
@@ -25,7 +25,6 @@ def test_launches_of_mindspeed_mm_are_accepted(tmp_path: Path) -> None:
     assert [each for each in found if each.verdict.endswith("wrongly")] == []
 
 
-@bash
 def test_our_own_launches_are_read_as_a_shell_and_a_second_table_read_them(tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(GOLDEN, root)
