@@ -21,8 +21,8 @@ from tests.upstream.checkout import VARIABLE, checkout
 from tests.upstream.refused import why_refused
 from tests.upstream.second_reading import differences, second_reading
 from tests.upstream.shell import Started, started_by
+from tests.upstream.workplace import REPOSITORY, link_entries
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _FOLDERS = ("examples", "tests/st")
 _KEPT = (".sh", ".json", ".yaml", ".yml")
 _NOT_OURS = ("diffusers", "diffsynth", "verl_examples", "self_forcing")
@@ -65,10 +65,7 @@ def make_root(root: Path, scripts: Path) -> None:
         root: New folder, with this repository's entries and package, and copies of the launches.
         scripts: The checkout.
     """
-    root.mkdir()
-    for entry in _REPOSITORY.glob("*.py"):
-        (root / entry.name).symlink_to(entry)
-    (root / "mindspeed_mm").symlink_to(_REPOSITORY / "mindspeed_mm")
+    link_entries(root)
     for folder in _FOLDERS:
         for path in sorted((scripts / folder).rglob("*")):
             if path.suffix in _KEPT and path.is_file():
@@ -123,7 +120,7 @@ def through_the_door(found: Mapping[str, Started], root: Path) -> dict[str, dict
     answered = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("door.py"))],
         cwd=root,
-        env={**environment, "PYTHONPATH": str(_REPOSITORY)},
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
         input="".join(f"{json.dumps(task)}\n" for task in tasks),
         capture_output=True,
         text=True,
