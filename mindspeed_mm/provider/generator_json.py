@@ -56,6 +56,11 @@ def put_generator(reading: Reading, root: Node) -> None:
     _put_noise(reading, root)
     _put_samples(reading, root)
     put_media_pairs(reading, root)
+    scored = text_at(root, "eval_config.eval_type")
+    if scored not in (None, "t2v"):
+        what = f"'{scored}' is scored by another package than VBench's own, which is not asked here"
+        way_out = "Draw the clips with inference_sora.py, and score them with that package."
+        reading.draft.problem(what, place_at(root, "eval_config.eval_type"), way_out)
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MMError, UsageError
-from mindspeed_mm.evaluate_gen import refuse
 from mindspeed_mm.fsdp.params.loader import load_config, resolved_dict
 from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.tasks.config import run_flags
@@ -39,8 +38,6 @@ def read(script: str, entry: str, own: list[str], variables: dict[str, str]) -> 
         while True:
             try:
                 launch = read_launch([script], environment)
-                if Path(entry).name == "evaluate_gen.py":
-                    refuse()
                 translated = run_flags([script], environment)
                 break
             except UsageError as error:

@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConvert
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, model_config
 from mindspeed_mm.checkpoint.lazy_tensor import Computed
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_audio
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
@@ -129,7 +130,8 @@ def _give_voice(made: HubFolder, voice: _Voice, assets: Path) -> None:
     made.tensors[_VOICES] = Computed([table, *encoder.values()], with_voice, table.shape, table.dtype)
     for key in encoder:
         del made.tensors[_ENCODER + key]
-    config = json.loads(made.texts.get("config.json") or (assets / "config.json").read_text(encoding="utf-8"))
+    text = made.texts.get("config.json")
+    config = model_config(assets) if text is None else parse_json(text)
     config["tts_model_type"] = "custom_voice"
     config.setdefault("talker_config", {}).update(spk_id={voice.name: _ROW}, spk_is_dialect={voice.name: False})
     made.texts["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
