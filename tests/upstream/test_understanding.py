@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_mm import pretrain_vlm, training
 from mindspeed_mm.cli import mm_convert
+from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.provider.launch import read_launch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.mindspeed_files import make_folder
@@ -107,9 +108,14 @@ def convert(script: str) -> None:
     assert mm_convert.run(words[1:]) == 0
 
 
-def test_what_two_stages_trained_is_read_by_transformers_alone(root: Path) -> None:
+def test_what_two_stages_trained_is_read_by_transformers_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert("convert.sh")
     run_ranks(2, train, str(root))
     assert sorted(losses(root / "save_dir")) == [1, 2]
     convert("convert_back.sh")
     assert_what_was_trained_came_back(root)
+    assert "cfg.parallel_config has no effect: save_dir holds whole tensors" in capsys.readouterr().err
+    words = ["Qwen2_5_VLConverter", "resplit", "--cfg.source_dir", "save_dir", "--cfg.target_dir", "divided"]
+    with pytest.raises(CheckpointError, match="save_dir  holds a distributed checkpoint, which is not divided"):
+        mm_convert.run([*words, "--cfg.target_parallel_config.tp_size", "2"])
+    assert not (root / "divided").exists()
