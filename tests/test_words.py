@@ -176,6 +176,7 @@ PRINTS = {
 }
 """Files that print: what ends a job that no longer has a log, progress, and verl's engine. They print our own words."""
 SAYS = {
+    "evaluate_gen.py",
     "evaluate_vlm.py",
     "fsdp/models/loading/gguf.py",
     "fsdp/train/provider/entry.py",
@@ -183,6 +184,7 @@ SAYS = {
     "inference_sora.py",
     "inference_vlm.py",
     "checkpoint/fsdp/generic_dcp_converter.py",
+    "checkpoint/ptd/converters.py",
     "tasks/convert/adapter_checkpoint.py",
     "tasks/convert/family_converters.py",
     "tasks/dancegrpo/run.py",

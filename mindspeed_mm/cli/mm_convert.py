@@ -38,7 +38,8 @@ _HELP_WORDS = {"-h", "--help", "help"}
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
 _MEGATRON = "mindspeed_mm.checkpoint.ptd.converters"
-_FAMILIES = "mindspeed_mm.tasks.convert.family_converters"
+_CONVERT = "mindspeed_mm.tasks.convert"
+_FAMILIES = f"{_CONVERT}.family_converters"
 _ORIGINAL = "mindspeed_mm.checkpoint.original"
 _GENERATORS = f"{_ORIGINAL}.converters"
 CONVERTERS: dict[str, tuple[str, str]] = {
@@ -46,6 +47,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "Qwen3VLConverter": (_FAMILIES, "Qwen3-VL ↔ DCP, adapters of it, and merging them."),
     "Qwen35Converter": (_FAMILIES, "Qwen3.5 ↔ DCP, adapters of it, and merging them."),
     "Mistral3Converter": (_FAMILIES, "Mistral 3 ↔ DCP, adapters of it, and merging them."),
+    "Qwen3TTSConverter": (f"{_CONVERT}.qwen3_tts", "Qwen3-TTS ↔ DCP, with a voice of its own in the folder."),
     "ExpertMergeDcpConverter": (_FAMILIES, "Experts stored one by one on the hub, stacked in DCP."),
     "Qwen2VLConverter": (_MEGATRON, "Qwen2-VL ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "Qwen2_5_VLConverter": (_MEGATRON, "Qwen2.5-VL ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
@@ -67,7 +69,6 @@ CONVERTERS: dict[str, tuple[str, str]] = {
 }
 """Name → (module, help line)."""
 PLANNED = (
-    "Qwen3TTSConverter",
     "MOSSTTSConverter",
     "VideoAlignConverter",
     "OpenSoraConverter",

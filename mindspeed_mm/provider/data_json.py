@@ -10,6 +10,7 @@ from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 from mindspeed_mm.fsdp.params.yaml.generator_files import MEDIA_KEYS
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, plain, text_at
 from mindspeed_mm.provider.json_tree import entries_at, entries_of, place_at
+from mindspeed_mm.provider.older_rows import OLDER_ROWS, put_older_rows
 from mindspeed_mm.provider.reading import Reading
 
 _DATASET = "data.dataset_param"
@@ -17,8 +18,22 @@ PROCESSOR = f"{_DATASET}.preprocess_parameters.model_name_or_path"
 """The key of the folder that conversations are read with."""
 _ROWS = {"data_path": "dataset", "data_folder": "dataset_dir"}
 """Keys of `basic_parameters` of MindSpeed-MM's generators → here, where the names differ."""
-_MEDIA = ("t2v", "i2v", "t2i", "video", "image")
-_OLDER = ("multimodal", "deepseekvl2", "lumina", "audio", "bagel", "dancegrpo")
+_BOUNDS = (
+    "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "crop_to_patches",
+    "image_max_tiles",
+)  # fmt: skip
+_MEDIA = ("t2v", "i2v", "t2i", "video", "image", "vace")
+_STORED = {"vace": "combine", "sorafeatured": "combine"}
+"""`data_storage_mode` of MindSpeed-MM → here, where the names differ."""
+_NOT_READ = {
+    "lumina": "rows of tokens that Lumina-mGPT 2.0's own encoder made; dataset_type lumina_mgpt trains on pictures "
+    "themselves (docs/data.md)",
+    "bagel": "rows of BAGEL, which is not built",
+    "rewardvideo": "rows of VideoAlign, which is not built",
+    "dt2v": "media of Open-Sora 2.0, which is not built",
+    "dancegrpo": "prompts of posttrain_flux_dancegrpo.py, which reads its flags itself",
+}
+"""`dataset_type` → what its rows are, which this door does not read."""
 
 
 def put_data(reading: Reading, root: Node) -> None:
@@ -30,30 +45,58 @@ def put_data(reading: Reading, root: Node) -> None:
     elif kind in _MEDIA:
         _put_generation(reading, root)
         _note_left_out(reading, root, _put_media(reading, root), "docs/generation.md says how media are prepared")
-    elif kind in _OLDER:
+        if kind == "vace":
+            reading.draft.fill("model.task", kind, "rows of VACE: src_video, src_video_mask, src_ref_images")
+    elif kind in OLDER_ROWS:
+        left_out = _put_loader(reading, root)
+        if left_out:
+            reading.draft.note(f"{root.place.source}: {', '.join(left_out)} have no effect: rows are dealt otherwise.")
+        taken = put_older_rows(reading, root, kind)
+        _note_left_out(reading, root, taken, "the processor and the chat template of the model's folder say it")
+        _note_bounds(reading)
+    elif kind in _NOT_READ:
         reading.draft.problem(
-            f"dataset_type '{kind}' reads rows of an older layout",
+            f"dataset_type '{kind}' is for {_NOT_READ[kind]}",
             place_at(root, "dataset_param.dataset_type"),
-            'Write the rows as conversations (docs/data.md) and "dataset_type": "huggingface".',
+            'Conversations of any usual layout are "dataset_type": "huggingface" (docs/data.md).',
         )
     else:
         reading.draft.put_node("data", root)
+        _note_bounds(reading)
+
+
+def _note_bounds(reading: Reading) -> None:
+    """Tell that sizes of media which are given for training hold afterwards, too."""
+    section = f"{_DATASET}.preprocess_parameters"
+    given = [name for name in _BOUNDS if reading.draft.value(f"{section}.{name}") is not None]
+    if given:
+        said = ", ".join(f"{name} {reading.draft.value(f'{section}.{name}')}" for name in given)
+        reading.draft.note(
+            f"{reading.draft.place(f'{section}.{given[0]}')}: {said}: these sizes also hold in inference, evaluation "
+            "and the exported folder."
+        )
 
 
 def _put_generation(reading: Reading, root: Node) -> None:
     """What files of generators say of the loader; grouping by size is what ours does anyway."""
     place = place_at(root, "dataset_param.dataset_type")
     reading.draft.put(f"{_DATASET}.dataset_type", "generation", place)
+    left_out = _put_loader(reading, root)
+    if left_out:
+        reading.draft.note(
+            f"{root.place.source}: {', '.join(left_out)} have no effect: a micro-batch of a generator has one size."
+        )
+
+
+def _put_loader(reading: Reading, root: Node) -> list[str]:
+    """Order and processes of the loader; the collator is ours. Returns the names of what is left out."""
     left_out = []
     for name, entry in entries_at(root, "dataloader_param").items():
         if name in DataloaderParam.model_fields and name != "collate_param":
             reading.draft.put_node(f"data.dataloader_param.{name}", entry.node)
         elif name not in ("collate_param", "initial_global_step_for_sampler"):
             left_out.append(name)
-    if left_out:
-        reading.draft.note(
-            f"{root.place.source}: {', '.join(left_out)} have no effect: a micro-batch of a generator has one size."
-        )
+    return left_out
 
 
 def _put_features(reading: Reading, root: Node) -> Collection[str]:
@@ -80,8 +123,11 @@ def _put_media(reading: Reading, root: Node) -> Collection[str]:
             if theirs not in names and key not in ours:
                 continue
             taken.append(f"{section}.{theirs}")
-            if plain(entry.node) not in (None, ""):
-                reading.draft.put(f"{_DATASET}.{key}", plain(entry.node), entry.node.place)
+            value = plain(entry.node)
+            if theirs == "data_storage_mode" and isinstance(value, str):
+                value = _STORED.get(value, value)
+            if value not in (None, ""):
+                reading.draft.put(f"{_DATASET}.{key}", value, entry.node.place)
     return taken
 
 

@@ -12,7 +12,7 @@ from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.model_sizes import compare
-from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
+from mindspeed_mm.provider.module_names import ModuleNames, names_of
 from mindspeed_mm.provider.preference_rules import put_media_pairs
 from mindspeed_mm.provider.reading import Reading
 
@@ -38,9 +38,7 @@ def put_generator(reading: Reading, root: Node) -> None:
     reading.is_generator = True
     predictor = find(root, "predictor")
     model_id = text_at(root, "predictor.model_id") or ""
-    reading.names = ModuleNames("", "", head=())
-    if model_id == "wandit":
-        reading.names = FAMILIES["wan"]
+    reading.names = names_of({}, model_id) or ModuleNames("", "", head=())
     layers = value_at_key(root, "predictor.num_layers")
     reading.decoder_layers = layers if isinstance(layers, int) else None
     found = _folder(reading, root)
@@ -58,6 +56,11 @@ def put_generator(reading: Reading, root: Node) -> None:
     _put_noise(reading, root)
     _put_samples(reading, root)
     put_media_pairs(reading, root)
+    scored = text_at(root, "eval_config.eval_type")
+    if scored not in (None, "t2v"):
+        what = f"'{scored}' is scored by another package than VBench's own, which is not asked here"
+        way_out = "Draw the clips with inference_sora.py, and score them with that package."
+        reading.draft.problem(what, place_at(root, "eval_config.eval_type"), way_out)
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:

@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,14 +20,17 @@ _DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
 """How entries begin that need no learning rate and no number of steps."""
 _STANDS_FOR = dict.fromkeys(("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"), ("--posttrain-method", "dpo"))
 """Entry → flags that it is as good as given."""
-_ASSIGNMENT = re.compile(
-    r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
+_NAME = re.compile(r"\s*(?:export\s+)?(\w+)=")
+_PIECE = re.compile(
+    r"\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|\$\([^)]*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|[^\s;\"'`$]+|\$)", re.DOTALL
 )
+"""A part of a word: in double quotes, in single quotes, or bare. A shell joins those that touch."""
 _LAUNCH = re.compile(
     r"(?:(?:exec|nohup)\s+)?(?:\w+=\S*\s+)*"
     r"(?:torchrun|accelerate\s+launch|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)",
     re.DOTALL,
 )
+_OF_MINDSPORE = re.compile(r"(?:(?:exec|nohup)\s+)?msrun\s.*\.py\b", re.DOTALL)
 _OPENS = re.compile(r"(?:if|for|while|case|until)\b|(?:function\s+)?\w+\s*\(\)")
 _CLOSES = re.compile(r"(?:.*[;\s])?(?:fi|done|esac|})\s*;?$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
@@ -100,6 +103,8 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
             way_out="Start it: it trains as that YAML does.",
         )
     launcher, own = words[:entry], list(words[entry + 1 :])
+    if "msrun" in launcher[:1]:
+        raise _of_mindspore(words[entry])
     kept: list[str] = []
     for at, word in enumerate(launcher):
         flag, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
@@ -109,6 +114,14 @@ def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
     kept += _STANDS_FOR.get(name, ())
     return Launch(name, [*own[:file], *kept, *own[file:]], Path(words[entry]), _RUNNER in launcher)
+
+
+def _of_mindspore(where: str) -> UsageError:
+    return UsageError(
+        "msrun starts it, which is MindSpore's, and the suite runs on PyTorch",
+        where=where,
+        way_out="Take the launch of the same model that torchrun starts.",
+    )
 
 
 def _without_empty(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -153,21 +166,21 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
     for statement in _statements(read_config_text(path)):
         if _OPENS.match(statement):
             depth += 1
+        if _OF_MINDSPORE.match(statement):
+            raise _of_mindspore(str(path))
         launch = _LAUNCH.fullmatch(statement)
         if launch and depth == 0:
             return _launch_words(launch[1], values, environment, path)
         for name in _SET_BY_COMMANDS.findall(statement):
             values.setdefault(name, f"\0{name}\0")
-        assignment = _ASSIGNMENT.match(statement)
-        if assignment:
-            name, in_quotes, literal, bare = assignment.groups()
-            text = in_quotes if in_quotes is not None else bare
-            if depth > 0 or _asks_a_shell(text or ""):  # whether a block runs, only a shell knows
+        for name, pieces in _assignments(statement):
+            asks = any(_asks_a_shell(text) for text, is_literal in pieces if not is_literal)
+            if depth > 0 or asks:  # whether a block runs, only a shell knows
                 values[name] = environment.get(name, f"\0{name}\0")
-            elif literal is not None:
-                values[name] = literal
             else:
-                values[name] = _expanded(text, values, environment)
+                values[name] = "".join(
+                    text if is_literal else _expanded(text, values, environment) for text, is_literal in pieces
+                )
         if depth and _CLOSES.fullmatch(statement):
             depth -= 1
     raise UsageError(
@@ -175,6 +188,20 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
         where=str(path),
         way_out="Give the flags themselves: mm config --from-flags --lr 1e-5 …",
     )
+
+
+def _assignments(statement: str) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    """Each variable that a statement sets, with the parts of its value, and whether each stands in single quotes."""
+    at = 0
+    while name := _NAME.match(statement, at):
+        at, pieces = name.end(), []
+        while piece := _PIECE.match(statement, at):
+            in_quotes, literal, bare = piece.groups()
+            pieces.append((next(each for each in (in_quotes, literal, bare) if each is not None), literal is not None))
+            at = piece.end()
+        yield name[1], pieces
+        if at < len(statement) and not statement[at].isspace():
+            return
 
 
 def _statements(text: str) -> list[str]:

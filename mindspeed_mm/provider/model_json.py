@@ -26,19 +26,29 @@ _SIZES = {
     "tensor_model_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_model_parallel_size": "parallel.pipeline_parallel_size",
 }
+_FREEZES = {"freeze_vision_model": _TOWER, "freeze_vision_projection": _PROJECTOR, "freeze_language_model": _DECODER}
+"""Switch of the whole file → the part that it freezes, whose own `freeze` goes before it."""
+_KERNELS = ("gdn_implementation", "causal_conv1d_implementation", "kda_implementation")
+"""Keys of `text_decoder` that choose kernels, as keys of `model` do here."""
+_OUR_KERNELS = {"torch": "eager", "triton_with_transpose": "triton"}
 _ACTING = {
-    "": ("init_from_hf_path", "model_id", "freeze", "attn_implementation", "loss_cfg", "patch", "image_encoder",
-         "text_decoder", "audio_encoder", "text_encoder", "video_encoder"),
+    "": ("init_from_hf_path", "model_id", "freeze", *_FREEZES, "attn_implementation", "loss_cfg", "patch",
+         "image_encoder", "text_decoder", "audio_encoder", "text_encoder", "video_encoder"),
     "image_encoder": ("vision_encoder", "vision_projector"),
     "audio_encoder": ("audio_encoder",),
     **dict.fromkeys((_TOWER, _PROJECTOR, _AUDIO, _DECODER), (
         "freeze", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
         "vocab_size", "pipeline_num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "context_parallel_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
-        "attn_implementation",
+        "attn_implementation", *_KERNELS, "mtp_num_layers", "moe_ffn_hidden_size", "recompute_mtp_layer",
     )),
 }  # fmt: skip
 """Object of the file → keys in it that act, or that upstream's files have where they might be taken for a slip."""
+_CHUNKED = {
+    "chunk": ("enable_chunk_loss", "chunk_size"),
+    "dynamic_chunk": ("enable_dynamic_chunk_loss", "total_chunk_size"),
+}
+"""`compute_mode` → the switch, and the key of `chunkloss_plan` that takes `chunk_size`."""
 _LIKE = 0.85
 """Keys of other systems are passed over in silence; one that is so like a key that acts is a slip."""
 _NO_EFFECT_OF_PATCH = ("use_fsdp1", "clip_grad_async", "scale_grad", "bridge_patch", "ae_float32", "infer_fa")
@@ -74,7 +84,7 @@ def put_model(reading: Reading, root: Node) -> None:
     if model_id in model_cards():
         reading.draft.put("model.model_id", model_id, place_at(root, "model_id"))
     config = _config_of(folder)
-    reading.names = names_of(config, model_id)
+    reading.names = names_of(config, model_id or text_at(root, f"{_DECODER}.model_id") or "")
     if is_library_model:
         reading.decoder_layers = layers_of(config)
         _put_loss(reading, root)
@@ -87,6 +97,7 @@ def put_model(reading: Reading, root: Node) -> None:
             compare_tower(reading, find(root, _TOWER), config, where)
         _put_sizes(reading, root)
         _put_stages(reading, root)
+        _put_decoder_loss(reading, root)
     _put_frozen(reading, root, with_defaults=not is_library_model)
     _put_kernels(reading, root)
     _put_recomputation(reading, root)
@@ -125,18 +136,44 @@ def _put_loss(reading: Reading, root: Node) -> None:
     for name, entry in entries_at(root, "loss_cfg").items():
         value, place = plain(entry.node), entry.node.place
         if name == "compute_mode":
-            if value == "chunk":
-                reading.draft.put("features.enable_chunk_loss", True, place)
+            if isinstance(value, str) and value in _CHUNKED:
+                reading.draft.put(f"features.{_CHUNKED[value][0]}", True, place)
             elif value != "default":
-                reading.draft.problem(f"'{value}' is neither default nor chunk", place)
+                reading.draft.problem(f"'{value}' is not one of default, {', '.join(_CHUNKED)}", place)
         elif name == "chunk_size":
-            reading.draft.put("features.chunkloss_plan.chunk_size", value, place)
+            _, key = _CHUNKED.get(text_at(root, "loss_cfg.compute_mode") or "", _CHUNKED["chunk"])
+            reading.draft.put(f"features.chunkloss_plan.{key}", value, place)
         elif name == "loss_type" and value == "default":
             continue  # as the flags normalise it
         elif name in ("loss_type", "router_aux_loss_coef"):
             reading.draft.put(f"features.loss_cfg.{name}", value, place)
         else:
             reading.draft.problem(f"'{name}' is not a key of loss_cfg", place)
+
+
+def _put_decoder_loss(reading: Reading, root: Node) -> None:
+    """What `text_decoder` says of the loss: slices of tokens, heads for further tokens, and the router's loss."""
+    section = {name: entry.node for name, entry in entries_at(root, _DECODER).items()}
+    if "use_chunk_loss" in section and plain(section["use_chunk_loss"]) is True:
+        reading.draft.put("features.enable_chunk_loss", True, section["use_chunk_loss"].place)
+        if "chunk_size" in section:
+            size = section["chunk_size"]
+            reading.draft.put("features.chunkloss_plan.chunk_size", plain(size), size.place)
+    depths = section.get("mtp_num_layers")
+    if depths is not None and plain(depths):
+        if reading.model_ranks > 1:
+            reading.draft.note(
+                f"{depths.place}: mtp_num_layers {plain(depths)} has no effect: heads that predict further tokens are "
+                "not trained with tensor, pipeline or context ranks."
+            )
+        else:
+            reading.draft.put("model.mtp_num_layers", plain(depths), depths.place)
+            if (factor := section.get("mtp_loss_scaling_factor")) is not None:
+                reading.draft.put("model.mtp_loss_scaling_factor", plain(factor), factor.place)
+    weight = section.get("moe_aux_loss_coeff")
+    balancing = text_at(root, f"{_DECODER}.moe_router_load_balancing_type") or ""
+    if weight is not None and plain(weight) and balancing.endswith("aux_loss"):
+        reading.draft.put("features.loss_cfg.router_aux_loss_coef", plain(weight), weight.place)
 
 
 def _put_sizes(reading: Reading, root: Node) -> None:
@@ -265,14 +302,16 @@ def _frozen_parts(reading: Reading, root: Node, *, with_defaults: bool) -> list[
     """The parts of the file that are not trained: as they say, else towers, where VLModel's defaults hold."""
     frozen = []
     for part in (_TOWER, _PROJECTOR, _AUDIO, _DECODER):
-        if find(root, part) is None:
+        switches = [switch for switch, freezes in _FREEZES.items() if freezes == part]
+        name = next((each for each in (f"{part}.freeze", *switches) if value_at_key(root, each) is not None), part)
+        if find(root, name) is None:
             continue
-        given = value_at_key(root, f"{part}.freeze")
+        given = None if name == part else value_at_key(root, name)
         if given is None:
             given = with_defaults and part in (_TOWER, _AUDIO)
         elif not isinstance(given, bool):
-            what = f"freeze is {given!r}, neither true nor false"
-            reading.draft.problem(what, place_at(root, f"{part}.freeze"), "Write true or false, without quotes.")
+            what = f"{name.rpartition('.')[2]} is {given!r}, neither true nor false"
+            reading.draft.problem(what, place_at(root, name), "Write true or false, without quotes.")
         if given:
             frozen.append(part)
     return frozen
@@ -320,6 +359,11 @@ def _put_kernels(reading: Reading, root: Node) -> None:
         entry = find(root, f"{_DECODER}.{name}")
         if entry is not None and plain(entry.node) is True:
             reading.draft.put(key, True, entry.node.place)
+    for name in _KERNELS:
+        entry = find(root, f"{_DECODER}.{name}")
+        if entry is not None and plain(entry.node) is not None:
+            kernel = plain(entry.node)
+            reading.draft.put(f"model.{name}", _OUR_KERNELS.get(kernel, kernel), entry.node.place)
 
 
 def _put_recomputation(reading: Reading, root: Node) -> None:

@@ -18,6 +18,7 @@ LANGUAGE_SIZES: dict[str, tuple[str, ...]] = {
     "kv_channels": ("head_dim",),
     "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
     "rope_theta": ("rope_theta",),
     "layernorm_epsilon": ("rms_norm_eps",),
 }

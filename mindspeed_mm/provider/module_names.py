@@ -28,6 +28,8 @@ class ModuleNames:
     """The vision tower without its projector."""
     projector: tuple[str, ...] = ()
     audio: str = ""
+    released: tuple[tuple[str, str], ...] = ()
+    """Name of a module in the original code, which files of MindSpeed-MM use → its name here; the longest first."""
 
     def of_decoder(self, name: str) -> str:
         """A module of the decoder."""
@@ -56,6 +58,12 @@ _TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 _GLM = _qwen(_LLM, _VIS, ("embeddings", "post_conv_layernorm", "downsample", "post_layernorm"))
 _QWEN3 = _qwen(_LLM, _VIS, ("pos_embed",), ("merger", "deepstack_merger_list"))
 _TEXT = ModuleNames("model", "model.layers")
+_INTERNVL = ModuleNames(
+    _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.encoder.layer",
+    vision_parts=(_TOWER,), projector=(_PROJECTOR,),
+    released=(("vision_model.encoder.layers", f"{_TOWER}.encoder.layer"), ("language_model.lm_head", "lm_head"),
+              ("language_model.model", _LLM), ("vision_model", _TOWER), ("mlp1", _PROJECTOR)),
+)  # fmt: skip
 
 FAMILIES: dict[str, ModuleNames] = {
     "qwen2_vl": _qwen(_LLM, _VIS),
@@ -64,10 +72,9 @@ FAMILIES: dict[str, ModuleNames] = {
     "qwen3_vl_moe": _QWEN3,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
-    "internvl": ModuleNames(
-        _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.encoder.layer",
-        vision_parts=(_TOWER,), projector=(_PROJECTOR,),
-    ),
+    "internvl": _INTERNVL,
+    "internvl_chat": _INTERNVL,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _qwen(_LLM, _VIS, ("pos_embed",))),
     "mistral3": ModuleNames(
         _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.transformer.layers",
         vision_parts=(_TOWER,), projector=(_PROJECTOR,),
@@ -80,6 +87,13 @@ FAMILIES: dict[str, ModuleNames] = {
     "qwen3_omni_moe": _with_audio(_qwen(_LLM, _VIS, ("pos_embed",), ("merger", "merger_list"))),
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama"), _TEXT),
     "wan": ModuleNames("", "blocks", head=("proj_out",)),
+    "wan_vace": ModuleNames(
+        "", "blocks", head=("proj_out",),
+        released=(("wan_dit.head", "proj_out"), ("vace_dit.vace_blocks", "vace_blocks"), ("wan_dit.blocks", "blocks")),
+    ),
+    "hunyuan_video_1_5": ModuleNames(
+        "", "transformer_blocks", head=("proj_out",), released=(("double_blocks", "transformer_blocks"),)
+    ),
 }  # fmt: skip
 """`model_type` in config.json, without `_thinker` → names."""
 
@@ -89,9 +103,12 @@ _IDS = {
     "glm4.1v": "glm4v",
     "qwen2_5_omni": "qwen2_5_omni",
     "qwen3_omni": "qwen3_omni_moe",
-    "InternVL": "internvl",
-    "deepseekvl2": "deepseek_vl_v2",
+    "qwen2_5_omni_thinker": "qwen2_5_omni",
+    **dict.fromkeys(("InternVL", "InternVL2.5", "InternVL3"), "internvl"),
+    **dict.fromkeys(("deepseekvl2", "DeepSeek-VL2"), "deepseek_vl_v2"),
     "wandit": "wan",
+    "vace": "wan_vace",
+    "hunyuanvideo15dit": "hunyuan_video_1_5",
 }
 """`model_id` of model.json → family, where it is not its name."""
 
@@ -142,14 +159,24 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
         if written == role or written.startswith(f"{role}."):
             rest = written.removeprefix(role)
             found = [f"{module}{rest}".removeprefix(".") for module in _modules(part, names)]
-            return list(filter(None, found)) or [written]
+            return [_own(each, names) for each in found if each] or [written]
     class_name = written.rpartition(".")[2]
     if "." in written and class_name[:1].isupper():
         return _of_class(class_name, names) or [written]
+    if (own := _own(written, names)) != written:
+        return [own]
     for root in (names.decoder, names.vision, names.audio, *names.projector):
         if root.startswith("model.") and f"{written}.".startswith(f"{root.removeprefix('model.')}."):
             return [f"model.{written}"]
     return [written]
+
+
+def _own(written: str, names: ModuleNames) -> str:
+    """A name of the original code as it is here; any other as it stands."""
+    for released, own in names.released:
+        if f"{written}.".startswith(f"{released}."):
+            return f"{own}{written.removeprefix(released)}"
+    return written
 
 
 def _of_class(class_name: str, names: ModuleNames) -> list[str]:

@@ -50,6 +50,22 @@ def put_media_pairs(reading: Reading, root: Node) -> None:
         if value is not None:
             reading.draft.put(f"posttrain.dpo.{name}", value, place_at(root, f"dpo.{name}"))
     _put_strength(reading, root)
+    _share_sequences(reading)
+
+
+def _share_sequences(reading: Reading) -> None:
+    """A generator's pairs need a second pass through the reference, which stages cannot make: the ranks that would hold
+    stages share each sequence, and the batch stays what it is."""
+    stages = reading.size("pipeline_parallel_size")
+    if stages == 1:
+        return
+    place = reading.draft.place("parallel.pipeline_parallel_size")
+    reading.sharing_stages = stages
+    reading.draft.replace("parallel.pipeline_parallel_size", 1, place)
+    reading.draft.note(
+        f"{place} {stages}: pairs of a generator are not trained in pipeline stages; these ranks share each sequence "
+        "instead (ulysses_parallel_size). The samples of a step stay the same."
+    )
 
 
 def _put_strength(reading: Reading, root: Node) -> None:

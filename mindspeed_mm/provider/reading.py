@@ -30,6 +30,8 @@ class Reading:
     """Whether the model draws pictures or clips."""
     folder_of_weights: str = ""
     """The folder of a generator's weights inside the model's folder."""
+    sharing_stages: int = 1
+    """Number of pipeline stages whose ranks share each sequence, where a model's pairs are not cut into stages."""
     settled: set[str] = field(default_factory=set)
     """Flags whose place model.json has taken."""
 
@@ -63,7 +65,7 @@ class Reading:
     @property
     def context(self) -> int:
         """Number of ranks that share a sequence."""
-        return max(1, int(self.value("context_parallel_size", 1)))
+        return max(1, int(self.value("context_parallel_size", 1))) * self.sharing_stages
 
     @property
     def model_ranks(self) -> int:

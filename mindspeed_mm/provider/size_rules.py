@@ -39,6 +39,10 @@ def context_sizes(reading: Reading) -> None:
     """Who shares a sequence, and how."""
     size, algorithm = reading.context, reading.value("context_parallel_algo")
     degree = reading.value("ulysses_degree_in_cp")
+    if 1 < reading.sharing_stages == size:  # no rank but those of stages shares a sequence
+        algorithm = "ulysses_cp_algo"
+    elif degree is not None:
+        degree *= reading.sharing_stages
     place, draft = reading.place("context_parallel_algo"), reading.draft
     if algorithm not in _ALGORITHMS:
         way_out = f"{did_you_mean(algorithm, _ALGORITHMS)}There are {', '.join(_ALGORITHMS)}."
@@ -47,6 +51,9 @@ def context_sizes(reading: Reading) -> None:
     if degree is not None and algorithm != "hybrid_cp_algo":
         draft.note("--ulysses-degree-in-cp acts with --context-parallel-algo hybrid_cp_algo alone.")
     place = derived(f"--context-parallel-size {size}, {algorithm}")
+    if reading.sharing_stages > 1:
+        stages = f"--pipeline-model-parallel-size {reading.sharing_stages}"
+        place = derived(f"{stages} x --context-parallel-size {size // reading.sharing_stages}, {algorithm}")
     if algorithm == "hybrid_cp_algo" and size > 1:
         if not degree or size % degree:
             what = "is not given, but it divides"
@@ -91,6 +98,8 @@ def pipeline_schedule(reading: Reading) -> None:
     older, newer = "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
     name = newer if reading.has(newer) else older
     chunks, place = reading.value(name, 1), reading.place(name)
+    if reading.sharing_stages > 1:
+        return
     if chunks > 1 and stages == 1:
         draft.problem(f"{chunks}, but there is one pipeline stage", place, "Leave it out.")
     elif chunks > 1:

@@ -131,6 +131,27 @@ def test_a_variable_that_nothing_sets_is_empty_unless_a_flag_needs_it(tmp_path: 
         of_script(tmp_path, f"read X\npython b.py {NEEDED} $X\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A="--bf16 --lora-target-modules "q_proj,v_proj" --save x/z"\n',
+        "A='--bf16 --lora-target-modules q_proj,v_proj'\" --save x/z\"\n",
+        'T=q_proj B="--save x/z"\nA="--bf16 --lora-target-modules "$T",v_proj $B"\n',
+        'A="\n --bf16 \\\n --lora-target-modules "q_proj,v_proj" \\\n --save x/z\n"\n',
+    ],
+)
+def test_quotes_inside_quotes_are_joined_as_a_shell_joins_them(tmp_path: Path, text: str) -> None:
+    training = of_script(tmp_path, f"{text}python b.py {NEEDED} $A --lora-r 4\n").arguments.training
+    assert (training.lora.target_modules, training.lora.rank, training.save) == (("q_proj", "v_proj"), 4, "x/z")
+
+
+def test_launches_of_mindspore_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"run\.sh  msrun starts it, which is MindSpore's"):
+        of_script(tmp_path, f"A=1\nmsrun --worker_num=8 pretrain_vlm.py {NEEDED} 2>&1 | tee log\n")
+    with pytest.raises(UsageError, match=r"pretrain_vlm\.py  msrun starts it"):
+        run_flags(["msrun", "--worker_num", "8", "pretrain_vlm.py", *NEEDED.split()], {})
+
+
 def test_a_launch_without_data_is_refused_as_its_run_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--mm-data  is not given: there is nothing to train on"):
         of_script(tmp_path, f"torchrun posttrain_qwen2vl_dpo.py {NEEDED}\n")

@@ -166,7 +166,7 @@ def test_the_loss_of_a_model_of_transformers() -> None:
     features = run({"init_from_hf_path": "hf", "loss_cfg": loss}, data=False).arguments.features
     assert (features.enable_chunk_loss, features.chunkloss_plan.chunk_size) == (True, 7)
     assert (features.loss_cfg.loss_type, features.loss_cfg.router_aux_loss_coef) == ("per_micro_batch_loss", 0.1)
-    assert "'chunky' is neither default nor chunk" in problem(
+    assert "'chunky' is not one of default, chunk, dynamic_chunk" in problem(
         {"init_from_hf_path": "hf", "loss_cfg": {"compute_mode": "chunky"}}
     )
 
@@ -243,7 +243,7 @@ def test_the_folder_around_files_of_components() -> None:
     arguments = run(model, "--use-torch-fsdp2", "--fsdp2-config-path", "f.yaml", data=False).arguments
     assert arguments.model.model_name_or_path == "hv"
     plan = arguments.parallel.fsdp_plan
-    assert (plan.apply_modules, plan.ignored_modules) == (("double_blocks.{*}",), ())
+    assert (plan.apply_modules, plan.ignored_modules) == (("transformer_blocks.{*}",), ())
 
 
 def test_sizes_and_bounds_of_a_generator() -> None:
@@ -331,15 +331,84 @@ def test_rows_of_generators_by_our_names_and_what_is_left_out() -> None:
     assert "16, but data.json:" in problem(model)
 
 
+def test_rows_of_vace() -> None:
+    basic = {"data_path": "data.txt", "data_storage_mode": "vace"}
+    write("data", {"dataset_param": {"dataset_type": "vace", "basic_parameters": basic}})
+    arguments = run({"ae": {"from_pretrained": "vace/vae"}}).arguments
+    found = arguments.data.dataset_param.basic_parameters
+    assert (found.dataset, found["data_storage_mode"], arguments.model.task) == ("data.txt", "combine", "vace")
+
+
 def test_features_of_generators() -> None:
     dataset: Any = media("feature").data.dataset_param
     assert (dataset.basic_parameters.features_dir, dataset.basic_parameters.dataset) == ("clips", None)
 
 
-def test_rows_of_an_older_layout() -> None:
-    write("data", {"dataset_param": {"dataset_type": "multimodal"}})
-    text = problem(vlm())
-    assert "data.json:3:19  dataset_type 'multimodal' reads rows of an older layout" in text
+def test_keys_of_mindspeed_mm_are_no_slips() -> None:
+    model = vlm({"moe_ffn_hidden_size": 9, "recompute_mtp_layer": False, "gdn_implementation": "ascendc",
+                 "causal_conv1d_implementation": "torch", "use_chunk_loss": True, "chunk_size": 512})  # fmt: skip
+    arguments = run(model).arguments
+    kernels = (arguments.model.gdn_implementation, arguments.model.causal_conv1d_implementation)
+    assert kernels == ("ascendc", "eager")
+    assert (arguments.features.enable_chunk_loss, arguments.features.chunkloss_plan.chunk_size) == (True, 512)
+
+
+@pytest.mark.parametrize(
+    ("switches", "frozen"),
+    [
+        ({"freeze_vision_model": True, "freeze_vision_projection": True}, WHOLE_TOWER),
+        ({"freeze_vision_model": False, "freeze_vision_projection": True}, ("model.visual.merger",)),
+        ({"freeze_vision_model": False, "freeze_language_model": True}, ("model.language_model",)),
+    ],
+)
+def test_switches_that_freeze_parts(switches: dict[str, bool], frozen: tuple[str, ...]) -> None:
+    model = {"text_decoder": {"model_id": "qwen3_5_moe"}, "image_encoder": {"vision_encoder": {}}, **switches}
+    assert run(model).arguments.model.freeze == frozen
+
+
+def test_heads_for_further_tokens() -> None:
+    model = vlm({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3})
+    arguments = run(model).arguments.model
+    assert (arguments.mtp_num_layers, arguments.mtp_loss_scaling_factor) == (1, 0.3)
+    translated = run(model, "--tensor-model-parallel-size", "2")
+    assert translated.arguments.model.mtp_num_layers == 0
+    assert "mtp_num_layers 1 has no effect" in "".join(translated.notes)
+
+
+def test_the_router_s_loss_of_the_decoder() -> None:
+    for balancing, weight in (("aux_loss", 1e-3), ("none", 0.0), ("noaux_tc", 0.0)):
+        decoder = {"moe_aux_loss_coeff": 1e-3, "moe_router_load_balancing_type": balancing}
+        assert run(vlm(decoder)).arguments.features.loss_cfg.router_aux_loss_coef == weight
+
+
+def test_slices_of_a_size_of_their_own() -> None:
+    model = {"init_from_hf_path": "hf", "loss_cfg": {"compute_mode": "dynamic_chunk", "chunk_size": 2048}}
+    features = run(model).arguments.features
+    assert features.enable_dynamic_chunk_loss and features.chunkloss_plan.total_chunk_size == 2048
+
+
+def test_switches_of_rows() -> None:
+    basic = {"use_pmcc_data": False}
+    dataset = {"attr": {"packing": True, "pretrain": False}, "basic_parameters": basic}
+    write("data", {"dataset_param": dataset})
+    words = ("--calculate-per-token-loss",)
+    assert run(vlm(), *words).arguments.data.dataset_param.basic_parameters.packing
+    dataset["attr"] = {"packing": False, "pretrain": True}
+    write("data", {"dataset_param": dataset})
+    found = run(vlm()).arguments.data.dataset_param.basic_parameters
+    assert (found.packing, found.stage) == (False, "pretrain")
+    basic["use_pmcc_data"] = True
+    write("data", {"dataset_param": dataset})
+    assert "turns that hold token ids in place of text are not read" in problem(vlm())
+
+
+def test_sizes_of_media_that_hold_afterwards_are_told() -> None:
+    preprocess = {"model_name_or_path": "hf", "image_max_pixels": 262144, "image_min_pixels": 0}
+    write("data", {"dataset_param": {"preprocess_parameters": preprocess}})
+    said = (
+        "image_max_pixels 262144, image_min_pixels 0: these sizes also hold in inference, evaluation and the exported"
+    )
+    assert said in "".join(run(vlm()).notes)
 
 
 def test_tools() -> None:

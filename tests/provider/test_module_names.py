@@ -22,6 +22,8 @@ OF_TEST = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v_moe",
     "internvl": "internvl",
@@ -114,6 +116,22 @@ def test_a_generator_s_layers(tmp_path: Path) -> None:
 def test_what_files_write(written: str, pattern: str) -> None:
     assert patterns_of(written, names_of({"model_type": "qwen3_vl"})) == [pattern]
     assert patterns_of(written, None) == [written]
+
+
+@pytest.mark.parametrize(
+    ("model_id", "written", "pattern"),
+    [
+        ("InternVL3", "vision_model.encoder.layers.{*}", "model.vision_tower.encoder.layer.{*}"),
+        ("InternVL2.5", "vision_model.embeddings", "model.vision_tower.embeddings"),
+        ("internvl", "language_model.model.layers.{0-3}", "model.language_model.layers.{0-3}"),
+        ("internvl_chat", "mlp1", "model.multi_modal_projector"),
+        ("vace", "predictor.wan_dit.blocks.{*}", "blocks.{*}"),
+        ("vace", "predictor.vace_dit.vace_blocks.{*}", "vace_blocks.{*}"),
+        ("hunyuanvideo15dit", "predictor.double_blocks.{*}", "transformer_blocks.{*}"),
+    ],
+)
+def test_names_of_the_original_code(model_id: str, written: str, pattern: str) -> None:
+    assert patterns_of(written, names_of({}, model_id)) == [pattern]
 
 
 def test_projectors_of_several_modules() -> None:

@@ -145,6 +145,24 @@ def test_the_entry_of_generators_trains_as_the_yaml_does(tmp_path: Path, monkeyp
     assert by_flags == by_yaml and len(by_flags) == 3 and by_flags[2][1] != 0
 
 
+def test_ranks_of_stages_share_the_sequences_of_a_generator_s_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_media_files(tmp_path, 0.0)
+    words = MEDIA_FLAGS.replace("--global-batch-size 2", "--global-batch-size 4").split()
+    words += ["--posttrain-method", "dpo", "--pipeline-model-parallel-size", "2"]
+    words += ["--virtual-pipeline-model-parallel-size", "2"]
+    translated = translate(parse(words, {"WORLD_SIZE": "4"}))
+    parallel, training = translated.arguments.parallel, translated.arguments.training
+    assert (parallel.pipeline_parallel_size, parallel.ulysses_parallel_size, parallel.ring_attention_size) == (1, 2, 1)
+    assert training.gradient_accumulation_steps == 1  # of 4 samples: 2 ranks read 2 each, as with 2 stages
+    assert "these ranks share each sequence" in "".join(translated.notes)
+    words += ["--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo"]
+    parallel = translate(parse(words, {"WORLD_SIZE": "8"})).arguments.parallel
+    assert (parallel.pipeline_parallel_size, parallel.ulysses_parallel_size, parallel.ring_attention_size) == (1, 1, 4)
+
+
 def test_a_script_s_entry_of_generators_says_what_it_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_media_files(tmp_path, 0.5)

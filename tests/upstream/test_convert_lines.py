@@ -1,12 +1,11 @@
 """Every `mm-convert` line that a checkout of MindSpeed-MM documents: which parse, which are refused, and why.
 
-The environment variable MINDSPEED_MM_CHECKOUT names the checkout; nothing is converted.
+Nothing is converted.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shlex
 from collections import Counter
@@ -18,12 +17,10 @@ import pytest
 
 from mindspeed_mm.cli import mm_convert
 from mindspeed_mm.core.errors import ConfigError, MMError
+from tests.upstream.checkout import OF_CHECKOUT, checkout
 
-CHECKOUT = os.environ.get("MINDSPEED_MM_CHECKOUT", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHECKOUT, reason="MINDSPEED_MM_CHECKOUT names no checkout of MindSpeed-MM"),
-]
+CHECKOUT = checkout() or Path()
+pytestmark = OF_CHECKOUT
 _CONTINUED = re.compile(r"\\[ \t]*(?:#.*)?$")
 """A backslash at a line's end; some pages put a comment behind it."""
 _COMMAND = re.compile(r"\s*(?:\[[^\]]*\]#\s*|\$\s*)?mm-convert\s+(?!=)(?P<words>.*)")
@@ -101,7 +98,7 @@ def test_every_documented_line_parses_or_is_refused_with_the_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hf_to_mm.yaml").write_text("cfg:\n  mm_dir: mm\n  hf_config:\n    hf_dir: hf\n")
-    pages = sorted(path for path in Path(CHECKOUT).rglob("*") if path.suffix in (".md", ".sh"))
+    pages = sorted(path for path in CHECKOUT.rglob("*") if path.suffix in (".md", ".sh"))
     lines = [line for page in pages for line in lines_of(page)]
     counts: Counter[str] = Counter()
     told: list[str] = []

@@ -1,13 +1,12 @@
 """Every FSDP2 YAML file of a checkout of MindSpeed-MM loads in a fresh process, and trains two steps where its family
 is built, with only paths and sizes changed.
 
-`MINDSPEED_MM_CHECKOUT=/path/to/MindSpeed-MM pytest -m slow tests/upstream -s`; nothing of the checkout is kept here.
+`MINDSPEED_MM_CHECKOUT=/path/to/MindSpeed-MM pytest -m slow tests/upstream -s`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,18 +17,15 @@ import pytest
 from tests.families.test_ltx2_precomputed import write_files as write_ltx2
 from tests.helpers.mindspeed_files import paths_and_sizes
 from tests.helpers.runs import losses, mm
+from tests.upstream.checkout import OF_CHECKOUT, checkout
 
-CHECKOUT = os.environ.get("MINDSPEED_MM_CHECKOUT", "")
-EXAMPLES = Path(CHECKOUT) / "examples"
+EXAMPLES = (checkout() or Path()) / "examples"
 FILES = [
     path.relative_to(EXAMPLES).as_posix()
-    for path in sorted(EXAMPLES.rglob("*.yaml") if CHECKOUT else ())
+    for path in sorted(EXAMPLES.rglob("*.yaml") if checkout() else ())
     if re.search(r"(?m)^training:", path.read_text(encoding="utf-8"))
 ]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FILES, reason="MINDSPEED_MM_CHECKOUT names no checkout of MindSpeed-MM with examples"),
-]
+pytestmark = OF_CHECKOUT
 PLANNED = ("kimi_k3", "mimo_v25", "moss_tts_delay")
 """Ids of families that are not built."""
 FOLDERS = {

@@ -173,7 +173,7 @@ class GenericDCPConverter(Converter):
             on_hub.copies |= asset_files(model_assets_dir)
             if dtype is not None:
                 on_hub.texts["config.json"] = config_text(model_assets_dir, dtype)
-            self._finish(on_hub)
+            self._finish(on_hub, model_assets_dir)
             rule = DtypeRule.of_source(model_assets_dir, dtype)
             tensors = {key: rule.cast(key, tensor) for key, tensor in on_hub.tensors.items()}
             files, texts = safetensors_files(tensors, max_shard_bytes)
@@ -190,7 +190,7 @@ class GenericDCPConverter(Converter):
             )
             return convert(conversion, save_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
 
-    def _finish(self, made: HubFolder) -> None:
+    def _finish(self, made: HubFolder, model_assets_dir: Path) -> None:
         """Change what `dcp_to_hf` is about to write. Here: nothing."""
 
     def _check_family(self, folder: Path) -> None:

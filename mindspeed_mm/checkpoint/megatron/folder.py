@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.dcp_folder.reading import step_in
 from mindspeed_mm.checkpoint.keymap import check_used_once, in_natural_order, is_number, made_by, names_behind
 from mindspeed_mm.checkpoint.layout import RELEASE, TRACKER, tracker_text
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Sliced
@@ -126,6 +127,12 @@ def find_step(folder: Path) -> Path:
         way_out = "Copy the whole folder again."
         if steps:
             way_out = f"Name a step itself: {', '.join(steps)}."
+        elif step_in(folder) is not None:
+            raise CheckpointError(
+                "holds a distributed checkpoint, which is not divided among ranks",
+                where=str(folder),
+                way_out="Write it as a Hugging Face folder (mm_to_hf), and divide that (hf_to_mm).",
+            )
         raise CheckpointError(
             f"names '{named[:_SHOWN]}', and there is no such step here", where=str(folder / TRACKER), way_out=way_out
         )

@@ -8,6 +8,9 @@ from typing import ClassVar
 from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
+from mindspeed_mm.checkpoint.dcp_folder.reading import step_in
+from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
+from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.megatron.families import (
     DEEPSEEK_VL,
     GLM_4V,
@@ -31,7 +34,10 @@ from mindspeed_mm.checkpoint.ptd.conversions import (
     hf_to_megatron,
     megatron_to_hf,
 )
+from mindspeed_mm.checkpoint.ptd.division import check_facts
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.terminal import say
 
 
 class _Megatron(Converter):
@@ -48,7 +54,7 @@ class _Megatron(Converter):
         return self._divided(cfg, Writing(overwrite, verify, self.examine))
 
     def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
-        """Join a Megatron-style checkpoint to a Hugging Face folder.
+        """Join a Megatron-style checkpoint to a Hugging Face folder; a run, whose checkpoints hold whole tensors, too.
 
         Args:
             cfg: The folders and the division.
@@ -63,6 +69,8 @@ class _Megatron(Converter):
             )
         if cfg.save_vit_only:
             raise UsageError("a Hugging Face folder of a vision tower alone is not written", key="cfg.save_vit_only")
+        if not is_megatron_folder(cfg.mm_dir) and step_in(cfg.mm_dir) is not None:
+            return self._of_whole_tensors(cfg, overwrite, verify)
         return megatron_to_hf(
             self.family,
             cfg.mm_dir,
@@ -71,6 +79,17 @@ class _Megatron(Converter):
             cfg.parallel_config,
             facts=cfg.common_model_config,
             writing=Writing(overwrite, verify, self.examine),
+        )
+
+    def _of_whole_tensors(self, cfg: ConvertHFConfig, overwrite: bool, verify: Verify) -> Converted:
+        config = model_config(cfg.hf_config.hf_dir)
+        check_facts(cfg.common_model_config, self.family.model(config), config, cfg.hf_config.hf_dir)
+        if cfg.parallel_config is not None:
+            say(f"note: cfg.parallel_config has no effect: {cfg.mm_dir} holds whole tensors", err=True)
+        distributed = GenericDCPConverter()
+        distributed.examine = self.examine
+        return distributed.dcp_to_hf(
+            cfg.mm_dir, cfg.save_hf_dir, cfg.hf_config.hf_dir, overwrite=overwrite, verify=verify
         )
 
     def resplit(self, cfg: ResplitConfig, overwrite: bool = False, verify: Verify = True) -> Converted:

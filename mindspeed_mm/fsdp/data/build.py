@@ -325,6 +325,7 @@ def split_dataset(
             f"{rate} of {size} samples leaves one side empty", key="data.dataset_param.basic_parameters.val_rate"
         )
     order = permutation(size, seed, _SPLIT_STREAM)
-    validation = np.sort(order[:held_out])[:most]  # each row once: these are the first samples of their rows
+    _, first = np.unique(rows, return_index=True)  # sample of each row: held-out rows are read once
+    validation = np.sort(first[order[:held_out]])[:most]
     training = np.flatnonzero(np.isin(rows, order[held_out:]))
     return DatasetPart(dataset, training, "training"), DatasetPart(dataset, validation, "validation")

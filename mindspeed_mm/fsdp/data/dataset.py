@@ -69,6 +69,8 @@ class MMDataset:
     """The media plugin that encodes their media."""
     media: MediaLoader | None = None
     """What opens their media."""
+    row_numbers: Sequence[int] | None = None
+    """Row of each sample, where an epoch reads some rows more than once; None: each sample is a row."""
 
     # --- media of generators ------------------------------------------------------------------------------------------
 
@@ -78,8 +80,6 @@ class MMDataset:
     """The sizes that the model takes."""
     is_prior: Sequence[bool] | None = None
     """Whether each sample preserves the prior (DreamBooth), for pairs of both kinds; None: none does."""
-    row_numbers: Sequence[int] | None = None
-    """Row of each sample, the first sample of every row before the others; None: each sample is a row."""
     is_raw: bool = False
     """Samples are pixels and captions, encoded while training."""
     noted_components: Mapping[str, Any] = {}

@@ -45,11 +45,11 @@ class DatasetAttr(Section):
     """Where a row keeps what: columns, and the tags inside a message."""
 
     formatting: Annotated[
-        Literal["sharegpt", "alpaca", "openai", "multimodal_tool", "text"], null_means("sharegpt")
+        Literal["sharegpt", "alpaca", "openai", "multimodal_tool", "transcript", "text"], null_means("sharegpt")
     ] = "sharegpt"
     """Layout of a row. `sharegpt`, the default: recognised by the columns of each row. The other words allow one
     layout: `openai` and `multimodal_tool` a list of messages, `alpaca` a question and its answer in columns of their
-    own, `text` a document in a column `text`."""
+    own, `transcript` a sound and what is said in it, `text` a document in a column `text`."""
     ranking: Flag = False
     """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. Not needed with
     `stage: rm`, which reads them so."""
@@ -109,9 +109,13 @@ class DataEntry(Section):
     """Names of this dataset's columns and tags; null: those of dataset_param.attr."""
     max_samples: Positive | None = None
     """Maximum number of rows taken from this dataset; null: all."""
+    share: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of this dataset's rows that is taken, from the first row on; null: all. For language models only."""
     repeats: Positive | None = None
-    """Number of times that an epoch reads each row of this dataset; null: once, but ten times for a folder named
-    `10_dog`. For generators only."""
+    """Number of times that an epoch reads each row of this dataset; null: once, but ten times for a folder of a
+    generator named `10_dog`."""
+    media_dir: PathText | None = None
+    """Folder that relative paths of this dataset's media start at; null: `dataset_dir`. For language models only."""
     caption: str | None = None
     """Caption of all media of this dataset without a text file or a caption column, like `--instance_prompt` and
     `--class_prompt` of diffusers' scripts; null: such media are bad samples. For generators only."""

@@ -29,6 +29,7 @@ WITHOUT_EFFECT = {
     "--lr_num_cycles": "the learning rate is constant",
     "--lr_power": "the learning rate is constant",
     "--mm-tool": "profilers are set in the YAML",
+    "--no-save_images": "pictures of a rollout are not written to files",
     "--num_latent_t": "the script does not read it either",
     "--output_dir": "--save counts",
     "--precondition_outputs": "the script does not read it either",
@@ -36,7 +37,7 @@ WITHOUT_EFFECT = {
     "--train_sp_batch_size": "--train_batch_size counts",
 }
 """Flag → why it does nothing."""
-_SWITCHES = frozenset({"--ignore_last", "--precondition_outputs"})
+_SWITCHES = frozenset({"--ignore_last", "--no-save_images", "--precondition_outputs"})
 """Those of them that take no value."""
 _SHARDING = ("full", "hybrid_full", "none")
 _DTYPES = {"no": "fp32", "bf16": "bf16"}
@@ -53,6 +54,10 @@ class DanceFlags:
     """`section.key=value`, for the YAML."""
     notes: tuple[str, ...]
     """What differs from the script, and which flags do nothing."""
+
+
+_SAVE = Path("dancegrpo")
+"""Where a run goes that is not told where."""
 
 
 class _EntryParser(argparse.ArgumentParser):
@@ -72,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="FOLDER", help="FLUX.1 in diffusers' layout.")
-    add("--save", type=Path, required=True, metavar="FOLDER", help="Where the run goes.")
+    add("--save", type=Path, default=_SAVE, metavar="FOLDER", help="Where the run goes (%(default)s).")
     add("--mm-data", type=Path, required=True, metavar="JSON", help="Names the prompts (videos2caption.json).")
     add("--mm-model", type=Path, required=True, metavar="JSON", help="Names HPSv2's weights.")
     add("--seed", type=int, default=42, help="Seed (%(default)s).")
@@ -121,6 +126,8 @@ def read_flags(words: Sequence[str]) -> DanceFlags:
     """
     options, others = build_parser().parse_known_args(list(words))
     overrides, notes = _others(others)
+    if options.save is _SAVE:
+        notes.append(f"--save is not given: the run goes to {_SAVE}")
     if not options.use_group:
         raise UsageError(
             "is missing: samples are compared with others of their prompt", key="--use_group", way_out="Give it."

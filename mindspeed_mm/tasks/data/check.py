@@ -104,7 +104,7 @@ def run(request: DataCheckRequest) -> DataCheck:
 
 def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> RowStatistics:
     """One pass over the rows, or over so many of them, evenly spread."""
-    rows = chosen_rows(data.distinct, limit)
+    rows = chosen_rows(data.first_samples, limit)
     if is_denoised(data.dataset):
         denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset))
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
@@ -114,11 +114,11 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
     return RowStatistics.of(scan(rows, look, workers=workers))
 
 
-def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
+def chosen_rows(rows: Sequence[int], limit: int | None) -> Sequence[int]:
     """All rows, or so many of them evenly over all, the first among them."""
-    if limit is None or limit >= rows:
-        return range(rows)
-    return [number * rows // limit for number in range(limit)]
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[number * len(rows) // limit] for number in range(limit)]
 
 
 def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:

@@ -49,11 +49,17 @@ class OpenedData:
 
     @property
     def distinct(self) -> int:
-        """How many of them are samples: the first so many of the data set are, those behind them repeat rows."""
+        """How many of them are samples."""
+        return len(self.first_samples)
+
+    @property
+    def first_samples(self) -> Sequence[int]:
+        """The first sample of each row; the others repeat rows."""
         numbers = self.dataset.row_numbers
         if numbers is None:
-            return len(self.dataset)
-        return len(set(numbers))
+            return range(len(self.dataset))
+        seen = dict(zip(reversed(numbers), reversed(range(len(numbers))), strict=True))
+        return sorted(seen.values())
 
     def processor(self) -> Any:
         """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose

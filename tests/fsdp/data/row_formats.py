@@ -72,6 +72,12 @@ def v1(media: bool) -> Row:
     return {"messages": [turn("user", asked, loss_weight=0.0), turn("assistant", answer, loss_weight=1.0)]}
 
 
+def deepseek(media: bool) -> Row:
+    """Of DeepSeek-VL2, whose turns list their pictures themselves."""
+    own = {"images": [PICTURE]} if media else {}
+    return {"id": 0, "conversations": [turn("<|User|>", marked(media), **own), turn("<|Assistant|>", ANSWER)]}
+
+
 def openai(media: bool) -> Row:
     asked = parts(media, {"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}})
     return {"messages": [turn("user", asked), turn("assistant", ANSWER)]}
@@ -101,6 +107,7 @@ FORMATS: dict[str, Format] = {
     "LLaVA": Format(llava),
     "ShareGPT, question and answer": Format(qa_pairs, turns="system user assistant", system="Be brief."),
     "messages": Format(lambda m: with_images(m, messages=[turn("user", marked(m)), turn("assistant", ANSWER)])),
+    "turns with pictures": Format(deepseek),
     "OpenAI parts": Format(openai),
     "Hugging Face parts": Format(hugging_face),
     "LLaMA-Factory v1 parts": Format(v1),

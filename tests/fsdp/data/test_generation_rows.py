@@ -13,6 +13,7 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRows,
     build_media_loader,
@@ -106,6 +107,25 @@ class TestFormats:
         assert [row.media for row in found] == media
         assert [row.captions for row in found] == [("a 0",), ("a 1",), ("b 0",), ("b 1",)]
         assert str(found.place(3)) == "b.json:2"
+
+    def test_folders_of_a_list_are_media_roots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`folder,annotation` as MindSpeed-MM joins it, from the working directory, with nothing else named."""
+        monkeypatch.chdir(tmp_path)
+        for name in ("here", "there"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "1.png").write_bytes(name.encode())
+            write_jsonl(tmp_path / f"{name}.jsonl", [{"path": "1.png", "cap": name}])
+        (tmp_path / "data.txt").write_text(f"here,here.jsonl\n{tmp_path}/there,{tmp_path}/there.jsonl\n")
+        for named in (None, "data", "here"):
+            basic = BasicParameters(dataset="data.txt", dataset_dir=named, data_storage_mode="combine")
+            files = open_row_files(basic)
+            media = build_media_loader(basic, files)
+            found = [media.read(row.media)[0] for row in read_rows(basic, files=files)]
+            assert found == [b"here", b"there"]
+        (tmp_path / "data.txt").write_text("/nowhere,here.jsonl\n")
+        basic = BasicParameters(dataset="data.txt", data_storage_mode="combine")
+        with pytest.raises(DataError, match=r"dataset +'/nowhere' is not a folder"):
+            build_media_loader(basic, open_row_files(basic))
 
     @pytest.mark.parametrize("media", ["image", "video", "file_name", "path", "media"])
     @pytest.mark.parametrize("caption", ["caption", "prompt", "text", "cap"])

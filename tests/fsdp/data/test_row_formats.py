@@ -12,8 +12,11 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation, Sample
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.tasks.data.opening import OpenedData
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.fsdp.data.row_formats import ANSWER, FORMATS, PICTURE, QUESTION, WORSE, Format
 
@@ -161,7 +164,7 @@ def test_lists_of_data_sets(vlm_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "sets.yaml"
     path.write_text(f"datasets:\n  - json_path: {entry['annotation']}\n    sampling_strategy: first:3\n")
     assert len(data_set(vlm_folder, path, dataset_dir=str(tmp_path / "media"))) == 3
-    for changes, key in (({"repeat_time": 2}, "repeat_time"), ({"max_dynamic_patch": 6}, "max_dynamic_patch"),
+    for changes, key in (({"repeat_time": 1.5}, "repeat_time"), ({"max_dynamic_patch": 6}, "max_dynamic_patch"),
                          ({"data_augment": True}, "data_augment")):  # fmt: skip
         (tmp_path / "meta.json").write_text(json.dumps({"zoo": listed(tmp_path, **changes)}))
         with pytest.raises(ConfigError) as caught:
@@ -169,3 +172,61 @@ def test_lists_of_data_sets(vlm_folder: Path, tmp_path: Path) -> None:
         assert caught.value.problems[0].key == key and "meta.json: zoo" in str(caught.value)
         if key == "max_dynamic_patch":
             assert "preprocess_parameters.image_max_tiles in the YAML" in str(caught.value)
+
+
+@pytest.mark.edge("BR11")
+def test_rows_that_an_epoch_reads_several_times(vlm_folder: Path, tmp_path: Path) -> None:
+    for name in ("zoo", "once"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [FORMATS["LLaVA"].row(False) | {"id": f"{name}{n}"} for n in range(4)])
+    entries = [
+        {"path": str(tmp_path / "zoo.jsonl"), "name": "zoo", "repeats": 3, "share": 0.75},
+        {"path": str(tmp_path / "once.jsonl"), "name": "once"},
+    ]
+    basic: dict[str, Any] = {"dataset": entries}
+    param = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(vlm_folder)}}
+    dataset: Any = build_mm_dataset(DatasetParam.model_validate(param))[0]
+    ids = [dataset.row(index)["id"] for index in range(len(dataset))]
+    assert ids == ["zoo0", "zoo1", "zoo2"] * 3 + ["once0", "once1", "once2", "once3"]
+    assert [(part.name, part.first, part.end) for part in dataset.parts] == [("zoo", 0, 9), ("once", 9, 13)]
+    assert list(dataset.row_numbers) == [0, 1, 2] * 3 + [3, 4, 5, 6]
+    config: Any = None
+    assert OpenedData(config, dataset).first_samples == [0, 1, 2, 9, 10, 11, 12]  # what `mm data check` reads
+    basic["val_rate"] = 0.5  # of 7 rows: 3 or 4, each read once, and never trained
+    train, validation = build_mm_dataset(DatasetParam.model_validate(param))
+    assert validation is not None
+    held_out = [validation.row(index)["id"] for index in range(len(validation))]
+    trained = [train.row(index)["id"] for index in range(len(train))]
+    assert len(held_out) == len(set(held_out)) in (3, 4) and set(held_out).isdisjoint(trained)
+    assert sorted({*held_out, *trained}) == sorted(set(ids))
+    basic |= {"streaming": True, "val_rate": None}
+    with pytest.raises(ConfigError, match=r"0\.75 of the rows of 'zoo': how many there are is not known"):
+        build_mm_dataset(DatasetParam.model_validate(param))
+    entries[0]["share"] = None
+    streamed: Any = build_mm_dataset(DatasetParam.model_validate(param))[0]
+    assert streamed.has(15) and not streamed.has(16)
+
+
+@pytest.mark.edge("BR11")
+def test_media_of_an_entry_start_at_its_own_folder(vlm_folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        listed(tmp_path / name)
+    entries = [
+        {"path": str(tmp_path / name / "set.jsonl"), "media_dir": str(tmp_path / name / "media")} for name in "ab"
+    ]
+    param = {"basic_parameters": {"dataset": entries}, "preprocess_parameters": {"model_name_or_path": str(vlm_folder)}}
+    dataset: Any = build_mm_dataset(DatasetParam.model_validate(param))[0]
+    sources = [Path(dataset.sample(index).media[0].source) for index in (0, 4)]
+    assert sources == [tmp_path / name / "media" / PICTURE for name in "ab"]
+    assert dataset[4]["media"][0].tensors["grid_thw"][2] == 8
+
+
+@pytest.mark.edge("BR11")
+@pytest.mark.parametrize("column", ["sentence", "transcription", "transcript", "words"])
+def test_a_sound_and_what_is_said_in_it(column: str) -> None:
+    row = {"audio": {"path": "a.wav", "bytes": None}, column: "A seven.", "locale": "en"}
+    named = RowFormat(response="words") if column == "words" else RowFormat()
+    sample = convert_row(row, named, RowLocation("rows.jsonl", 1))
+    assert spoken(sample) == [("user", "<audio>"), ("assistant", "A seven.")]
+    assert [(item.kind, item.source) for item in sample.media] == [("audio", "a.wav")]
+    with pytest.raises(DataError, match="7 is not text"):
+        convert_row(row | {column: 7}, named, RowLocation("rows.jsonl", 1))

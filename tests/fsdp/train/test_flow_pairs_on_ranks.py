@@ -35,6 +35,9 @@ def test_two_ranks_compute_what_one_process_computes(yaml: str, words: tuple[str
     compare_steps(expected, steps(yaml, overrides(1, 4, *PAIRS, FTX, *words)), 1e-9)
     for record in run_ranks(2, steps, yaml, overrides(2, 2, *PAIRS, FTX, *words)):
         compare_steps(expected, record, 1e-9)
+    shared = overrides(1, 4, *PAIRS, FTX, *words, "parallel.ulysses_parallel_size=2")  # as launches with stages ask for
+    for record in run_ranks(2, steps, yaml, shared):
+        compare_steps(expected, record, 1e-9)
 
 
 @pytest.mark.slow

@@ -187,6 +187,18 @@ def _add(sample: Sample, role: str, content: str) -> None:
     sample.weights.append(1.0 if role == "assistant" else None)
 
 
+def from_transcript(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
+    """`{"audio", "sentence"}`: the sound is all that is asked, and what is said in it the answer."""
+    sample, column = Sample(place), row_format.response or ""
+    _add(sample, "user", "<audio>")
+    if not column:
+        return sample
+    if not isinstance(row.get(column), str):
+        raise wrong_field(column, row.get(column), row, place, "text")
+    _add(sample, "assistant", row[column])
+    return sample
+
+
 def from_document(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """`{"text": …}`: all of it is trained."""
     for key in ("images", "videos", "audios"):
@@ -205,6 +217,7 @@ Converter = Callable[[Row, RowFormat, RowLocation], Sample]
 CONVERTERS: dict[str, Converter] = {
     "sharegpt": from_messages,
     "alpaca": from_question,
+    "transcript": from_transcript,
     "text": from_document,
 }
 """`formatting` of a recognised format → what converts its rows."""

@@ -71,9 +71,9 @@ def _marks(row: JsonObject, row_format: RowFormat) -> str:
 def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     role = last.get(row_format.role_tag, last.get("role", last.get("from")))
-    return role in (row_format.assistant_tag, "assistant", "gpt", "bot", "model") or (
-        role is None and any(key in last for key in ("assistant", "gpt", "bot"))
-    )
+    if role is None:
+        return any(key in last for key in ("assistant", "gpt", "bot"))
+    return isinstance(role, str) and row_format.role_of(role) == "assistant"
 
 
 def question_of_prompt(sample: Sample) -> Sample:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.tools_args import StaticProfile
 from mindspeed_mm.fsdp.params.value_types import show
-from mindspeed_mm.fsdp.params.yaml.tree import Node, find, merge, nest, plain, take
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, as_node, find, merge, nest, plain, take
 
 ALIASES: tuple[tuple[str, str], ...] = (
     ("tools.profiler", "tools.profile"),
@@ -69,6 +70,9 @@ MEANINGLESS: dict[str, str] = {
 """Keys of older files that are dropped with one warning each: key → what counts instead."""
 
 
+_OF_ATTR: tuple[tuple[str, str, Any], ...] = (("packing", "packing", True), ("pretrain", "stage", "pretrain"))
+"""Switch in `attr` of older files → the key of `basic_parameters` that it stands for, and its value."""
+
 OFF_WHEN_EMPTY = ("training.save", "training.load")
 """Paths that files switch off with an empty text."""
 
@@ -109,9 +113,35 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
             rename_key(root, old, new, notes)
     for old, new in ALIASES:
         rename_key(root, old, new, notes)
+    for dataset in ("data.dataset_param", "data.val_dataset_param"):
+        _settle_rows(root, dataset, notes)
     # The last: it wins over the general switch, which has arrived from wherever it stood.
     if RECOMPUTE_SWITCH.removeprefix("model.") not in declared:
         _settle_recompute(root, notes)
+
+
+def _settle_rows(root: Node, dataset: str, notes: Notes) -> None:
+    """Switches of older files that say how rows are read."""
+    for name, key, value in _OF_ATTR:
+        entry = take(root, f"{dataset}.attr.{name}")
+        if entry is None or plain(entry.node) in (None, False):
+            continue
+        place = entry.node.place
+        if plain(entry.node) is True:
+            merge(root, nest(f"{dataset}.basic_parameters.{key}", MappingEntry(entry.key, as_node(value, place))))
+        else:
+            what = f"{show(plain(entry.node))} is not true or false"
+            notes.problems.append(Problem(what, str(place), f"{dataset}.attr.{name}"))
+    entry = take(root, f"{dataset}.basic_parameters.use_pmcc_data")
+    if entry is not None and plain(entry.node) not in (None, False):
+        notes.problems.append(
+            Problem(
+                "turns that hold token ids in place of text are not read",
+                str(entry.node.place),
+                f"{dataset}.basic_parameters.use_pmcc_data",
+                "Write the texts of the turns, and take it out.",
+            )
+        )
 
 
 def _settle_recompute(root: Node, notes: Notes) -> None:

@@ -13,6 +13,7 @@ from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.ptd.conversions import hf_to_megatron
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.folder_writing import remove_written
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -65,6 +66,8 @@ def why_not(arguments: Arguments) -> str:
         return "the model has no folder, which names its family"
     if arguments.training.lora.enable:
         return "adapters are saved alone"
+    if (Path(folder) / GENERATOR_INDEX).is_file():
+        return "mm-convert mm_to_hf and resplit read a generator's run as it is"
     try:
         family_of(model_config(Path(folder)), str(folder))
     except MMError as error:

@@ -39,6 +39,10 @@ SHAPES: dict[str, FormatColumns] = {
     "question": FormatColumns(
         "alpaca", {"prompt": ("query", "prompt", "question", "problem", "input"), "response": _ANSWERS}, {"query": ()}
     ),
+    "transcript": FormatColumns(
+        "transcript",
+        {"audios": ("audio", "audios"), "response": ("sentence", "transcription", "transcript")},
+    ),
     "document": FormatColumns("text", {TEXT_COLUMN: (TEXT_COLUMN,)}),
 }
 """Format → its columns, in the order in which they are tried. Columns of media, `system`, `tools` and `history` may
@@ -51,7 +55,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
 }
 """Columns of the two answers of a preference row. Where there is no better one, it is the row's own answer."""
 
-FORMAT_WORDS = ("sharegpt", "openai", "multimodal_tool", "alpaca", "text")
+FORMAT_WORDS = ("sharegpt", "openai", "multimodal_tool", "alpaca", "transcript", "text")
 """Words of `attr.formatting`; the first three name the same."""
 _TURNS = frozenset(FORMAT_WORDS[:3])
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -176,6 +180,10 @@ class RowFormat:
             self.observation_tag: "tool",
             self.function_tag: CALL,
         }
+
+    def role_of(self, tag: str) -> str | None:
+        """Who speaks in a turn of this tag, as chat templates know the role; None: nobody that is known."""
+        return self.roles.get(tag) or USUAL_ROLES.get(tag.strip("<|>").lower().replace("-", "_"))
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -308,8 +316,10 @@ def _may_be(row_format: RowFormat, shape: FormatColumns, needs_answer: bool) -> 
     if row_format.formatting is None:
         if _is_named(row_format, "messages"):
             return shape.formatting == "sharegpt"
-        if _is_named(row_format, "prompt", "response"):
+        if _is_named(row_format, "prompt"):
             return shape.formatting == "alpaca"
+        if _is_named(row_format, "response"):
+            return shape.formatting in ("alpaca", "transcript")
         return True
     if row_format.formatting not in _TURNS:
         return shape.formatting == row_format.formatting
@@ -357,6 +367,7 @@ _KINDS = {
     "messages": ("list",),
     "prompt": ("text", "list"),
     "response": ("text", "list", "empty", "other"),
+    "audios": ("text", "list", "other"),
     TEXT_COLUMN: ("text", "empty"),
 }
 """Key of `attr` → what its column may hold for a row to have the format."""

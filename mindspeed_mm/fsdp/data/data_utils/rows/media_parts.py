@@ -196,6 +196,40 @@ def _with_options(source: JsonObject, options: ItemOptions) -> JsonObject:
     return {**source, "options": options} if options else source
 
 
+OF_TURNS: dict[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
+"""Field of a turn that lists media of its own (DeepSeek-VL2) → their kind."""
+
+
+def with_own_media(
+    content: str | list[JsonObject], message: Mapping[str, Any], sample: Sample, key: str
+) -> str | list[JsonObject]:
+    """Content of a turn with the media that the turn itself lists: each at its placeholder, or before the text where
+    there is no placeholder.
+
+    Raises:
+        DataError: A field holds no list of media, or not as many as there are placeholders.
+    """
+    for name, kind in OF_TURNS.items():
+        given = message.get(name)
+        if not given:
+            continue
+        if not isinstance(given, list | tuple):
+            what = f"{short(given)} is not a list of {name}"
+            raise DataError(what, where=str(sample.place), key=f"{key}.{name}", way_out=REPAIR)
+        sources = [_source(each, kind, sample, f"{key}.{name}") for each in given]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        open_parts = [part for part in parts if part["type"] == kind and "source" not in part]
+        if open_parts and len(open_parts) != len(sources):
+            what = f"{len(open_parts)} <{kind}> placeholders in the turn, but {len(sources)} {name}"
+            way_out = "Write one placeholder for each, in the same order."
+            raise DataError(what, where=str(sample.place), key=f"{key}.{name}", way_out=way_out)
+        for part, source in zip(open_parts, sources, strict=False):
+            part.pop("text", None)
+            part["source"] = source
+        content = parts if open_parts else [*({"type": kind, "source": source} for source in sources), *parts]
+    return content
+
+
 def place_media(sample: Sample, row: Row, row_format: RowFormat, *, draws: bool = False) -> None:
     """Give each medium of the messages its source: its own, or the next of its kind's column.
 

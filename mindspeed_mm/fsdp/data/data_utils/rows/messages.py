@@ -19,9 +19,15 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import JsonObject
-from mindspeed_mm.fsdp.data.data_utils.rows.formats import CALL, PAIRS, USUAL_ROLES, RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.formats import CALL, PAIRS, RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.marks import MARKS, trains_asked, weight_of
-from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text, text_of_part
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import (
+    OF_TURNS,
+    read_parts,
+    split_text,
+    text_of_part,
+    with_own_media,
+)
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_given, short, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.rows.unread import note_unread
@@ -105,7 +111,9 @@ def _message(message: object, row_format: RowFormat, sample: Sample, key: str) -
         content = lifted.pop("content", content)
         calls = _calls(message, where, key) if role == "assistant" else None
         may_be_absent = calls is not None or bool(lifted)
-        read["content"] = _content(content, may_be_absent, sample, f"{key}.{content_tag}")
+        read["content"] = with_own_media(
+            _content(content, may_be_absent, sample, f"{key}.{content_tag}"), message, sample, key
+        )
         read |= lifted
         if calls:
             read["tool_calls"] = calls
@@ -136,7 +144,7 @@ _OF_RESULTS = ("name", "tool_call_id")
 def _known_fields(role: str, role_tag: str, content_tag: str) -> frozenset[str]:
     """Fields that are read of a turn."""
     own = {"assistant": (*_CALLS, *_REASONING), "tool": _OF_RESULTS}.get(role, ())
-    return frozenset({role_tag, content_tag, *MARKS, *own})
+    return frozenset({role_tag, content_tag, *OF_TURNS, *MARKS, *own})
 
 
 def has_role(content: Row, row_format: RowFormat) -> bool:
@@ -160,7 +168,7 @@ def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[st
 
 def _role(tag: object, row_format: RowFormat, where: str, key: str) -> str:
     if isinstance(tag, str):
-        found = row_format.roles.get(tag) or USUAL_ROLES.get(tag.lower().replace("-", "_"))
+        found = row_format.role_of(tag)
         if found is not None:
             return found
     raise DataError(

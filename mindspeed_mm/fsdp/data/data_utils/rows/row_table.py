@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.formats import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import (
     CsvReader,
@@ -72,16 +72,29 @@ class RowTable:
         self._readers: list[RowReader] = []
         self._formats: list[RowFormat] = []
         self._media_roots: list[Path | None] = []
+        self._shares: list[float | None] = []
         self._ends: list[int] = []
+        self._numbers: list[int] = []
         self.parts: list[Part] = []
         for source in sources:
             readers = [open_reader(file, cache_dir, names[file]) for file in source.files]
             _check_columns(readers, source.row_format)
-            limits = [limit for limit in (most, source.most) if limit is not None]
-            self._append(source, readers, min(limits, default=None))
+            share = None if source.share is None else max(1, int(sum(map(len, readers)) * source.share))
+            limits = [limit for limit in (most, source.most, share) if limit is not None]
+            first, counted = len(self), max(self._numbers, default=-1) + 1
+            for _ in range(source.repeats):
+                start = len(self)
+                self._append(source, readers, min(limits, default=None))
+                self._numbers += range(counted, counted + len(self) - start)
+            self.parts.append(Part(source.name, first, len(self)))
+
+    @property
+    def row_numbers(self) -> list[int] | None:
+        """Of each row that an epoch reads, which one it is; None: each is read once."""
+        return self._numbers if len(set(self._numbers)) < len(self) else None
 
     def _append(self, source: RowSource, readers: list[RowReader], most: int | None) -> None:
-        """Add the rows of an entry, and no more of them than `most`; files beyond are not counted."""
+        """Add the rows of an entry once, and no more of them than `most`; files beyond are not counted."""
         first = end = len(self)
         for reader in readers:
             if most is not None and end - first >= most:
@@ -92,8 +105,8 @@ class RowTable:
             self._readers.append(reader)
             self._formats.append(source.row_format)
             self._media_roots.append(source.media_root)
+            self._shares.append(source.share)
             self._ends.append(end)
-        self.parts.append(Part(source.name, first, end))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -136,8 +149,9 @@ class RowTable:
         return set(self._formats)
 
     def facts(self) -> list[dict[str, Any]]:
-        """Name, size, rows and content of each file, for the fingerprint."""
-        return [file_facts(reader) for reader in self._readers]
+        """Name, size, rows and content of each file, and the share that is taken, for the fingerprint."""
+        shares = [{} if share is None else {"share": share} for share in self._shares]
+        return [file_facts(reader) | share for reader, share in zip(self._readers, shares, strict=True)]
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -226,15 +240,23 @@ class StreamTable:
 
     Raises:
         DataError: A file is missing or empty.
+        ConfigError: A share of the rows is asked for.
     """
 
+    row_numbers = None
     parts = ()
     """Where an entry ends is not known before its rows are read."""
 
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names(list(chain.from_iterable(source.files for source in sources)))
         self._files: list[_File] = []
-        for entry, source in enumerate(sources):
+        for entry, source in enumerate(chain.from_iterable([source] * source.repeats for source in sources)):
+            if source.share is not None:
+                raise ConfigError(
+                    f"{source.share:g} of the rows of '{source.name}': how many there are is not known while streaming",
+                    key="data.dataset_param.basic_parameters.streaming",
+                    way_out="Set max_samples of that data set, or streaming: false.",
+                )
             limits = [limit for limit in (most, source.most) if limit is not None]
             for path in source.files:
                 stream = open_stream(path, cache_dir, names[path])

@@ -45,6 +45,10 @@ class RowSource:
     """Rows beyond are left out."""
     media_root: Path | None = None
     """Where its media are, if what names it says so."""
+    share: float | None = None
+    """Share of its rows that is taken, from the first on; None: all."""
+    repeats: int = 1
+    """How often an epoch reads each row."""
     entry: DataEntry | None = None
     """The section that describes it, where one does."""
 
@@ -119,8 +123,7 @@ class _Search:
 def _find(entry: str | DataEntry, search: _Search) -> list[RowSource]:
     """The source that an entry names; of a list of data sets all that it lists."""
     if not isinstance(entry, str):
-        if search.is_whole is None:
-            _check_no_media_keys(entry)
+        _check_keys(entry, of_media=search.is_whole is not None)
         found = _find(entry.path, search)
         attr = None if entry.attr is None else RowFormat.from_attr(entry.attr)
         return [_as_asked(each, entry, attr, is_alone=len(found) == 1) for each in found]
@@ -144,7 +147,10 @@ def _of_path(entry: str, path: Path, search: _Search) -> list[RowSource]:
     listed = listed_sets(path) if path.is_file() and search.is_whole is None else None
     if listed is None:
         return [RowSource(entry, _files(path), search.row_format)]
-    return [RowSource(one.name, _files(one.path), search.row_format, one.most, one.media_root) for one in listed]
+    return [
+        RowSource(one.name, _files(one.path), search.row_format, one.most, one.media_root, one.share, one.repeats)
+        for one in listed
+    ]
 
 
 def _as_asked(source: RowSource, entry: DataEntry, attr: RowFormat | None, *, is_alone: bool) -> RowSource:
@@ -157,6 +163,9 @@ def _as_asked(source: RowSource, entry: DataEntry, attr: RowFormat | None, *, is
         name=name,
         row_format=source.row_format if attr is None else attr,
         most=entry.max_samples or source.most,
+        media_root=source.media_root if entry.media_dir is None else Path(entry.media_dir),
+        share=entry.share or source.share,
+        repeats=entry.repeats or source.repeats,
         entry=entry,
     )
 
@@ -172,11 +181,17 @@ def _nearest_source(entry: str, search: _Search) -> str:
     return f"Relative names start here or at dataset_dir, '{search.dataset_dir}'."
 
 
-def _check_no_media_keys(entry: DataEntry) -> None:
-    for name in ("repeats", "sizes", "companions", "caption"):
+_OF_MEDIA, _OF_CONVERSATIONS = ("sizes", "companions", "caption"), ("share", "media_dir")
+"""Keys of an entry that only data sets of generators, or only the others, have."""
+
+
+def _check_keys(entry: DataEntry, *, of_media: bool) -> None:
+    """Raise `ConfigError` where an entry has a key that acts on data sets of the other kind alone."""
+    for name in _OF_CONVERSATIONS if of_media else _OF_MEDIA:
         if entry[name] is not None:
+            kind = "language models" if of_media else "generators (dataset_type: generation)"
             raise ConfigError(
-                "is for data of generators (dataset_type: generation)",
+                f"is for data of {kind}",
                 key=f"{_KEY}.{entry.name or entry.path}.{name}",
                 way_out="Leave it out; mix.weights sets the shares of several datasets.",
             )
@@ -309,6 +324,8 @@ class ListedSet(NamedTuple):
     media_root: Path | None
     """Where its media are; None: the list does not say."""
     most: int | None
+    share: float | None
+    repeats: int
 
 
 def listed_sets(path: Path) -> list[ListedSet] | None:
@@ -378,7 +395,7 @@ def _listed(name: str, entry: Mapping[str, Any], listed_in: Path) -> ListedSet:
     file, root = entry[_given(entry, _FILE_KEYS) or ""], _given(entry, _ROOT_KEYS)
     path = _located(Path(file), listed_in, where)
     media = None if root is None else _located(Path(entry[root]), listed_in, where)
-    return ListedSet(name, path, media, _most_of(entry, where))
+    return ListedSet(name, path, media, *_taken_of(entry, where))
 
 
 def _located(path: Path, listed_in: Path, where: str) -> Path:
@@ -392,9 +409,9 @@ def _located(path: Path, listed_in: Path, where: str) -> Path:
     )
 
 
-def _most_of(entry: Mapping[str, Any], where: str) -> int | None:
-    """Rows that are taken; None: all."""
-    share = entry.get("repeat_time", entry.get("sampling_rate", 1))
+def _taken_of(entry: Mapping[str, Any], where: str) -> tuple[int | None, float | None, int]:
+    """The most rows that are taken, the share of them, and how often each is read."""
+    times = entry.get("repeat_time", entry.get("sampling_rate", 1))
     strategy = str(entry.get("sampling_strategy") or "all")
     first = _FIRST.fullmatch(strategy)
     if strategy != "all" and first is None:
@@ -404,14 +421,17 @@ def _most_of(entry: Mapping[str, Any], where: str) -> int | None:
             key="sampling_strategy",
             way_out="Write all or first:NUMBER; mix.weights of the run's YAML sets shares.",
         )
-    if share != 1:
-        length = entry.get("length")
-        if not (isinstance(share, int | float) and 0 < share < 1 and isinstance(length, int)):
-            raise ConfigError(
-                f"{share!r} is not obeyed",
-                where=where,
-                key="repeat_time",
-                way_out="Set it to 1, and the shares of data sets in basic_parameters.mix.weights.",
-            )
-        return max(1, int(length * share))
-    return int(first[1]) if first else None
+    most = int(first[1]) if first else None
+    if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0 or (times > 1 and times % 1):
+        raise ConfigError(
+            f"{times!r} is neither a share of the rows nor a whole number of times",
+            where=where,
+            key="repeat_time",
+            way_out="Write a number from 0 to 1, or 2, 3 and so on.",
+        )
+    if times >= 1:
+        return most, None, int(times)
+    length = entry.get("length")
+    if isinstance(length, int):  # known before the rows are read, as streaming needs it
+        return max(1, int(length * times)), None, 1
+    return most, float(times), 1

@@ -206,13 +206,26 @@ def _annotation(line: str, where: str, listed_in: Path, basic: BasicParameters) 
         raise DataError(f"'{line[:60]}' is not 'folder,annotation file'", where=where)
     for base in (Path(), rows_folder(basic.dataset_dir), listed_in.parent):
         if (base / name).is_file():
-            return RowFile(open_reader(base / name, basic.cache_dir), folder)
+            media, root = _media_folder(folder, listed_in, basic)
+            return RowFile(open_reader(base / name, basic.cache_dir), media, root=root)
     raise DataError(
         f"the annotation file '{name}' is missing",
         where=where,
         way_out="Relative names start at the working directory, at "
         f"'{rows_folder(basic.dataset_dir)}' or at the folder of {listed_in.name}.",
     )
+
+
+def _media_folder(folder: str, listed_in: Path, basic: BasicParameters) -> tuple[str, str]:
+    """Where the media of an annotation file are, and the folder above: a relative folder starts at the media root that
+    the configuration names, else at the working directory, else where the list lies."""
+    roots = [Path(root) for root in (basic.get("data_folder"), basic.dataset_dir) if root is not None]
+    if not folder or Path(folder).is_absolute() or any((root / folder).is_dir() for root in roots):
+        return folder, ""
+    for base in (Path(), listed_in.parent):
+        if (base / folder).is_dir():
+            return str((base / folder).absolute()), str(base.absolute())
+    return folder, ""
 
 
 def _names_annotations(path: Path) -> bool:

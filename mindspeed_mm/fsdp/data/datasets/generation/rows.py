@@ -330,7 +330,7 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
             companions.append(str(companion.path))
     is_named = basic.dataset_dir is not None or folder is not None
     if files and len(own) == len(files) and not (is_named and root.is_dir()):
-        root, is_named = Path(own[0]), True
+        root, is_named, key = Path(own[0]), True, "dataset"
     if not is_named:
         raise DataError(
             "is not given, and some rows do not say where their media are",

@@ -91,7 +91,7 @@ class Qwen2VLDataset(MMDataset):
         self.streams = basic_param.streaming
         open_table: Any = open_streamed_rows if self.streams else open_rows
         self._rows: Any = open_table(basic_param, dataset_param.attr)
-        self.parts = self._rows.parts
+        self.parts, self.row_numbers = self._rows.parts, self._rows.row_numbers
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
