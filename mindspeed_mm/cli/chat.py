@@ -15,7 +15,7 @@ from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.os_errors import explained_os_error, with_home
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.core.terminal import say, say_failure, say_json
 from mindspeed_mm.tasks.requests.chat import ChatRequest
 from mindspeed_mm.tasks.requests.shared import is_address, read_key
 
@@ -56,7 +56,7 @@ def command(request: ChatRequest) -> int:
     for path in request.audios:
         chat.show("audio", path)
     if sys.stdin.isatty():
-        say("Say something, or /help.")
+        say("Say something, or /help.", err=request.as_json)
     code = ExitCode.OK
     for line in said():
         try:
@@ -67,6 +67,8 @@ def command(request: ChatRequest) -> int:
             if known is None:
                 raise
             say(str(known), err=True)
+            if request.as_json:
+                say_failure(str(known), known.exit_code, known.problems)
             if not sys.stdin.isatty():
                 code = code or known.exit_code
     return code
@@ -132,7 +134,7 @@ def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
         return False
     try:
         if line.startswith("/"):
-            say(obey(chat, line))
+            say(obey(chat, line), err=as_json)
         elif line or chat.waiting:
 
             def show(piece: str) -> None:

@@ -14,17 +14,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import NoReturn
 
 import click
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.core.errors import ExitCode, MMError, Problem
 from mindspeed_mm.core.os_errors import explained_os_error
 from mindspeed_mm.core.redaction import without_secrets
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.core.terminal import say, visible
+from mindspeed_mm.core.terminal import say, say_failure, visible
 from mindspeed_mm.core.version import __version__
 
 VERBS = {
@@ -135,7 +136,7 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(words, prog_name="mm", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK
 
-    return guarded(call)
+    return guarded(call, as_json="--json" in words)
 
 
 def without_traceback_word(arguments: Sequence[str]) -> list[str]:
@@ -146,29 +147,29 @@ def without_traceback_word(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def guarded(call: Callable[[], int]) -> int:
+def guarded(call: Callable[[], int], *, as_json: bool = False) -> int:
     """Run a command and return its exit code; errors are printed to stderr, with where they came from if the variable
     MM_TRACEBACK is 1.
 
     Args:
         call: The command.
+        as_json: Print an error on stdout, too, as JSON; of several ranks the first one does.
     """
     # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     _quiet_libraries()
     warnings.formatwarning = _format_warning
-    with_traceback = os.environ.get("MM_TRACEBACK") == "1"
     try:
         return call()
     except click.UsageError as error:
-        return _report(_explain_usage(error), ExitCode.USAGE, with_traceback)
+        return _report(_explain_usage(error), ExitCode.USAGE, as_json)
     except click.ClickException as error:
-        return _report(error.format_message(), ExitCode.USAGE, with_traceback)
+        return _report(error.format_message(), ExitCode.USAGE, as_json)
     except click.Abort:
-        return _report("interrupted", INTERRUPTED, with_traceback)
+        return _report("interrupted", INTERRUPTED, as_json)
     except MMError as error:
-        return _report(str(error), error.exit_code, with_traceback)
+        return _report(str(error), error.exit_code, as_json, error.problems)
     except BrokenPipeError:
         # The reader of our output is gone (`mm config run.yaml | head`): not an error, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -176,10 +177,10 @@ def guarded(call: Callable[[], int]) -> int:
     except OSError as error:
         known = explained_os_error(error)
         if known is None:
-            return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
-        return _report(str(known), known.exit_code, with_traceback)
+            return _report(_describe_bug(error), ExitCode.BUG, as_json)
+        return _report(str(known), known.exit_code, as_json, known.problems)
     except Exception as error:  # noqa: BLE001 - the border of the process: what nobody foresaw is a bug, and says so
-        return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
+        return _report(_describe_bug(error), ExitCode.BUG, as_json)
 
 
 def _quiet_libraries() -> None:
@@ -207,16 +208,26 @@ def _format_warning(
     return f"warning: {visible(without_secrets(str(message)))}\n" if os.environ.get("RANK", "0") == "0" else ""
 
 
-def _report(message: str, code: int, with_traceback: bool) -> int:
+def _report(message: str, code: int, as_json: bool, problems: Sequence[Problem] = ()) -> int:
     """Print an error, each line marked with the rank when it is not the first."""
     text = message
-    if with_traceback:
+    if os.environ.get("MM_TRACEBACK") == "1":
         text = f"{traceback.format_exc()}\n{message}"
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     sys.stdout.flush()
     say(without_secrets("\n".join(prefix + line for line in text.split("\n"))), err=True)
+    if as_json and rank == "0" and not _has_launcher():
+        hidden = [Problem(*map(without_secrets, astuple(problem))) for problem in problems]
+        say_failure(without_secrets(message), code, hidden)
     return int(code)
+
+
+def _has_launcher() -> bool:
+    """Whether this is a rank whose failure its launcher prints."""
+    from mindspeed_mm.fsdp.train.run.launched import LaunchFolder  # not for a command that succeeds
+
+    return LaunchFolder.of_this_rank() is not None
 
 
 def _explain_usage(error: click.UsageError) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
-from mindspeed_mm.cli.train import command as train_command
+from mindspeed_mm.cli.requests import takes
+from mindspeed_mm.cli.train import start
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
 from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
 from mindspeed_mm.tasks.posttrain import score as score_task
+from mindspeed_mm.tasks.requests.train import TrainRequest
 
 EXAMPLES = """
 \b
@@ -32,45 +34,29 @@ def command() -> None:
     """Train on preferences or rewards, as the section posttrain of a YAML says."""
 
 
-@command.command(
-    "dpo",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    short_help="Train on preference pairs: mm train with posttrain.method=dpo.",
-)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def dpo(words: tuple[str, ...]) -> int:
-    """Train on preference pairs. WORDS are those of mm train."""
-    return _trained("dpo", words)
+@command.command("dpo")
+@takes(TrainRequest)
+def dpo(request: TrainRequest) -> int:
+    """Train on preference pairs: mm train with posttrain.method=dpo."""
+    return _trained("dpo", request)
 
 
-@command.command(
-    "grpo",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    short_help="Train on the model's own answers and their rewards: mm train with posttrain.method=grpo.",
-)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def grpo(words: tuple[str, ...]) -> int:
-    """Train on the model's own answers and their rewards. WORDS are those of mm train."""
-    return _trained("grpo", words)
+@command.command("grpo")
+@takes(TrainRequest)
+def grpo(request: TrainRequest) -> int:
+    """Train on the model's own answers and their rewards: mm train with posttrain.method=grpo."""
+    return _trained("grpo", request)
 
 
-@command.command(
-    "nft",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    short_help="Train a generator on its own samples without densities: mm train with posttrain.method=nft.",
-)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def nft(words: tuple[str, ...]) -> int:
-    """Train a generator on its own samples and their rewards. WORDS are those of mm train."""
-    return _trained("nft", words)
+@command.command("nft")
+@takes(TrainRequest)
+def nft(request: TrainRequest) -> int:
+    """Train a generator on its own samples and their rewards: mm train with posttrain.method=nft."""
+    return _trained("nft", request)
 
 
-def _trained(method: str, words: tuple[str, ...]) -> int:
-    arguments = list(words)
-    if words and words[0] not in ("-h", "--help"):
-        arguments.append(f"posttrain.method={method}")
-    result: object = train_command.main(arguments, prog_name=f"mm posttrain {method}", standalone_mode=False)
-    return result if isinstance(result, int) else 0
+def _trained(method: str, request: TrainRequest) -> int:
+    return start(replace(request, overrides=(*request.overrides, f"posttrain.method={method}")))
 
 
 @command.command("rollouts")

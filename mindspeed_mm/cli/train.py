@@ -31,6 +31,15 @@ def command(request: TrainRequest) -> int:
     Running the same command again continues from the newest checkpoint. Ctrl-C or SIGTERM saves one and ends with exit
     code 75; a second one stops at once.
     """
+    return start(request)
+
+
+def start(request: TrainRequest) -> int:
+    """Train in this process or in many, print the outcome where JSON is asked for, and return the exit code.
+
+    Raises:
+        MMError: As `tasks.train.run` and `run_ranks`.
+    """
     if starts_ranks(request.nproc):
         return train.run_ranks(request.nproc, request.config, request.overrides, option_words(request))
     options = vars(request.options) | {"progress_to_stderr": request.as_json}

@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
+
+from mindspeed_mm.core.errors import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _STYLE = re.compile(r"(\x1b\[(?:0|1|2|3[0-7]|4[0-7]|[34]8;2;\d{1,3};\d{1,3};\d{1,3})m)")
@@ -45,6 +49,17 @@ def say_json(value: Any, indent: int | None = None) -> None:
     """Print a value as JSON, on one line unless `indent` is given."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
     print(re.sub(r"[\x7f-\x9f\ud800-\udfff]", _as_json, text), flush=True)
+
+
+def say_failure(message: str, exit_code: int, problems: Iterable[Problem] = ()) -> None:
+    """Print on stdout, as JSON, why a command that was asked for JSON has no result: `{"error": {...}}`.
+
+    Args:
+        message: What stderr says.
+        exit_code: Exit code of the command.
+        problems: The findings, each with place, key and remedy; empty where there is the message alone.
+    """
+    say_json({"error": {"exit_code": int(exit_code), "message": message, "problems": list(map(asdict, problems))}})
 
 
 def _as_json(found: re.Match[str]) -> str:

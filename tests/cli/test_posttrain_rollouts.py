@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mindspeed_mm.cli.posttrain import _trained, command
+from mindspeed_mm.cli.posttrain import command
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.train.rollouts.files import read_rollout, rollout_file, text_of, write_rollout
 from mindspeed_mm.tasks.posttrain import rollouts
+from tests.helpers.runs import mm
 
 
 def sample(prompt: str, number: int, advantage: float, reward: float | None = 1.0) -> dict[str, object]:
@@ -62,6 +63,6 @@ def test_a_file_that_was_cut_short_or_changed_is_no_rollout(run: Path) -> None:
     assert read_rollout(run, 3) is None
 
 
-def test_the_help_of_verbs_that_train_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _trained("dpo", ("-h",)) == 0
-    assert "Usage: mm posttrain dpo" in capsys.readouterr().out
+def test_the_help_of_verbs_that_train_has_a_short_option() -> None:
+    said = mm("posttrain", "dpo", "-h")
+    assert said.code == 0 and "-h, --help" in said.out and "--dry-run" in said.out

@@ -28,8 +28,13 @@ class Said(NamedTuple):
 
 def mm(*words: object) -> Said:
     """`mm WORDS`, with its output kept."""
+    return kept(lambda: run([str(word) for word in words]))
+
+
+def kept(command: Callable[[], int]) -> Said:
+    """How a command of this process ends, with its output kept."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = run([str(word) for word in words])
+        code = command()
     return Said(code, out.getvalue(), err.getvalue())
 
 

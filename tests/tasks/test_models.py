@@ -385,6 +385,44 @@ def test_what_nothing_here_does_is_said(wish: str) -> None:
         routes.find(wish)
 
 
+NEWCOMERS = {
+    "compare two runs": "Compare runs", "which of my runs is better, A versus B": "Compare runs",
+    "hyperparameter sweep": "Compare runs", "sweep learning rates": "Compare runs",
+    "slurm": "Run on Slurm or Kubernetes", "train on a slurm cluster": "Run on Slurm or Kubernetes",
+    "sbatch script": "Run on Slurm or Kubernetes", "run on kubernetes": "Run on Slurm or Kubernetes",
+    "train without GPU": "Train without a GPU", "can I train without a GPU?": "Train without a GPU",
+    "fine-tune on CPU": "Train without a GPU", "train on my cpu": "Train without a GPU",
+    "web ui": "Serve a model over HTTP", "chat with my model in a web UI": "Serve a model over HTTP",
+    "load a gguf model and convert it": "Convert a checkpoint to another layout",
+    "use a reward model for GRPO": "Train a model on preferences or rewards",
+    "convert a checkpoint for CPU-only use": "Train without a GPU",
+}  # fmt: skip
+"""What newcomers ask → title of the answer."""
+INSTEAD = {
+    "export to gguf": "mm export", "save my model as GGUF": "llama.cpp", "convert to gguf": "convert_hf_to_gguf.py",
+    "deepspeed": "FSDP2", "deepspeed zero3": "FSDP2", "train with DeepSpeed ZeRO-3": "docs/parallelism.md",
+    "reward model": "mm posttrain dpo", "train a reward model": "posttrain.rewards",
+    "reward modelling": "mm posttrain", "fine-tune in a web ui": "mm init", "a gradio page for training": "mm report",
+}  # fmt: skip
+"""What newcomers ask that is not here → a word of what to do instead."""
+
+
+@pytest.mark.parametrize(("wish", "title"), NEWCOMERS.items())
+def test_a_newcomer_is_answered(wish: str, title: str) -> None:
+    assert routes.find(wish).title == title
+
+
+@pytest.mark.parametrize(("wish", "instead"), INSTEAD.items())
+def test_what_is_done_in_another_way_is_said(wish: str, instead: str) -> None:
+    said = mm("route", wish, "--json")
+    (problem,) = json.loads(said.out)["error"]["problems"]
+    assert said.code == 2 and instead in problem["what"] + problem["way_out"]
+    for command in re.findall(r"`(mm [^`]*)`", problem["way_out"]):
+        parse(command)
+    for page in re.findall(r"docs/[\w-]+\.md", problem["way_out"]):
+        assert (ROOT / page).is_file()
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "qwen2_5_vl", "qwen2.5-vl-7b-instruct"])
 def test_a_family_is_found_by_its_title_however_it_is_written(name: str) -> None:
     assert "qwen2_5vl" in [card.name for card in catalogue.find(name)]

@@ -92,7 +92,7 @@ def _import(name: str, plugin: str, key: str, path: Path | None = None) -> Modul
             raise ConfigError(
                 f"plugin '{plugin}' is not in this version",
                 key=key,
-                way_out="`mm models` lists the families that are, and those that are planned.",
+                way_out="Check the path if it is yours. `mm models` lists the families that are built or planned.",
             ) from error
         way_out = "Fix the error in that file."
         if isinstance(error, ImportError):

@@ -469,9 +469,9 @@ class _Check:
                 missing.append(name)
         if too_many or missing:
             raise ConfigError(
-                f"{type(model).__name__}.forward does not take {too_many} and misses {missing}",
+                f"{type(model).__name__}.forward {_unfit(too_many, missing)}",
                 key="data.dataloader_param.collate_param.model_name",
-                way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
+                way_out=_fitting(parameters, too_many),
             )
         if has_tokens:
             self._forward_on_meta(given)
@@ -574,6 +574,24 @@ _ABOUT_KEYS = re.compile(
     r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
 )
 """What a `forward` says of arguments that it lacks or does not know."""
+
+
+def _unfit(too_many: Sequence[str], missing: Sequence[str]) -> str:
+    """How a batch's keys differ from the arguments of a forward."""
+    parts = []
+    if too_many:
+        parts.append(f"does not take {', '.join(too_many)}, which the batch holds")
+    if missing:
+        parts.append(f"needs {', '.join(missing)}, which the batch lacks")
+    return " and ".join(parts)
+
+
+def _fitting(parameters: Iterable[str], too_many: Sequence[str]) -> str:
+    """What to change about the model or the batch."""
+    told = f"It takes {', '.join(parameters)}. "
+    if list(too_many) == ["labels"]:
+        return f"{told}Take labels and return a loss, or define get_output_embeddings() and return logits."
+    return f"{told}Choose the collator of this model, or add the arguments to its forward."
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MachineError
 from mindspeed_mm.core.redaction import without_secrets
-from mindspeed_mm.core.terminal import say
+from mindspeed_mm.core.terminal import say, say_failure
 from mindspeed_mm.fsdp.distributed.job.launcher_life import LAUNCHER_VARIABLE
 from mindspeed_mm.fsdp.train.run.launched import (
     FOLDER_VARIABLE,
@@ -73,7 +73,9 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
                 run(arguments)
             return int(ExitCode.OK)
         except ChildFailedError as error:
-            code = _last_words({rank: f.exitcode for rank, f in error.failures.items()}, folder, save)
+            code = _last_words(
+                {rank: f.exitcode for rank, f in error.failures.items()}, folder, save, "--json" in command
+            )
             correct_ending(folder, code)
             return code
         except SignalException:
@@ -127,7 +129,7 @@ def _stopping(folder: LaunchFolder, stop_at_once: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None) -> int:
+def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None, as_json: bool = False) -> int:
     """Print which rank failed first and why, and how to go on; returns the exit code for it."""
     failures = {rank: _failure(rank, code, folder) for rank, code in codes.items()}
     rank = min(failures, key=lambda rank: _blame(codes[rank], failures[rank], rank))
@@ -142,6 +144,8 @@ def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None
         for line in how_to_go_on(save):
             say(line, err=True)
     sys.stderr.flush()
+    if as_json:
+        say_failure(without_secrets(failure.message), failure.exit_code)
     return failure.exit_code
 
 

@@ -179,6 +179,43 @@ ASPECTS: dict[str, Aspect] = {
 
 ANY_MODEL: tuple[Topic, ...] = (
     Topic(
+        "Compare runs",
+        ("compar", "versus", "vs", "sweep", "hyperparamet", "hyper-paramet", "grid", "optuna", "ablation"),
+        {
+            "train one run for each value": "mm train run.yaml training.lr=1e-5 training.save=runs/lr1e-5",
+            "see curves, scores and what differs in the configurations": "mm report runs/lr1e-5 runs/lr3e-5",
+            "test the difference of two scores": "mm evaluate runs/lr3e-5 --data data/test.jsonl "
+            "--against runs/lr1e-5/eval",
+        },
+        "docs/evaluation.md",
+        "there is no search over hyper-parameters: a shell loop over section.key=value is a sweep, and "
+        "`mm train --json` gives each outcome",
+        weight=2,
+    ),
+    Topic(
+        "Run on Slurm or Kubernetes",
+        ("slurm", "sbatch", "srun", "kubernetes", "k8s", "kubeflow"),
+        {
+            "verify the plan on a CPU": "mm verify run.yaml",
+            "start it on Slurm": "sbatch examples/launch/slurm.sbatch run.yaml",
+        },
+        "docs/multi-host.md",
+        "`mm train` under srun or torchrun is a rank of their job; examples/launch has a file for each way",
+        weight=2,
+    ),
+    Topic(
+        "Train without a GPU",
+        ("cpu-only", "gpu-less"),
+        {
+            "see what this machine has": "mm doctor",
+            "train and judge a small model in three minutes": "make quickstart",
+            "train": "mm train run.yaml",
+        },
+        "docs/quick-start.md",
+        "everything trains on a CPU; `mm check` forecasts the memory, and what is slow there is large models",
+        weight=2,
+    ),
+    Topic(
         "Go on with a run",
         ("resum", "restart", "continue", "crash", "killed", "preempt"),
         {"start it again, on as many devices as there are now": "mm train run.yaml --nproc 4"},
@@ -347,6 +384,14 @@ ANY_MODEL: tuple[Topic, ...] = (
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
 _PHRASES = {
+    r"\b(to|into|as|export\w*|write|save\w*|make)\b.*\bgguf\b": "gguf-export",
+    r"\b(train\w*|fit|build)\b.*\breward[ -]models?\b": "rewardmodel",
+    r"^\W*(a )?reward[ -]models?\W*$|\breward[ -]model+ing\b": "rewardmodel",
+    r"\b(train\w*|fine-?tun\w*|start\w*)\b.*\b(web[ -]?ui|gui|browser|gradio|llamaboard)\b": "webtrain",
+    r"\b(web[ -]?ui|gui|browser|gradio)\b.*\b(train\w*|fine-?tun\w*)\b": "webtrain",
+    r"\b(web[ -]?ui|gui|gradio|chat page)\b": "serve serve",
+    r"\b(without|no|lacking)\b( an?| any)? (gpus?|npus?|accelerators?|cuda)\b": "cpu-only",
+    r"\bon( an?| my)? cpus?\b|\bcpu[ -]only\b": "cpu-only",
     r"\bunit[ -]tests?\b|\bci\b": "unittest",
     r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
     r"\b(to|into|from)[ -]megatron\b": "convert",
@@ -385,6 +430,31 @@ _ABSENT = {
 """What people ask for in vain."""
 
 
+_ELSEWHERE = {
+    ("deepspeed", "zero-1", "zero-2", "zero-3", "zero1", "zero2", "zero3"): (
+        "DeepSpeed is not used: FSDP2 shards parameters, gradients and optimizer states as its ZeRO stage 3 does",
+        "Leave parallel.fully_shard_parallel_size at its default, which shards over all ranks, and see "
+        "docs/parallelism.md; features of memory are in docs/memory.md.",
+    ),
+    ("gguf-export",): (
+        "no command writes GGUF; it is only read",
+        "Write a Hugging Face folder by `mm export runs/mine exported`, and convert that by convert_hf_to_gguf.py of "
+        "llama.cpp.",
+    ),
+    ("rewardmodel",): (
+        "no reward model is trained here",
+        "Train on the pairs directly by `mm posttrain dpo run.yaml`, or use a reward function, a judge or a served "
+        "reward model in posttrain.rewards of `mm posttrain grpo run.yaml`: docs/posttrain.md.",
+    ),
+    ("webtrain",): (
+        "there is no page to start training from",
+        "Let `mm init --model FOLDER --data FILE` write the YAML, start it by `mm train run.yaml`, and watch it by "
+        "TensorBoard or `mm report runs/mine`; the page of `mm serve runs/mine` is for trying a model.",
+    ),
+}
+"""What is done here in another way, in the words of `_PHRASES` → what is so, and what to do instead."""
+
+
 _OF_NAMED = 0.9
 """What the name of a family adds to its task: less than a word."""
 
@@ -417,6 +487,9 @@ def find(wish: str) -> Route:
     for stems, answer in _ABSENT.items():
         if _shared(stems, words):
             raise UsageError(answer, way_out="`mm models` lists what there is.")
+    for stems, (what, way_out) in _ELSEWHERE.items():
+        if _shared(stems, words):
+            raise UsageError(what, way_out=way_out)
     named = [card for card in families() if _is_named(card, words)]
     scored: list[tuple[float, Route]] = []
     for key, task in TASKS.items():
