@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspeed_mm.tasks.requests.serve import Access
+from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.limits import Limits
-from mindspeed_mm.tasks.serve.serve import build_server, listen
+from mindspeed_mm.tasks.serve.listening import build_server, listen
 
 NAME = "tiny"
 START_S = 20.0
