@@ -4,7 +4,7 @@ const LIST_EVERY_MS = 5000, LIVE_EVERY_MS = 3000;
 const COLUMNS = [["name", "run"], ["state", "state"], ["step", "step"], ["loss", "loss"], ["val_loss", "validation loss"],
                  ["started", "started"], ["changed", "last written"]];
 const WIDE = new Set(["val_loss", "started", "changed"]);
-const board = { runs: [], rows: new Map(), chosen: new Set(), shown: [], stamp: "", sort: null, jobs: [], seen: "" };
+const board = { runs: [], rows: new Map(), chosen: new Set(), shown: [], stamp: "", sort: null, jobs: [], cards: new Map(), seen: "" };
 
 function element(tag, words = {}, ...inside) {
   const made = document.createElement(tag);
@@ -192,27 +192,40 @@ function endingOf(job) {
   return job.exit_code === 75 ? "stopped after a saved checkpoint: start it again to go on" : `ended with exit code ${job.exit_code}`;
 }
 
-function jobCard(job) {
+// A card is made once and filled again, so that focus and the place that is read stay.
+function makeCard(job) {
   const stop = element("button", { type: "button", onclick: () =>
-    attempt(stop, "Asking it to stop …", "It was asked to stop.", () => ask("jobs/stop", { job: job.job })) },
-    job.stops ? "Stop at once" : job.kind === "train" ? "Stop and save" : "Stop");
-  stop.hidden = job.exit_code !== null;
-  const link = job.address ? element("a", { href: job.address + "/", target: "_blank", rel: "noopener noreferrer" }, "Open its page") : "";
-  return element("article", { class: "card job" },
-    element("div", { class: "bar" }, element("h3", {}, `${job.kind === "train" ? "Training" : "Server"}: ${job.name}`),
-      element("span", { class: "soft" }, endingOf(job)), link, element("span", { class: "space" }), stop),
-    element("pre", { tabindex: "0", "aria-label": "What it printed" }, job.said));
+    attempt(stop, "Asking it to stop …", "It was asked to stop.", () => ask("jobs/stop", { job: job.job })) });
+  const state = element("span", { class: "soft" }), said = element("pre", { tabindex: "0", "aria-label": "What it printed" });
+  const link = element("a", { target: "_blank", rel: "noopener noreferrer" }, "Open its page");
+  const title = element("h3", {}, `${job.kind === "train" ? "Training" : "Server"}: ${job.name}`);
+  const bar = element("div", { class: "bar" }, title, state, link, element("span", { class: "space" }), stop);
+  return { stop, state, said, link, box: element("article", { class: "card job" }, bar, said) };
+}
+
+function fillCard(card, job) {
+  card.state.textContent = endingOf(job);
+  card.stop.textContent = job.stops ? "Stop at once" : job.kind === "train" ? "Stop and save" : "Stop";
+  card.stop.hidden = job.exit_code !== null;
+  card.link.hidden = !job.address;
+  if (job.address) card.link.href = job.address + "/";
+  if (card.said.textContent === job.said) return;
+  const follows = card.said.scrollHeight - card.said.scrollTop - card.said.clientHeight < 40;
+  card.said.textContent = job.said;
+  if (follows) card.said.scrollTop = card.said.scrollHeight;
 }
 
 function showJobs() {
   const running = board.jobs.filter(job => job.exit_code === null).length;
   byId("running-jobs").textContent = running ? `(${running})` : "";
-  const text = JSON.stringify(board.jobs);
-  if (byId("jobs").dataset.shown === text) return;
-  byId("jobs").dataset.shown = text;
-  const cards = board.jobs.map(jobCard);
-  byId("jobs").replaceChildren(...(cards.length ? cards : [element("p", { class: "soft" }, "Nothing was started yet.")]));
-  for (const each of byId("jobs").querySelectorAll("pre")) each.scrollTop = each.scrollHeight;
+  byId("no-jobs").hidden = board.jobs.length > 0;
+  for (const job of [...board.jobs].reverse()) {
+    if (!board.cards.has(job.job)) {
+      board.cards.set(job.job, makeCard(job));
+      byId("jobs").prepend(board.cards.get(job.job).box);
+    }
+    fillCard(board.cards.get(job.job), job);
+  }
 }
 
 // --- views -----------------------------------------------------------------------------------------------------------
@@ -234,6 +247,7 @@ function follow() {
     showRuns().catch(error => { byId("shown").replaceChildren(); say(error.message, true); });
   }
   if (name === "new") prepareForm();
+  if (name === "jobs") for (const { said } of board.cards.values()) said.scrollTop = said.scrollHeight;
 }
 
 // Asks again and again, slower where answers are slow, and not while nobody looks.

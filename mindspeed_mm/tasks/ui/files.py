@@ -95,6 +95,12 @@ def plain_files(folder: Path, left_out: Iterable[str]) -> Iterator[tuple[str, St
                 )
 
 
+def shown_name(path: Path, root: Path) -> str:
+    """A folder's path below the board's, on one line: control characters and half characters are escapes."""
+    relative = os.path.relpath(path, root)
+    return visible(relative if relative != "." else path.name).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def inside(root: Path, name: object, suffixes: tuple[str, ...] = YAML_SUFFIXES) -> Path:
     """The file that a client's name means.
 

@@ -72,7 +72,7 @@ def _field(key: str, entry: Mapping[str, Any]) -> Field:
     choices = [str(word) for each in kinds for word in each.get("enum", ())]
     types = {each["type"] for each in kinds if "type" in each}
     found: Field = {"key": key, "help": " ".join(str(entry.get("description", "")).split()), "kind": "text"}
-    found["default"] = _written(entry["default"]) if "default" in entry else ""
+    found["default"] = _written(entry["default"]) if entry.get("default") is not None else ""
     if types == {"boolean"}:
         choices = ["true", "false"]
     if choices and types <= {"string", "boolean"}:

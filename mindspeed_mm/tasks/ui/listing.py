@@ -17,7 +17,7 @@ from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.folder_kinds import MARKER, RECORD_KEYS, RUN_KIND
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.terminal import visible
-from mindspeed_mm.tasks.ui.files import YAML_SUFFIXES, Stamp, read_head, read_tail, stamp_of
+from mindspeed_mm.tasks.ui.files import YAML_SUFFIXES, Stamp, read_head, read_tail, shown_name, stamp_of
 
 MOST_ENTRIES = 50_000
 """Files and folders that one look goes through, the nearest first."""
@@ -154,7 +154,7 @@ class Board:
         changed = max((stamp[0] for stamp in stamps if stamp), default=0) / 1e9
         return Brief(
             id=hashlib.sha256(os.fsencode(relative)).hexdigest()[:20],
-            name=visible(relative if relative != "." else folder.name).replace("\n", "\\n").replace("\t", "\\t"),
+            name=shown_name(folder, self.root),
             path=folder,
             state=_state(folder, names, content),
             step=last["step"] if isinstance(last.get("step"), int) else None,

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.tasks.report.charts import SERIES
 from mindspeed_mm.tasks.report.data import ReportedRun, read_run
 from mindspeed_mm.tasks.report.page import render_body
-from mindspeed_mm.tasks.ui.files import plain_files
+from mindspeed_mm.tasks.ui.files import plain_files, shown_name
 
 _KEPT = 8
 """Rendered runs and comparisons that are kept until their files change."""
@@ -84,13 +84,15 @@ class Showing:
             raise DataError(what, where=", ".join(path.name for path in runs)) from error
 
     def _inside(self, run: ReportedRun) -> ReportedRun:
-        """The run; pictures that it would fetch from elsewhere are looked for in its own folder."""
+        """The run under the name that the board lists; pictures that it would fetch from elsewhere are looked for in
+        its own folder."""
+        named = replace(run, name=shown_name(run.path, self._root))
         folder = run.results.get("media_dir")
         if folder is None:
-            return run
+            return named
         where = Path(str(folder))
         is_inside = where.is_absolute() and where.resolve().is_relative_to(self._root)
-        return run if is_inside else replace(run, results={**run.results, "media_dir": str(run.path)})
+        return named if is_inside else replace(named, results={**run.results, "media_dir": str(run.path)})
 
 
 _UNREAD = frozenset({"model", "rows", "rollouts", "hf", "exported"})
