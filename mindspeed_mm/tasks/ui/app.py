@@ -75,7 +75,7 @@ class LookingRoutes:
         self._headers = page_headers(self._page)
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return the routes for whoever may look."""
         return [
             Route("/", self._show_page, name="page"),
             Route("/health", self._health, name="health"),
@@ -119,7 +119,7 @@ class MakingRoutes:
         self._root = board.root
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return the routes that a board for reading only does not have."""
         posts: dict[str, Answer] = {
             "configs/read": self._read,
             "configs/of-run": self._read_of_run,

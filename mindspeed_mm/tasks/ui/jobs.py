@@ -30,8 +30,8 @@ TRAIN, SERVE = "train", "serve"
 
 
 @dataclass
-class Job:
-    """One process."""
+class BoardJob:
+    """One process that the board has started, and what it prints."""
 
     number: int
     kind: str
@@ -52,7 +52,7 @@ class Job:
         return visible(without_secrets(content.decode("utf-8", "replace")))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The job as JSON shows it: how it ended, the end of its output, and the page of a server."""
         code = self.process.poll()
         said = self.said()
         return {
@@ -70,7 +70,7 @@ class Jobs:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._jobs: list[Job] = []
+        self._jobs: list[BoardJob] = []
         self._lock = threading.Lock()
 
     def listed(self) -> list[dict[str, Any]]:
@@ -79,11 +79,11 @@ class Jobs:
             jobs = list(reversed(self._jobs))
         return [job.to_dict() for job in jobs]
 
-    def train(self, config: Path, name: str, nproc: int) -> Job:
+    def train(self, config: Path, name: str, nproc: int) -> BoardJob:
         """Start `mm train`, which goes on where the run was stopped. It lives on when the board ends."""
         return self._start(TRAIN, name, ["train", str(config), f"--nproc={nproc}"])
 
-    def serve(self, run: Path, name: str) -> Job:
+    def serve(self, run: Path, name: str) -> BoardJob:
         """Start `mm serve` on a free port of this machine, for its page. It ends with the board."""
         return self._start(SERVE, name, ["serve", str(run), "--port=0", "--json"])
 
@@ -112,7 +112,7 @@ class Jobs:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def _start(self, kind: str, name: str, words: Sequence[str]) -> Job:
+    def _start(self, kind: str, name: str, words: Sequence[str]) -> BoardJob:
         with self._lock:
             if sum(job.process.poll() is None for job in self._jobs) >= MOST_JOBS:
                 raise UsageError(f"{MOST_JOBS} jobs run already", way_out="Stop one, or wait for one to end.")
@@ -130,7 +130,7 @@ class Jobs:
                 env=safe_environment(),
                 start_new_session=True,
             )
-            job = Job(len(self._jobs) + 1, kind, name, process, output)
+            job = BoardJob(len(self._jobs) + 1, kind, name, process, output)
             self._jobs.append(job)
             return job
 
