@@ -49,6 +49,7 @@ VERBS = {
     "evaluate": "Score a model on held-out rows.",
     "profile": "Show where the time of training steps goes, and what limits them.",
     "report": "Make one HTML page of a run.",
+    "ui": "Show the runs of a folder in a browser, and make and start others.",
     "flops": "Count the FLOPs of a training step by module.",
     "doctor": "Look at the machine and its packages, and say how to mend what is wrong.",
     "download": "Download a model by the hub client that is installed.",

@@ -286,6 +286,18 @@ class RunFolder:
             if self._owner() == owner:
                 self.lock_file.unlink(missing_ok=True)
 
+    def is_held(self) -> bool:
+        """Whether a job that lives holds the folder. Nothing is written, unlike where a lock is taken: the silence of a
+        job on another host is measured by this host's clock."""
+        owner = self._owner()
+        if owner is None:
+            return False
+        try:
+            silent_for_s = time.time() - self.lock_file.stat().st_mtime
+        except OSError:
+            return False
+        return not owner.is_gone(max(0.0, silent_for_s))
+
     def check_lock_file(self) -> None:
         """Raise `MachineError` when something stands in the lock file's place that no job of ours has written."""
         if self.lock_file.is_dir():

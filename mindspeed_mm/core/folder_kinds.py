@@ -20,7 +20,8 @@ MARKER_FORMAT = "mindspeed-mm-folder"
 EXPORT_PLACES = ("hf", "exported")
 """Folders of a run in which model folders lie."""
 RUN_KIND = "run"
-_RECORD_KEYS = {"status", "exit_code", "packages"}
+RECORD_KEYS = frozenset({"status", "exit_code", "packages"})
+"""What the `run.json` of a run has."""
 _NS_OF_A_SECOND = 1_000_000_000
 _MODEL_FILES = ("model_index.json", "adapter_config.json")
 
@@ -95,7 +96,7 @@ def is_run(folder: Path) -> bool:
     if (read_marker(folder) or {}).get("kind") == RUN_KIND:
         return True
     record = _read_json(folder / "run.json")
-    if isinstance(record, dict) and record.keys() >= _RECORD_KEYS:
+    if isinstance(record, dict) and record.keys() >= RECORD_KEYS:
         return True
     return any(has_own_manifest(folder / name) for name in _names_in(folder) if name.startswith("iter_"))
 

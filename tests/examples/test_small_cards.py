@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from tests.helpers.released_examples import Example, full_batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARE = 0.92
@@ -40,7 +43,12 @@ RELEASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """What a file's name begins with → pipeline, and configurations of transformer and VAE, as released."""
 _CLIP = (21, 60, 104)
 LATENTS = {"flux1_dev": (16, 128, 128)} | dict.fromkeys(("wan2.1_14B", "wan2.1_1.3B", "vace_1.3B"), (16, *_CLIP))
-FILES = sorted(EXAMPLES.glob("*/*_*GB_config.yaml"))
+CARDS = sorted(EXAMPLES.glob("*/*_*GB_config.yaml"))
+READERS = [path for path in CARDS if path.parent.name in ("qwen2.5vl", "qwen3vl", "internvl3")]
+"""Models that look at pictures; the others make some."""
+FILES = [path for path in CARDS if path not in READERS]
+_NAMED = re.compile(r"`(\S+?_config\.yaml)` \| (\d+) GB \| ([\d.]+) GiB")
+"""A line of a page about a file for a card: its name, the card and the forecast."""
 
 
 def release_of(path: Path) -> str:
@@ -82,9 +90,34 @@ def predicted_gb(path: Path, folder: Path, *words: str) -> float:
 
 def test_each_names_its_card() -> None:
     assert {release_of(path) for path in FILES} == RELEASED.keys()
-    for path in FILES:
+    for path in CARDS:
         (said,) = re.findall(r"a card of (\d+) GB\.", path.read_text().partition("\n")[0])
         assert f"_{said}GB_" in path.name and f"_{said}GB" in path.read_text().partition("save: ")[2]
+
+
+def test_models_that_look_have_cards_of_three_sizes_and_pages_name_them() -> None:
+    assert {int(re.findall(r"_(\d+)GB_", path.name)[0]) for path in READERS} == {24, 48, 80}
+    recipes = (EXAMPLES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for path in READERS:
+        arguments = load_config(path).arguments
+        assert arguments.training.lora.enable == ("lora" in path.name)
+        assert (arguments.training.lora.quantize == "nf4") == ("qlora" in path.name)
+        page = (path.parent / "README.md").read_text(encoding="utf-8")
+        assert path.name in [name for name, *_ in _NAMED.findall(page)]
+        assert path.name in recipes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", READERS, ids=lambda path: path.stem)
+def test_a_packed_row_fits_the_card(path: Path, tmp_path: Path) -> None:
+    """A micro-batch as long as the file lets it become, half of its tokens pictures, takes what the page says."""
+    arguments = Example(path).arguments(tmp_path / "model", "model.train_from_scratch=false")
+    batch = full_batch(build_outline(arguments).model, arguments)
+    needed = forecast(arguments, batch, device_type="cuda").peak / 2**30
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    (told,) = [(card, size) for name, card, size in _NAMED.findall(page) if name == path.name]
+    print(f"{path.stem}: {needed:.1f} GiB")
+    assert needed < SHARE * int(told[0]) and abs(needed - float(told[1])) < 0.1
 
 
 @pytest.mark.slow

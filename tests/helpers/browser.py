@@ -85,6 +85,12 @@ class Page:
         """Write what is seen as a PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
+    def look(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Show the page in a window of this size, in light or dark colours."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         asked: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}

@@ -22,7 +22,7 @@ from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.requests.serve import Access
+from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.serve.app import routes_of
 from mindspeed_mm.tasks.serve.backend import Backend
 from mindspeed_mm.tasks.serve.limits import Limits

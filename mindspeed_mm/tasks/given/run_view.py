@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """One run, while its process lives or from its folder afterwards."""
 
     folder: Path | None
     """`training.save`; None for a run that keeps nothing."""
-    records: Sequence[Record] = field(default=(), repr=False)
+    records: Sequence[Record] = ()
     """Logged steps and validations in the order of their steps, under the names of `metrics.jsonl`."""
-    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     """`run.json`: versions, machine, data, how it ended."""
-    model: nn.Module | None = field(default=None, repr=False)
+    model: nn.Module | None = None
     """The trained model, in the process that trained it; None where no step was left to do."""
 
     @property
@@ -74,11 +75,61 @@ class Run:
         """`finished`, `stopped`, `failed` or `running`, as `run.json` has it; empty when there is none."""
         return str(self.facts.get("status", ""))
 
+    def __repr__(self) -> str:
+        """Folder, status and the table of steps as text; long lines are left as they are."""
+        head, rows = self._shown()
+        table = [_COLUMNS, *rows]
+        widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        return "\n".join([head, *lines] if rows else [head])
+
+    def _repr_html_(self) -> str:
+        """The same as an HTML table, which notebooks show."""
+        head, rows = self._shown()
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        titles = "".join(f"<th>{title}</th>" for title in _COLUMNS)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+        return f"<p>{escape(head)}</p>{table}"
+
+    def _shown(self) -> tuple[str, list[tuple[str, ...]]]:
+        """A line about the run, and the rows of the table: steps spread over the run, the best and the newest
+        checkpoint among them."""
+        by_step: dict[int, Record] = {}
+        for record in self.records:
+            by_step.setdefault(record["step"], {}).update(record)
+        step_of = {path: step for step, path in self.checkpoints.items()}
+        marks: dict[int, list[str]] = {}
+        for name, path in (("best", self.best), ("newest", self.last)):
+            if path is not None:
+                marks.setdefault(step_of[path], []).append(name)
+        steps = sorted(by_step)
+        stride = max(1, -(-len(steps) // _MOST_ROWS))
+        chosen = sorted({*steps[::stride], *steps[-1:], *marks})
+        rows = []
+        for step in chosen:
+            record = by_step.get(step, {})
+            losses = (_number(record.get(name)) for name in ("loss", "val_loss"))
+            rows.append((f"{step:,}", *losses, ", ".join(marks.get(step, ()))))
+        where = str(self.folder) if self.folder is not None else "without a folder"
+        return "  ".join(filter(None, (f"Run {where}", self.status))), rows
+
     def __fspath__(self) -> str:
         """The folder: a run can be given wherever a path to a run can."""
         if self.folder is None:
             raise TypeError("this run has no folder: set training.save")
         return str(self.folder)
+
+
+_COLUMNS = ("step", "loss", "validation loss", "checkpoint")
+_MOST_ROWS = 10
+"""Steps in the table of a run, beside those of checkpoints and the last one."""
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if _is_finite(value) else ""
 
 
 def _is_finite(value: object) -> bool:

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -207,11 +208,12 @@ def themed(svg: str, title: str) -> str:
     for pattern, replacement in _CLEANING:
         body = re.sub(pattern, replacement, body)
     body = re.sub("|".join(_CSS), lambda match: _CSS[match[0]], body)
-    return body.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return body.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 _CLEANING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?s)<metadata>.*?</metadata>", ""),
+    (r"(?s)<style[^>]*>.*?</style>", ""),  # of the page, which has it once for all pictures
     (r' xmlns(:\w+)?="[^"]*"', ""),
     (r'(<svg[^>]*?) height="[^"]*"', r"\1"),
     (r'(<svg[^>]*?) width="[^"]*"', r"\1"),

@@ -77,7 +77,7 @@ def read_run(path: Path) -> ReportedRun:
         steps=_latest_by_step(metrics, "loss"),
         validations=_latest_by_step(metrics, "val_loss"),
         evaluations=_latest_by_step(metrics, "eval_*"),
-        events=read_jsonl(folder.events),
+        events=redact(read_jsonl(folder.events)),
         facts=redact(_read_object(folder.run_json)),
         configuration=without_secrets(resolved),
         results=_read_object(evaluation / "results.json"),

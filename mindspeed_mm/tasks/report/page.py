@@ -6,7 +6,8 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +33,43 @@ MOST_SAMPLES = 12
 """Wrong answers shown, and right ones."""
 MOST_EVENTS = 40
 NOTHING = "–"
-TEMPLATE = "report/report_page.html.j2"
+_PAGE, _BODY = "report/report_page.html.j2", "report/report_body.html.j2"
 
 
 def render_page(runs: Sequence[ReportedRun]) -> str:
     """One HTML page that needs nothing from outside itself."""
-    environment = jinja2.Environment(
+    subtitle = f"{len(runs)} runs" if len(runs) > 1 else _subtitle(runs[0])
+    title = f"Report: {', '.join(run.name for run in runs)}"
+    content = _content(runs, map(training_rows, (run.path for run in runs)))
+    return page_environment().get_template(_PAGE).render(title=title, subtitle=subtitle, **content)
+
+
+def render_body(runs: Sequence[ReportedRun]) -> str:
+    """The same without title, style sheet and training rows, which take a processor to read: a piece of HTML for a page
+    that has `report.css.j2`."""
+    return page_environment().get_template(_BODY).render(**_content(runs, repeat(None)))
+
+
+def page_environment() -> jinja2.Environment:
+    """Jinja for pages about runs, whose templates are named from `tasks` on: what runs and people wrote is escaped."""
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parents[1]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+
+
+def _content(runs: Sequence[ReportedRun], rows: Iterable[Record | None]) -> Record:
     several = len(runs) > 1
-    subtitle = f"{len(runs)} runs" if several else _subtitle(runs[0])
-    return environment.get_template(TEMPLATE).render(
-        title=f"Report: {', '.join(run.name for run in runs)}",
-        subtitle=subtitle,
-        runs=[_describe(run, several=several) for run in runs],
-        beside=_beside(runs) if several else None,
-        scores=score_tables(runs),
-        charts=[(title, Markup(svg)) for title, svg in draw_charts(runs)],  # drawn by us
-    )
+    described = [_describe(run, several=several) for run in runs]
+    return {
+        "runs": [{**run, "training": shown} for run, shown in zip(described, rows, strict=False)],
+        "beside": _beside(runs) if several else None,
+        "scores": score_tables(runs),
+        "charts": [(title, Markup(svg)) for title, svg in draw_charts(runs)],  # drawn by us
+    }
 
 
 def _beside(runs: Sequence[ReportedRun]) -> Record:
@@ -81,7 +97,6 @@ def _describe(run: ReportedRun, several: bool) -> Record:
         "numbers": summary(run),
         "judged": judged(run),
         "grid": sample_grid(run.rounds),
-        "training": training_rows(run.path),
         "wrong": _samples(wrong, media),
         "right": _samples(right, media),
         "wrong_total": len(run.samples) - right_total,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,26 +10,11 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.core.request import Request, argument, group, option
 from mindspeed_mm.tasks.model_kind import kind_of_path
-from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option, read_key
+from mindspeed_mm.tasks.requests.access import Access, access_of
+from mindspeed_mm.tasks.requests.shared import adapters_of, checkpoint_option
 from mindspeed_mm.tasks.serve.limits import Limits
 
 OWN, BATCHES, CONTINUOUS = "own", "batches", "continuous"
-
-
-@dataclass(frozen=True)
-class Access:
-    """Who may ask, and what they may name."""
-
-    key: str | None = None
-    """Asked of everybody; None: of nobody."""
-    hosts: frozenset[str] | None = None
-    """Names that the server answers to; None: any."""
-    origins: frozenset[str] = frozenset()
-    """Addresses of pages that may ask, beside this server's own: `https://models.example.org`."""
-    media_folder: Path | None = None
-    """Requests may name files below it."""
-    remote_hosts: frozenset[str] = frozenset()
-    """Requests may name addresses on these."""
 
 
 @dataclass(frozen=True)
@@ -96,48 +79,19 @@ def check_request(request: ServeRequest) -> Access:
     Raises:
         UsageError: Other machines could ask without a key; the folder of media is none; or options do not go together.
     """
-    key = read_key(request.key_file)
+    access = access_of(request.host, request.key_file, request.origins)
     if request.nproc > 1 and request.plan is None:
         way_out = "Add --plan CONFIG, whose section 'parallel' spreads the model."
         raise UsageError("one process serves a model that is not spread", key="--nproc", way_out=way_out)
     _check_engine(request, kind_of_path(request.model) is GENERATOR)
     _check_adapters(request, kind_of_path(request.model) is GENERATOR)
-    if not is_loopback(request.host) and not key:
-        raise UsageError(
-            f"{request.host} can be reached from other machines, and there is no key",
-            key="--host",
-            way_out="Give --key-file FILE, or leave --host out.",
-        )
     if request.media_folder is not None and not request.media_folder.is_dir():
         way_out = f"Relative paths start at '{Path.cwd()}'."
         raise UsageError(
             "there is no such folder", where=str(request.media_folder), key="--media-folder", way_out=way_out
         )
-    own_names = frozenset({"127.0.0.1", "localhost", "::1", request.host.lower()})
-    hosts = own_names if is_loopback(request.host) else None
-    origins = frozenset(origin.lower().rstrip("/") for origin in request.origins)
-    _check_origins(origins)
     remote_hosts = frozenset(host.lower() for host in request.remote_hosts)
-    return Access(key, hosts, origins, request.media_folder, remote_hosts)
-
-
-def _check_origins(origins: Collection[str]) -> None:
-    """Raise `UsageError` for what no browser names as an origin."""
-    for origin in origins:
-        scheme, separator, host = origin.partition("://")
-        if scheme not in ("http", "https") or not separator or not host or set(host) & set("/?#@ "):
-            way_out = "Give scheme, host and port as a browser shows them: https://models.example.org"
-            raise UsageError(f"'{origin}' is not the address of pages", key="--allow-origin", way_out=way_out)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return replace(access, media_folder=request.media_folder, remote_hosts=remote_hosts)
 
 
 def _check_engine(request: ServeRequest, is_generator: bool) -> None:

@@ -7,20 +7,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.draw.engine import DrawEngine
-from mindspeed_mm.tasks.requests.serve import Access
+from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.serve.backend import Backend
 from mindspeed_mm.tasks.serve.chat import ChatRoutes
 from mindspeed_mm.tasks.serve.drawing import DrawRoutes
 from mindspeed_mm.tasks.serve.guard import Guard
+from mindspeed_mm.tasks.serve.guarded import guarded, page_headers
 from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
 from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
@@ -28,15 +27,6 @@ from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
 
 _PAGE = Path(__file__).with_name("page.html")
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data: blob:; media-src data: blob:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-
-
 Engine = AnswerEngine | DrawEngine | Backend
 
 
@@ -66,9 +56,7 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         if not isinstance(engine, Backend):
             engine.close(limits.max_seconds)
 
-    handlers = {HTTPException: _no_route}
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
-    return Guard(_without_error_pages(app), limits, access, metrics)
+    return guarded(Starlette(routes=routes, lifespan=lifespan), limits, access, metrics)
 
 
 def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
@@ -76,23 +64,12 @@ def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metr
     return [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
 
 
-def _without_error_pages(app: Starlette) -> ASGIApp:
-    """Errors pass to the guard, which says all of them alike."""
-    stack = app.build_middleware_stack()
-    inner: ASGIApp = getattr(stack, "app", stack)  # inside ServerErrorMiddleware
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = app
-        await inner(scope, receive, send)
-
-    return answer
-
-
 def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseRoute]:
     page = _PAGE.read_text(encoding="utf-8")
+    headers = page_headers(page)
 
     async def show_page(_: Request) -> Response:
-        return HTMLResponse(page, headers=_PAGE_HEADERS)
+        return HTMLResponse(page, headers=headers)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -165,9 +142,3 @@ _UNSUPPORTED = {
 async def _unsupported(request: Request) -> Response:
     path = request.url.path
     raise RefusedError(400, f"'{path}' is not supported: {_UNSUPPORTED[path]}.", param=path, code="unsupported_route")
-
-
-async def _no_route(request: Request, error: HTTPException) -> Response:
-    said = {404: f"there is nothing at '{request.url.path[:100]}'.", 405: f"'{request.method}' is not answered here."}
-    known = RefusedError(error.status_code, said.get(error.status_code, str(error.detail)), code="not_found")
-    return JSONResponse(known.body(), error.status_code, error.headers)

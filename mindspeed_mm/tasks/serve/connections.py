@@ -16,7 +16,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
+from mindspeed_mm.tasks.serve.limits import RefusedError, WireLimits
 
 SPARE_CONNECTIONS = 256
 """Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
@@ -34,7 +34,7 @@ class Connections:
         limits: Of the server.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WireLimits) -> None:
         self.limits = limits
         self._of: dict[str, dict[BoundedProtocol, None]] = defaultdict(dict)
 

@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mindspeed_mm.tasks.requests.serve import Access
+from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.serve.failing import failure_of
-from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
+from mindspeed_mm.tasks.serve.limits import RefusedError, WireLimits
 from mindspeed_mm.tasks.serve.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/", "/health"})
@@ -40,7 +40,7 @@ class Guard:
         metrics: Where requests are counted.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, limits: WireLimits, access: Access, metrics: Metrics) -> None:
         self._app, self._limits, self._metrics, self._access = app, limits, metrics, access
         self._key = None if access.key is None else f"Bearer {access.key}".encode()
         self._arriving = _Memory(int(limits.max_requests * limits.max_body_mib * _MIB))
@@ -125,7 +125,7 @@ class Guard:
 class _Body:
     """A request's body as it arrives. Its size is counted, for a client may declare none, or another."""
 
-    def __init__(self, receive: Receive, limits: Limits, memory: _Memory) -> None:
+    def __init__(self, receive: Receive, limits: WireLimits, memory: _Memory) -> None:
         self.receive, self._limits, self._memory = receive, limits, memory
         self._size, self._has_ended, self._held = 0, False, 0
 

@@ -63,8 +63,8 @@ def _limit(default: float, told: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Limits(Request):
-    """How much of everything a request may have. Each is an option of `mm serve`."""
+class WireLimits(Request):
+    """How many requests a server takes, how large and how slow. Each is an option of its command."""
 
     max_requests: int = _limit(64, "Maximum number of requests at a time, waiting ones included")
     max_seconds: float = _limit(
@@ -76,16 +76,6 @@ class Limits(Request):
     max_head_seconds: float = _limit(10.0, "Longest time in seconds that the headers of a request may take to arrive")
     max_body_mib: float = _limit(64.0, "Maximum size of a request in MiB")
     max_body_seconds: float = _limit(30.0, "Longest time in seconds that the body of a request may take to arrive")
-    max_media: int = _limit(16, "Maximum number of pictures, videos and audio files in a request")
-    max_media_mib: float = _limit(32.0, "Maximum size of a media file in MiB")
-    max_pixels: int = _limit(32_000_000, "Maximum height × width of a picture or of a video frame")
-    max_media_seconds: float = _limit(600.0, "Maximum length of a video or audio file in seconds")
-    max_characters: int = _limit(500_000, "Maximum number of characters of text in a request")
-    max_prompt_tokens: int = _limit(32768, "Maximum number of tokens in a prompt, media included")
-    max_new_tokens: int = _limit(4096, "Maximum number of tokens in an answer, also where a request does not say")
-    max_samples: int = _limit(4, "Maximum number of answers, pictures or clips in one request")
-    max_steps: int = _limit(100, "Maximum number of denoising steps of a picture or clip")
-    max_frames: int = _limit(256, "Maximum number of frames of a clip")
 
     def check(self, name: str, value: float, what: str, *, status: int = 413) -> None:
         """Raise when a value is above a limit.
@@ -106,6 +96,22 @@ class Limits(Request):
         """The error of a limit."""
         option, limit = option_of(name), getattr(self, name)
         return RefusedError(status, f"{what}, more than {option} {limit:,}.", param=option, code=name)
+
+
+@dataclass(frozen=True)
+class Limits(WireLimits):
+    """How much of everything a request to a model may have. Each is an option of `mm serve`."""
+
+    max_media: int = _limit(16, "Maximum number of pictures, videos and audio files in a request")
+    max_media_mib: float = _limit(32.0, "Maximum size of a media file in MiB")
+    max_pixels: int = _limit(32_000_000, "Maximum height × width of a picture or of a video frame")
+    max_media_seconds: float = _limit(600.0, "Maximum length of a video or audio file in seconds")
+    max_characters: int = _limit(500_000, "Maximum number of characters of text in a request")
+    max_prompt_tokens: int = _limit(32768, "Maximum number of tokens in a prompt, media included")
+    max_new_tokens: int = _limit(4096, "Maximum number of tokens in an answer, also where a request does not say")
+    max_samples: int = _limit(4, "Maximum number of answers, pictures or clips in one request")
+    max_steps: int = _limit(100, "Maximum number of denoising steps of a picture or clip")
+    max_frames: int = _limit(256, "Maximum number of frames of a clip")
 
 
 def option_of(name: str) -> str:

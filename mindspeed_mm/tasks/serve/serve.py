@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 
-from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
@@ -30,17 +28,15 @@ from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
-from mindspeed_mm.tasks.requests.serve import CONTINUOUS, OWN, Access, ServeRequest
+from mindspeed_mm.tasks.requests.access import Access
+from mindspeed_mm.tasks.requests.serve import CONTINUOUS, OWN, ServeRequest
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
-from mindspeed_mm.tasks.serve.connections import BoundedProtocol, Connections
-from mindspeed_mm.tasks.serve.guard import Guard
-from mindspeed_mm.tasks.serve.limits import Limits
+from mindspeed_mm.tasks.serve.listening import build_server, listen, shown_host
 from mindspeed_mm.tasks.serve.shared import SharedModel, load_shared
 
 _CACHED_TOKENS = 2**17
 """Of all questions that are answered at a time by continuous batching, unless one may have more."""
-_LONGEST_HEADERS_BYTES = 2**16
 _LOOK_S = 0.2
 """How often is looked whether a server of ranks is to end."""
 
@@ -84,7 +80,7 @@ def _listen(
             # uvicorn raises the signal that ended it once more, for whoever was there before.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)
-            say(f"http://{_shown(request.host)}:{listening.getsockname()[1]}/v1")
+            say(f"http://{shown_host(request.host)}:{listening.getsockname()[1]}/v1")
             server = build_server(app, request.limits)
             with ended_by(is_over, server):
                 server.run(sockets=[listening])
@@ -106,22 +102,6 @@ def ended_by(is_over: Callable[[], bool], server: uvicorn.Server) -> Iterator[No
         yield
     finally:
         done.set()
-
-
-def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
-    """What listens; told to end, it answers what runs first."""
-    config = uvicorn.Config(
-        app,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        h11_max_incomplete_event_size=_LONGEST_HEADERS_BYTES,
-        timeout_graceful_shutdown=max(1, round(limits.max_seconds)),
-        http=cast(Any, partial(BoundedProtocol, connections=Connections(limits))),
-        loop="asyncio",
-        ws="none",
-    )
-    return uvicorn.Server(config)
 
 
 def _shared(request: ServeRequest, plan: Path, ranks: Ranks) -> SharedModel:
@@ -187,26 +167,6 @@ def _answering(request: ServeRequest, generator: Generator) -> AnswerEngine:
     return AnswerEngine(generator, most_rows=request.batch_size)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at an address, before a model is loaded for it.
-
-    Raises:
-        MachineError: The address is taken, or is none of this machine's.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        way_out = "Give another --port, or 0 for one that is free."
-        raise MachineError(f"{host}:{port} cannot be listened at: {error.strerror}", way_out=way_out) from error
-    listening.set_inheritable(True)
-    return listening
-
-
 def _end_loading(number: int, _frame: Any) -> None:
     """A process that loads in our name ends with us."""
     raise SystemExit(128 + number)
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
