@@ -47,6 +47,7 @@ html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sphinx = False
+highlight_language = "text"
 pygments_style = "tango"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = r"\$ "
