@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 FLOOR_PYTHON ?= python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart quickstart-generation test test-changed test-device test-floor check bench clean
+.PHONY: install quickstart quickstart-generation test test-changed test-device test-floor check docs bench clean
 
 install: $(VENV)/installed
 
@@ -77,8 +77,21 @@ check: install
 	$(BIN)/codespell
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_words.py tests/test_source_rules.py
 
+# The documentation as a site, to read from the disk or from any server. It has an environment of its own, without torch.
+DOCS_VENV := .venv-docs
+
+docs: $(DOCS_VENV)/installed
+	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -b html -c docs/site . build/docs
+	@echo "open build/docs/index.html"
+
+$(DOCS_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
+
 bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) $(DOCS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

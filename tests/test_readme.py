@@ -104,12 +104,6 @@ def test_a_fine_tuner_finds_families_and_recipes_before_all_else() -> None:
     assert re.search(r"\bplans?\b.*", page)[0].startswith("plan (how work is split over devices)")
 
 
-def test_the_index_names_every_page() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    lacking = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"({page.name})" not in index]
-    assert lacking == ["README.md"]
-
-
 @pytest.mark.slow
 @pytest.mark.edge("U7")
 def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +134,6 @@ def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         said = mm(*words)
         assert said.code == 0, (line, said.err)
     assert (tmp_path / "exported" / "config.json").is_file()
-
-
-def test_pages_in_chinese_have_the_commands_and_keys_of_the_english_ones() -> None:
-    """Their blocks are the same but for comments; and each is the page of the same name."""
-    pages = sorted((ROOT / "docs" / "zh").glob("**/*.md"))
-    assert pages
-    for page in pages:
-        english = ROOT / "docs" / page.name
-        assert blocks(page) == blocks(english), page
-        keys = [set(re.findall(r"`([^`\n]+)`", each.read_text(encoding="utf-8"))) for each in (page, english)]
-        assert keys[0] == keys[1], (page, keys[0] ^ keys[1])
-
-
-def blocks(page: Path) -> list[str]:
-    """Fenced blocks of a page without the comments in them."""
-    found = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return [re.sub(r"\s*#.*", "", block) for block in found]
-
-
-def test_links_lead_somewhere() -> None:
-    pattern = re.compile(r"\]\((?!https?:)([^)#]+)\)")
-    links = [(page, link) for page in PAGES for link in pattern.findall(page.read_text(encoding="utf-8"))]
-    assert len(links) > 50
-    assert [(str(page), link) for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_make_targets_of_the_readme_exist() -> None:

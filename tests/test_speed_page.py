@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
-    commands = re.search(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert commands is not None
-    for line in commands[1].splitlines():
-        assert run(shlex.split(line)[1:]) == 0, line
+    lines_of_page = "".join(re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
+    assert len(lines_of_page) == 4
+    for line in lines_of_page:
+        assert run(shlex.split(line, comments=True)[1:]) == 0, line
     assert "MFU" in capsys.readouterr().out
 
 
