@@ -77,7 +77,7 @@ def test_the_site_is_readable_and_searchable_from_the_disk(site: Path, tmp_path:
         grounds = set()
         for width in (390, 1280):
             for scheme in ("light", "dark"):
-                page.look(width, scheme)
+                page.look(width, 900, dark=scheme == "dark")
                 for name in ("index.html", "docs/generation.html", "docs/zh/features/README.html"):
                     page.open((site / name).as_uri())
                     page.wait_until(f"document.readyState == 'complete' && location.href.endsWith('{name}')")

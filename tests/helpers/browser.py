@@ -81,13 +81,6 @@ class Page:
         node = self._call("DOM.querySelector", nodeId=root, selector=f"#{element}")["nodeId"]
         self._call("DOM.setFileInputFiles", files=[str(file) for file in files], nodeId=node)
 
-    def look(self, width: int, scheme: str) -> None:
-        """Show pages at a width in pixels, to somebody who prefers a colour scheme: `light` or `dark`."""
-        self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
-        )
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
     def photograph(self, path: Path) -> None:
         """Write what is seen as a PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
