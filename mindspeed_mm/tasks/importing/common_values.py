@@ -139,10 +139,18 @@ def attention(draft: Draft, row: PeerRow, value: Any) -> Outcome:
     """The attention kernel."""
     word = str(value).lower().replace("-", "_")
     names = {
-        "flash_attention_2": "flash_attention_2", "flash_attn": "flash_attention_2",
-        "flash_attention": "flash_attention_2", "flash_attention_3": "flash_attention_3", "flash_attention_4": None, "sdpa": "sdpa", "eager": "eager",
-        "flex_attention": "flex_attention", "unfused": "sdpa", "auto": None, "none": None,
-    }  # fmt: skip
+        "flash_attention_2": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flash_attention": "flash_attention_2",
+        "flash_attention_3": "flash_attention_3",
+        "flash_attention_4": None,
+        "sdpa": "sdpa",
+        "eager": "eager",
+        "flex_attention": "flex_attention",
+        "unfused": "sdpa",
+        "auto": None,
+        "none": None,
+    }
     if "/" in word or word == "flash":
         word = "flash_attention_2"
     if word not in names:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_mm.core.redaction import without_secrets
+from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.tasks.importing.draft import Finding
@@ -38,6 +38,11 @@ def counts(imported: Imported) -> str:
 
 def as_dict(imported: Imported) -> dict[str, Any]:
     """For machines: the configuration, and what became of each setting."""
+    told: dict[str, Any] = redact(_told_as_data(imported))
+    return told
+
+
+def _told_as_data(imported: Imported) -> dict[str, Any]:
     return {
         "tool": imported.tool,
         "source": imported.source,
