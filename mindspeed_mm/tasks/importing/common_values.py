@@ -10,8 +10,8 @@ from typing import Any
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.tasks.importing.draft import (
     LORA,
-    Draft,
     Outcome,
+    PeerSetup,
     conversion,
     idle,
     is_on,
@@ -54,7 +54,7 @@ def fixed(row: PeerRow, value: Any, how: str) -> Outcome:
 
 
 @conversion("number")
-def number(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def number(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A number, however it is written: `1e-4`, `"0.1"`, the list of one of them."""
     if isinstance(value, list) and value:
         value = value[0]
@@ -65,43 +65,43 @@ def number(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion("flag")
-def flag(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def flag(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A switch that is one here, too."""
     return {key_of(row): is_on(value)}
 
 
 @conversion("not")
-def negated(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def negated(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A switch that says the opposite here."""
     return {key_of(row): not is_on(value)}
 
 
 @conversion("on")
-def switched_on(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def switched_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A switch whose being off leaves our default."""
     return {key_of(row): True} if is_on(value) else {}
 
 
 @conversion("list")
-def listed(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def listed(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A list, or words with commas between them."""
     return {key_of(row): texts(value)} if value else {}
 
 
 @conversion("path")
-def path(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A path, which stays as it is written."""
     return {key_of(row): str(value)}
 
 
 @conversion(":text")
-def text(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def text(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A text; a switch that is off is none."""
     return {key_of(row): value} if isinstance(value, str) and value else {}
 
 
 @conversion(":first")
-def first(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def first(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The first of a list, where one is taken here."""
     several = value if isinstance(value, list) else [value]
     if not several:
@@ -112,7 +112,7 @@ def first(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":model")
-def model(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A folder, or a name on a hub, which is downloaded first."""
     name = str(value[0] if isinstance(value, list) and value else value)
     key = key_of(row)
@@ -123,7 +123,7 @@ def model(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":dtype")
-def dtype(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def dtype(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The type that is computed in."""
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": None, "float32": None}
     word = str(value).lower().removeprefix("torch.")
@@ -135,8 +135,8 @@ def dtype(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":attention")
-def attention(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The attention kernel."""
+def attention(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The attention kernel, under the names that transformers and ms-swift use."""
     word = str(value).lower().replace("-", "_")
     names = {
         "flash_attention_2": "flash_attention_2",
@@ -159,7 +159,7 @@ def attention(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":resume")
-def resume(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def resume(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A run continues by itself; a checkpoint elsewhere is named."""
     if isinstance(value, bool) or str(value).lower() in ("latest", "auto", "none", ""):
         return idle("a run continues from the newest checkpoint in training.save")
@@ -169,13 +169,13 @@ def resume(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def with_lora(draft: Draft) -> None:
-    """Switch adapters on."""
+def with_lora(draft: PeerSetup) -> None:
+    """Train adapters instead of all weights."""
     draft.put(f"{LORA}.enable", True)
 
 
 @conversion(":targets")
-def targets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The modules that get adapters; all linear layers are our default."""
     if isinstance(value, str) and re.search(r"mlp.*attn|attn.*mlp", value) and "vision" not in value:
         return {}  # all linear layers of the language model, in a regular expression
@@ -196,13 +196,13 @@ def targets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":alpha")
-def alpha(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def alpha(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The numerator of the adapters' scale."""
     return {key_of(row): value}
 
 
 @conversion(":rslora")
-def rslora(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def rslora(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The scale alpha / √rank is that of another alpha here (rsLoRA, arXiv:2312.03732)."""
     if not is_on(value):
         return {}
@@ -213,14 +213,14 @@ def rslora(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":loraplus")
-def loraplus(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The factor on the rate of the adapters' B (LoRA+, arXiv:2402.12354)."""
     return {key_of(row): [{"match": "lora_B", "scale": float(value)}]}
 
 
 @conversion(":lora_path")
-def lora_path(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Adapters to continue from."""
+def lora_path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The folder or file of adapters that training continues from."""
     if isinstance(value, bool):
         return idle("the rank is that of the adapters in training.lora.pretrained_lora_path")
     several = value if isinstance(value, list) else [value]

@@ -49,8 +49,8 @@ def no(note: str) -> Told:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What became of a setting."""
+class SettingResult:
+    """What became of a setting, with its place."""
 
     word: str
     where: str
@@ -60,7 +60,7 @@ class Finding:
 
 
 @dataclass
-class Draft:
+class PeerSetup:
     """The configuration while it is made; keys are dotted."""
 
     tool: PeerTool
@@ -69,7 +69,7 @@ class Draft:
     out: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """Key → what stands beside it."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[SettingResult] = field(default_factory=list)
     downloads: dict[str, None] = field(default_factory=dict)
     """Commands that fetch what the setup names by its name on a hub."""
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -167,10 +167,10 @@ class Draft:
 
 
 Outcome = Mapping[str, Any] | Told
-Conversion = Callable[[Draft, PeerRow, Any], Outcome]
+Conversion = Callable[[PeerSetup, PeerRow, Any], Outcome]
 CONVERSIONS: dict[str, Conversion] = {}
 """Name in the table's column `how` → what it does with a value."""
-DEFAULTS: dict[str, Callable[[Draft], Any]] = {}
+DEFAULTS: dict[str, Callable[[PeerSetup], Any]] = {}
 """Name in the table's column `default` → the tool's default for these settings; None where there is none."""
 
 
@@ -184,10 +184,10 @@ def conversion(name: str) -> Callable[[Conversion], Conversion]:
     return register
 
 
-def default_of(name: str) -> Callable[[Callable[[Draft], Any]], Callable[[Draft], Any]]:
+def default_of(name: str) -> Callable[[Callable[[PeerSetup], Any]], Callable[[PeerSetup], Any]]:
     """Register a default that follows from other settings."""
 
-    def register(function: Callable[[Draft], Any]) -> Callable[[Draft], Any]:
+    def register(function: Callable[[PeerSetup], Any]) -> Callable[[PeerSetup], Any]:
         DEFAULTS[name] = function
         return function
 

@@ -12,8 +12,8 @@ from mindspeed_mm.tasks.importing.draft import (
     DATASET,
     DIFFUSION,
     MEDIA,
-    Draft,
     Outcome,
+    PeerSetup,
     conversion,
     data_fetch,
     idle,
@@ -24,7 +24,7 @@ from mindspeed_mm.tasks.importing.draft import (
 
 
 @conversion(":di_dataset")
-def di_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Pictures with one caption, of a thing and its class; or a folder or data set with captions."""
     name = draft.folder_of(str(value), "data", data_fetch)
     prompt = draft.get("instance_prompt")
@@ -42,7 +42,7 @@ def di_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":prior_weight")
-def prior_weight(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def prior_weight(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The weight of the loss of the class, where pictures of it are trained on."""
     entries = draft.out.get(DATASET)
     has_prior = isinstance(entries, list) and any(isinstance(each, dict) and each.get("prior") for each in entries)
@@ -50,7 +50,7 @@ def prior_weight(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":di_resolution")
-def di_resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def di_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A square, unless buckets or sizes of clips are given."""
     if any(map(draft.has, ("aspect_ratio_buckets", "height", "height_buckets"))):
         return {}
@@ -58,20 +58,20 @@ def di_resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":aspect_buckets")
-def aspect_buckets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """`1024,1024;768,1360`."""
+def aspect_buckets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Sizes written `height,width;height,width`, as a list of buckets."""
     pairs = [part.split(",") for part in str(value).split(";") if part]
     return {f"{MEDIA}.buckets": [f"{int(height)}x{int(width)}" for height, width in pairs]}
 
 
 @conversion(":center_crop")
-def center_crop(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The middle or anywhere."""
+def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether media are cut in the middle or at a random place."""
     return {} if is_on(value) or draft.has("height") else {f"{MEDIA}.crop": "random"}
 
 
 @conversion(":ko_dataset")
-def ko_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
     entries = _subsets(draft) or [
         {"path": str(draft.get(word)), **({"prior": True} if word == "reg_data_dir" else {})}
@@ -85,7 +85,7 @@ def ko_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def _subsets(draft: Draft) -> list[dict[str, Any]]:
+def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_resolution(draft, each)) for each in datasets}) > 1
     entries = []
@@ -104,21 +104,21 @@ def _subsets(draft: Draft) -> list[dict[str, Any]]:
     return entries
 
 
-def _general(draft: Draft, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
+def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
     """A setting of a data set, of all of them, or of the command."""
     general = draft.given.tree.get("general") or {}
     return dataset.get(word, general.get(word, draft.get(word, default)))
 
 
-def _resolution(draft: Draft, dataset: dict[str, Any]) -> tuple[int, int]:
-    """Width and height."""
+def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
+    """Width and height that a data set is trained at."""
     default = [960, 544] if draft.tool.name == "musubi" else 512
     given = _general(draft, dataset, "resolution", default)
     numbers = [int(float(each)) for each in (given if isinstance(given, list) else texts(str(given).replace("x", ",")))]
     return numbers[0], numbers[-1]
 
 
-def _sizes(draft: Draft, dataset: dict[str, Any]) -> dict[str, Any]:
+def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
     width, height = _resolution(draft, dataset)
     frames = dataset.get("target_frames")
     sizes: dict[str, Any] = (
@@ -133,7 +133,7 @@ def _sizes(draft: Draft, dataset: dict[str, Any]) -> dict[str, Any]:
 
 @conversion(":ko_resolution")
 @conversion(":mu_resolution")
-def resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A size, or an area where there are buckets."""
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)] or [{}]
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -142,7 +142,7 @@ def resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":mu_dataset")
-def mu_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders and files of pictures and clips; each has its own sizes where they differ."""
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     several = len({str(_sizes(draft, each)) for each in datasets}) > 1
@@ -163,7 +163,7 @@ def mu_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":frames")
-def frames(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Numbers of frames, unless each entry has its own."""
     datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
     if len({str(_sizes(draft, each)) for each in datasets}) > 1:
@@ -173,7 +173,7 @@ def frames(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":frame_extraction")
-def frame_extraction(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def frame_extraction(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Which part of a clip is taken."""
     if value == "head":
         return {}
@@ -181,13 +181,13 @@ def frame_extraction(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":micro_batch")
-def micro_batch(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def micro_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Media of a device at a time."""
     return {"training.micro_batch_size": int(value)}
 
 
 @conversion(":ai_datasets")
-def ai_datasets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Folders; an entry of several resolutions becomes several."""
     entries = []
     for dataset in process_of(draft).get("datasets") or []:
@@ -218,13 +218,13 @@ def ai_datasets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
     return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
 
 
-def process_of(draft: Draft) -> dict[str, Any]:
+def process_of(draft: PeerSetup) -> dict[str, Any]:
     """The part of a job that trains."""
     processes = (draft.given.tree.get("config") or {}).get("process") or [{}]
     return processes[0] if isinstance(processes[0], dict) else {}
 
 
-def _areas(draft: Draft) -> set[int]:
+def _areas(draft: PeerSetup) -> set[int]:
     """Sides of the squares whose areas are trained at."""
     found: set[int] = set()
     for dataset in process_of(draft).get("datasets") or []:
@@ -234,7 +234,7 @@ def _areas(draft: Draft) -> set[int]:
 
 
 @conversion(":ai_resolution")
-def ai_resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ai_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The area of a square; several are in the entries."""
     areas = _areas(draft) or {int(value)}
     if len(areas) > 1:
@@ -243,13 +243,13 @@ def ai_resolution(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_crop")
-def ai_crop(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Where media are cut."""
+def ai_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether media are cut at a random place."""
     return {f"{MEDIA}.crop": "random"} if is_on(value) else {}
 
 
 @conversion(":ds_dataset")
-def ds_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ds_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A table of media and captions."""
     table = draft.get("dataset_metadata_path")
     entry: dict[str, Any] = {"path": str(table or value)}

@@ -11,8 +11,8 @@ from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
 from mindspeed_mm.tasks.importing.draft import (
     DIFFUSION,
     LORA,
-    Draft,
     Outcome,
+    PeerSetup,
     conversion,
     default_of,
     idle,
@@ -39,8 +39,8 @@ _WEIGHTINGS: dict[str, dict[str, str]] = {
 
 
 @conversion(":network_module")
-def network_module(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """LoRA in kohya's kinds."""
+def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The kinds of adapters of kohya's scripts, of which LoRA is built."""
     kind = str(value).rpartition(".")[2]
     if not kind.startswith("lora"):
         way_out = "training.lora trains LoRA and DoRA adapters: network_module networks.lora."
@@ -50,13 +50,13 @@ def network_module(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":network_args")
-def network_args(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Further arguments of adapters."""
+def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Further arguments of adapters, such as convolutions, which are not built."""
     return no("training.lora.target_modules names the layers; convolutions and other kinds of adapters are not built")
 
 
 @conversion(":ai_network")
-def ai_network(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """LoRA; LoKr and others are named."""
     if str(value).lower() not in ("lora", "lierla"):
         raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
@@ -64,30 +64,30 @@ def ai_network(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":only_if_contains")
-def only_if_contains(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Parts of module names."""
+def only_if_contains(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Parts of the names of modules that get adapters, as patterns."""
     names = [each.removeprefix("transformer.") for each in texts(value)]
     return {f"{LORA}.target_modules": [f"*{name}*" for name in names]}
 
 
 @conversion(":lora_base_model")
-def lora_base_model(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Adapters on the transformer."""
+def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The part that gets adapters: the transformer alone is supported."""
     if value not in ("dit", "video_dit", "dit2"):
         return no("adapters are on the transformer")
     return {f"{LORA}.enable": True}
 
 
 @conversion(":model_of_paths")
-def model_of_paths(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """`Wan-AI/Wan2.1-T2V-1.3B:diffusion_pytorch_model*.safetensors,…`."""
+def model_of_paths(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The model behind a list of its files, such as `Wan-AI/Wan2.1-T2V-1.3B:diffusion_pytorch_model*.safetensors,…`."""
     name = str(value).partition(":")[0].strip('["')
     draft.note("model.model_name_or_path", "the folder of this model in diffusers' layout")
     return {"model.model_name_or_path": f"models/{name.rpartition('/')[2]}"}
 
 
 @conversion(":blocks_to_swap")
-def blocks_to_swap(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def blocks_to_swap(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Frozen blocks that wait on the host; that needs recomputation."""
     if not value or not int(value):
         return {}
@@ -95,7 +95,7 @@ def blocks_to_swap(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":optimizer_args")
-def optimizer_args(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def optimizer_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """`weight_decay=0.01`, `betas=0.9,0.99`, `eps=1e-8` of AdamW."""
     found: dict[str, Any] = {}
     for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
@@ -115,34 +115,34 @@ def optimizer_args(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":betas")
-def betas(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The two decays of AdamW."""
+def betas(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The decay rates of the two moments of AdamW."""
     if not isinstance(value, list) or len(value) != 2:
         return no("write adam_beta1 and adam_beta2 in the section training")
     return {"training.adam_beta1": float(value[0]), "training.adam_beta2": float(value[1])}
 
 
 @conversion(":must_be_on")
-def must_be_on(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def must_be_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A part that is always trained here."""
     return {} if is_on(value) else no("the transformer alone is trained")
 
 
 @conversion(":off_or_no")
-def off_or_no(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def off_or_no(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Not built; switched off it changes nothing."""
     is_off = value in (False, None, 0, 0.0, "", ",", ", ") or str(value).lower() in ("false", "0", "0.0")
     return idle("it is off") if is_off else no(row.note)
 
 
 @conversion(":off_or_idle")
-def off_or_idle(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def off_or_idle(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """It changes how the tool computes."""
     return idle(row.note)
 
 
 @conversion(":sd_only")
-def sd_only(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sd_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A setting of Stable Diffusion 1, 2 and XL, which predict noise: these families are not built."""
     if value in (False, 0, 0.0):
         return idle("it is off")
@@ -152,7 +152,7 @@ def sd_only(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 # --- noise levels and losses ------------------------------------------------------------------------------------------
 
 
-def _density(draft: Draft, scheme: str, flips: bool = True) -> dict[str, Any]:
+def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> dict[str, Any]:
     """A `weighting_scheme`; the scripts index times that run down, so less noise where the paper has more."""
     found: dict[str, Any] = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
     if scheme == "logit_normal":
@@ -165,7 +165,7 @@ def _density(draft: Draft, scheme: str, flips: bool = True) -> dict[str, Any]:
 
 
 @conversion(":di_weighting")
-def di_weighting(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def di_weighting(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The density of diffusers' flow-matching scripts, without a shift; CogVideoX counts steps uniformly."""
     if str(value) not in _WEIGHTINGS:
         return no(f"{value} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
@@ -175,14 +175,14 @@ def di_weighting(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @default_of("ko_timesteps")
-def ko_timesteps_default(draft: Draft) -> str | None:
+def ko_timesteps_default(draft: PeerSetup) -> str | None:
     """By script: sigma for FLUX.1 and SD3, shift for Lumina."""
     script = Path(draft.given.program[0]).name if draft.given.program else ""
     return "shift" if script.startswith("lumina") else "sigma"
 
 
 @conversion(":ko_timesteps")
-def ko_timesteps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """`timestep_sampling` of kohya's scripts (get_noisy_model_input_and_timesteps)."""
     word = str(value)
     of_script = 1.0 if draft.tool.name == "musubi" else 3.0
@@ -208,8 +208,8 @@ def ko_timesteps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ai_timesteps")
-def ai_timesteps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """`timestep_type` of ai-toolkit (custom_flowmatch_sampler.py)."""
+def ai_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """How noise levels are drawn by `timestep_type` of ai-toolkit (custom_flowmatch_sampler.py)."""
     word = str(value)
     found: dict[str, dict[str, Any]] = {
         "sigmoid": {"timestep_density": "logit_normal", "shift": 1.0},
@@ -225,20 +225,20 @@ def ai_timesteps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":prediction_type")
-def prediction_type(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def prediction_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What the loss compares: the velocity as it is (raw), or weighted by σ²."""
     return {} if value == "raw" else no("the loss compares velocities: model_prediction_type raw")
 
 
 @conversion(":sigma_range")
-def sigma_range(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sigma_range(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Timesteps of a thousand, as noise levels."""
     low, high = float(draft.get("min_timestep", 0)) / 1000, float(draft.get("max_timestep", 1000)) / 1000
     return {} if (low, high) == (0, 1) else {key_of(row): [low, high]}
 
 
 @conversion(":boundaries")
-def boundaries(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def boundaries(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Shares of the timesteps, which run down in DiffSynth-Studio."""
     low = 1 - float(draft.get("max_timestep_boundary", 1.0))
     high = 1 - float(draft.get("min_timestep_boundary", 0.0))
@@ -247,19 +247,19 @@ def boundaries(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":guidance")
-def guidance(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The guidance that FLUX.1 dev and HunyuanVideo take as an input."""
     return {key_of(row): float(value)}
 
 
 @conversion(":bypass_guidance")
-def bypass_guidance(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def bypass_guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Whether the input for guidance is left out."""
     return no("training.diffusion.guidance: 1.0 trains FLUX.1 dev at guidance 1") if is_on(value) else idle("it is off")
 
 
 @conversion(":ai_loss")
-def ai_loss(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ai_loss(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Losses that are not built; at their default they change nothing."""
     if value in (False, 0, 0.0, 1, 1.0, "", None) or value == "mse":
         return idle("it is off")
@@ -270,29 +270,29 @@ def ai_loss(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ko_save")
-def ko_save(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ko_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A folder, with the name of what is trained."""
     folder, name = draft.get("output_dir"), draft.get("output_name")
     return {"training.save": "/".join(str(each).rstrip("/") for each in (folder or "output", name) if each)}
 
 
 @conversion(":ai_save")
-def ai_save(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The folder of a job."""
+def ai_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The run folder of a job: its training folder and its name."""
     name, folder = draft.get("config.name", "job"), draft.get("training_folder", "output")
     return {"training.save": f"{str(folder).rstrip('/')}/{name}"}
 
 
 @conversion(":prompts")
-def prompts(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """What is drawn while training."""
+def prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The prompts that samples are drawn from while training."""
     separator = str(draft.get("validation_prompt_separator", ":::"))
     several = value if isinstance(value, list) else str(value).split(separator)
     return {"training.sampling.prompts": [str(each) for each in several]}
 
 
 @conversion(":sample_prompts")
-def sample_prompts(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sample_prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The prompts of ai-toolkit's list of samples."""
     samples = (process_of(draft).get("sample") or {}).get("samples") or []
     if any(key.startswith("ctrl_img") for sample in samples for key in sample):
@@ -301,15 +301,15 @@ def sample_prompts(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":prompts_file")
-def prompts_file(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def prompts_file(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """One prompt a line; kohya's options behind it are not read."""
     draft.note(key_of(row), "one prompt a line, without --w, --h and other options behind it")
     return {key_of(row): str(value)}
 
 
 @conversion(":validation_epochs")
-def validation_epochs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Rounds of samples."""
+def validation_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between two rounds of samples, from a number of epochs or steps."""
     if draft.has("validation_steps"):
         return {key_of(row): int(draft.get("validation_steps"))}
     steps = steps_of_epoch(draft)
@@ -320,13 +320,13 @@ def validation_epochs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":several_frames")
-def several_frames(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Frames of a sample; a picture has one."""
     return {key_of(row): int(value)} if int(value) > 1 else {}
 
 
 @default_of("alpha_of_diffusers")
-def alpha_of_diffusers(draft: Draft) -> float | None:
+def alpha_of_diffusers(draft: PeerSetup) -> float | None:
     """The rank in most scripts, 4 in newer DreamBooth scripts (`--lora_alpha`)."""
     if not is_adapter_script(draft):
         return None
@@ -336,12 +336,12 @@ def alpha_of_diffusers(draft: Draft) -> float | None:
     return 4.0 if re.search(r"dreambooth", script) else float(draft.get("rank", 4))
 
 
-def is_adapter_script(draft: Draft) -> bool:
+def is_adapter_script(draft: PeerSetup) -> bool:
     """Whether a script of diffusers trains adapters."""
     return any("lora" in word for word in draft.given.program) or draft.has("rank")
 
 
-def with_dataset_file(draft: Draft) -> None:
+def with_dataset_file(draft: PeerSetup) -> None:
     """Read the TOML that `dataset_config` names, beside the file or in the working directory."""
     name = draft.get("dataset_config")
     if not isinstance(name, str) or draft.tool.name not in ("kohya", "musubi"):

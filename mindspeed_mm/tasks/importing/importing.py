@@ -29,10 +29,10 @@ from mindspeed_mm.tasks.importing.draft import (
     LORA,
     MEDIA,
     MODEL,
-    Draft,
-    Finding,
     Method,
     Outcome,
+    PeerSetup,
+    SettingResult,
     Told,
     is_on,
     no,
@@ -77,7 +77,7 @@ class Imported:
     values: Mapping[str, Any]
     """Dotted key → value, without what our defaults say."""
     comments: Mapping[str, str]
-    findings: tuple[Finding, ...]
+    findings: tuple[SettingResult, ...]
     downloads: tuple[str, ...]
 
     def counted(self) -> dict[Kind, int]:
@@ -121,7 +121,7 @@ def translate(given: Given) -> Imported:
     """
     tool = recognise(given)
     given = _with_plain_keys(given, tool.name)
-    draft = Draft(tool, given)
+    draft = PeerSetup(tool, given)
     generators.with_dataset_file(draft)
     draft.method = _method(draft)
     _settle_kind(draft)
@@ -159,7 +159,7 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     return replace(given, settings=list(settings))
 
 
-def _method(draft: Draft) -> Method:
+def _method(draft: PeerSetup) -> Method:
     """What is trained.
 
     Raises:
@@ -195,7 +195,7 @@ def _method(draft: Draft) -> Method:
     return _METHODS[word]
 
 
-def _settle_kind(draft: Draft) -> None:
+def _settle_kind(draft: PeerSetup) -> None:
     """What follows from the tool and the method, before any setting."""
     if draft.tool.is_for_generators:
         draft.put("data.dataset_param.dataset_type", "generation")
@@ -216,7 +216,7 @@ _LATE = (":towers", ":warmup", ":interval", ":eval_steps", ":eval_strategy", ":s
 """Conversions that ask what others have written: rows, batch, length, adapters."""
 
 
-def _translate(draft: Draft, setting: Setting) -> None:
+def _translate(draft: PeerSetup, setting: Setting) -> None:
     """Say what becomes of a setting; those that ask others wait."""
     word = setting.key.rpartition(".")[2]
     row = draft.row(setting.key)
@@ -238,7 +238,7 @@ def _translate(draft: Draft, setting: Setting) -> None:
     _take(draft, setting, row, told)
 
 
-def _outcome(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def _outcome(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if row.how == "idle":
         return Told("idle", row.note)
     if row.how == "with":
@@ -258,10 +258,10 @@ def _outcome(draft: Draft, row: PeerRow, value: Any) -> Outcome:
         return no(f"its value cannot be read; set {row.ours}")
 
 
-def _take(draft: Draft, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
+def _take(draft: PeerSetup, setting: Setting, row: PeerRow | None, outcome: Outcome) -> None:
     """Note what became of a setting, and write what it says."""
     if isinstance(outcome, Told):
-        draft.findings.append(Finding(setting.key, setting.where, outcome.kind, note=outcome.note))
+        draft.findings.append(SettingResult(setting.key, setting.where, outcome.kind, note=outcome.note))
         return
     for key, value in outcome.items():
         if isinstance(value, str) and _WINDOWS.match(value) and not _NO_PATH.search(key):
@@ -269,13 +269,13 @@ def _take(draft: Draft, setting: Setting, row: PeerRow | None, outcome: Outcome)
         draft.put(key, value)
     note = row.note if row is not None else ""
     ours = tuple(outcome) or ((row.ours,) if row is not None and row.ours else ())
-    draft.findings.append(Finding(setting.key, setting.where, "translated", ours, note))
+    draft.findings.append(SettingResult(setting.key, setting.where, "translated", ours, note))
     for key, value in outcome.items():
         is_plain = key.endswith(f".{setting.key}") or value == setting.key
         draft.comments.setdefault(key, "" if is_plain else setting.key)
 
 
-def _add_defaults(draft: Draft) -> None:
+def _add_defaults(draft: PeerSetup) -> None:
     """Settings that wait for others, and defaults of the tool, in the table's order."""
     for is_late in (False, True):
         for row in rows_of(draft.tool.name):
@@ -295,7 +295,7 @@ def _add_defaults(draft: Draft) -> None:
                 _add_default(draft, row)
 
 
-def _add_default(draft: Draft, row: PeerRow) -> None:
+def _add_default(draft: PeerSetup, row: PeerRow) -> None:
     value = DEFAULTS[row.default[1:]](draft) if row.default.startswith("@") else value_of(row.default)
     if value is None or (row.ours in draft.out and row.how not in (":towers",)):
         return
@@ -313,7 +313,7 @@ def _add_default(draft: Draft, row: PeerRow) -> None:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def _finish(draft: Draft) -> None:
+def _finish(draft: PeerSetup) -> None:
     """Leave out what has no effect because of something else."""
     out = draft.out
     if not out.get(f"{LORA}.enable"):
@@ -364,7 +364,7 @@ def _finish(draft: Draft) -> None:
         draft.put(MODEL, "models/model", "name the model's folder: the setup does not")
 
 
-def _drop(draft: Draft, prefix: str, why: str) -> None:
+def _drop(draft: PeerSetup, prefix: str, why: str) -> None:
     """Take keys out again; the settings that they came from have no effect."""
     gone = {key for key in draft.out if key.startswith(prefix)}
     for key in gone:
@@ -412,7 +412,7 @@ def _schema_keys() -> Iterator[str]:
         yield key
 
 
-def _once(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def _once(findings: Sequence[SettingResult]) -> tuple[SettingResult, ...]:
     """A finding of each setting; entries of a list share theirs."""
     return tuple({(each.word, each.kind): each for each in findings}.values())
 

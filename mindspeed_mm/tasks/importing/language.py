@@ -13,8 +13,8 @@ from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     LORA,
-    Draft,
     Outcome,
+    PeerSetup,
     conversion,
     data_fetch,
     default_of,
@@ -26,7 +26,7 @@ from mindspeed_mm.tasks.importing.draft import (
 from mindspeed_mm.tasks.importing.run_values import processes
 
 _REASONING = re.compile(
-    r"^(qwen3|qwen3_vl|qwen3_5|qwen3_6|glm4_moe|glm4v|hunyuan|deepseekr1|ernie|intern_s1|seed_oss|gpt)(?!.*nothink)"
+    r"^(qwen3|qwen3_vl|qwen3_5|qwen3_6|glm4_moe|glm4v|hunyuan|deepseekr1|ernie|intern_s1|seed_oss|gpt)(?!.*no_?think)"
 )
 _TOWERS = (
     (r"qwen[\d.]*-?(vl|5-vl)|qwen2\.5-vl|qwen3\.[56]|glm-4\.[15]v", "model.visual", "model.visual.merger"),
@@ -41,7 +41,7 @@ _TOWERS = (
 _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BASIC}.stage": "rm"}, "grpo": {}}
 
 
-def method_keys(draft: Draft) -> Outcome:
+def method_keys(draft: PeerSetup) -> Outcome:
     """What a method is here: the stage of the rows, and `posttrain.method`."""
     keys: dict[str, Any] = dict(_OUT_OF[draft.method])
     if draft.method in ("dpo", "grpo"):
@@ -53,7 +53,7 @@ def method_keys(draft: Draft) -> Outcome:
 @conversion(":rl")
 @conversion(":rlhf")
 @conversion(":task_type")
-def method(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def method(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The method, which has been settled before anything else."""
     return method_keys(draft)
 
@@ -63,8 +63,8 @@ def method(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":finetuning")
 @conversion(":tuner")
-def finetuning(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Adapters or all weights."""
+def finetuning(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether adapters or all weights are trained."""
     word = str(value).lower()
     if word in ("lora", "lora_llm"):
         with_lora(draft)
@@ -80,8 +80,8 @@ def finetuning(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":adapter")
-def adapter(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """axolotl's lora and qlora."""
+def adapter(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Adapters of axolotl: lora, and qlora over a base in four bits."""
     word = str(value).lower()
     if word not in ("lora", "qlora"):
         raise draft.refuse(f"{value} is not built", "adapter", "training.lora trains LoRA and DoRA adapters.")
@@ -89,20 +89,20 @@ def adapter(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":target_linear")
-def target_linear(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def target_linear(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """All linear layers, which are our default."""
     return {}
 
 
 @conversion(":target_parameters")
-def target_parameters(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def target_parameters(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Fused experts, which are named beside the other modules."""
     others = draft.get("lora_target_modules") or ["all-linear"]
     return {f"{LORA}.target_modules": [*texts(others), *texts(value)]}
 
 
 @conversion(":quant_bits")
-def quant_bits(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def quant_bits(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Four or eight bits of the frozen weights; bitsandbytes and hqq alone quantize while training."""
     if str(draft.get("quant_method", "bnb")).lower() not in ("bnb", "hqq"):
         return no("train on the model that is not quantized, with training.lora.quantize: nf4")
@@ -111,7 +111,7 @@ def quant_bits(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":towers")
-def towers(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What a vision-language model trains beside its language model."""
     language, vision, projector = _frozen(draft, row)
     if not draft.sees:
@@ -141,13 +141,13 @@ def towers(draft: Draft, row: PeerRow, value: Any) -> Outcome:
     return {"model.freeze": frozen} if frozen else {}
 
 
-def _parts(draft: Draft) -> list[str] | None:
+def _parts(draft: PeerSetup) -> list[str] | None:
     """Tower and projector of the model, by its name or by the kind that its folder names."""
     name = f"{draft.model_name} {draft.model_type.replace('_', '-')}"
     return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
-def _frozen(draft: Draft, row: PeerRow) -> tuple[bool, bool, bool]:
+def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
     """Whether language model, vision tower and projector are frozen; what is left out is the tool's default."""
     if draft.tool.name == "axolotl":
         return False, is_on(draft.get("freeze_mm_modules", False)), is_on(draft.get("freeze_mm_modules", False))
@@ -160,7 +160,7 @@ def _frozen(draft: Draft, row: PeerRow) -> tuple[bool, bool, bool]:
 
 
 @conversion(":tower_lr")
-def tower_lr(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Rates of tower and projector, as factors on the rate of the rest."""
     rate = float(draft.get("learning_rate", draft.get("lr", 0)) or 0)
     found = _parts(draft)
@@ -177,22 +177,22 @@ def tower_lr(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":lf_dataset")
-def lf_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def lf_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Names of dataset_info.json, which our reader knows, or files."""
     names = texts(value) if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
     return {key_of(row): names[0] if len(names) == 1 else names}
 
 
 @conversion(":media_dir")
-def media_dir(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The folder of media."""
+def media_dir(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The folder that relative paths of media start in."""
     if value == draft.get("dataset_dir", "data"):
         return {}
     return no("relative media start in basic_parameters.dataset_dir: put rows and media below one folder")
 
 
 @conversion(":template")
-def template(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The chat template of the folder is used; `default` and `empty` are ours, too."""
     if str(value) in ("default", "empty", "vanilla") and draft.tool.name == "llamafactory" and draft.method == "sft":
         return {key_of(row): "default"}
@@ -200,7 +200,7 @@ def template(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":thinking")
-def thinking(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def thinking(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """LLaMA-Factory's switch, which its reasoning templates obey."""
     if not _REASONING.match(str(draft.get("template", ""))):
         return idle("the template has no thoughts")
@@ -208,7 +208,7 @@ def thinking(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":loss_scale")
-def loss_scale(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What of a conversation is trained on."""
     word = str(value)
     if word in ("default", "react", "ignore_empty_think", "default+ignore_empty_think"):
@@ -221,7 +221,7 @@ def loss_scale(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":truncation")
-def truncation(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What happens to samples that are too long."""
     names = {"delete": {}, "raise": {f"{BASIC}.truncation": "error"}, "none": {}}
     if str(value).lower() in names:
@@ -234,13 +234,13 @@ def truncation(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":hub_dataset")
-def hub_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def hub_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A data set of a hub, which is downloaded first, or a path."""
     return {key_of(row): draft.folder_of(str(value), "data", data_fetch)}
 
 
 @conversion(":split")
-def split(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The part of a data set that is trained on."""
     return (
         idle("the files of the data set that are trained on are named")
@@ -250,13 +250,13 @@ def split(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":test_split")
-def test_split(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def test_split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The part that is held out."""
     return no(f"name the files of the part {value} in basic_parameters.val_dataset")
 
 
 @conversion(":trl_mixture")
-def trl_mixture(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def trl_mixture(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """TRL's list of data sets."""
     entries = draft.given.tree.get("datasets")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
@@ -265,7 +265,7 @@ def trl_mixture(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sw_dataset")
-def sw_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """ms-swift's names: `HF::owner/name:subset#1000`, or a file."""
     entries: list[Any] = []
     for word in value if isinstance(value, list) else [value]:
@@ -281,7 +281,7 @@ def sw_dataset(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_datasets")
-def ax_datasets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ax_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """axolotl's entries, with the columns that they name."""
     holder = "test_datasets" if row.words[0].startswith("test_") else "datasets"
     entries = [_ax_entry(draft, entry) for entry in _entries(draft.given.tree.get(holder))]
@@ -293,8 +293,8 @@ def ax_datasets(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_pretraining")
-def ax_pretraining(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """axolotl's streamed documents."""
+def ax_pretraining(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """axolotl's streamed documents, which are trained on whole."""
     given = draft.given.tree.get("pretraining_dataset")
     entries = [_ax_entry(draft, entry) for entry in _entries(given)]
     entries = entries or ([draft.folder_of(str(given), "data", data_fetch)] if isinstance(given, str) else [])
@@ -306,7 +306,7 @@ def _entries(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _ax_entry(draft: Draft, entry: dict[str, Any]) -> Any:
+def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
     files = entry.get("data_files")
     if path in ("json", "parquet", "csv", "text") and files:
@@ -346,7 +346,7 @@ def _columns(entry: dict[str, Any]) -> dict[str, str]:
 
 
 @conversion(":mix_strategy")
-def mix_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def mix_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """How several data sets are mixed."""
     if value == "concat":
         return {}
@@ -358,7 +358,7 @@ def mix_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":mix_weights")
-def mix_weights(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def mix_weights(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The shares of several data sets."""
     names = [each.strip() for each in str(draft.get("dataset", "")).split(",")]
     shares = [float(each) for each in texts(value)]
@@ -371,7 +371,7 @@ def mix_weights(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":global_batch")
-def global_batch(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def global_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Accumulation, from the batch of all processes."""
     if draft.has("gradient_accumulation_steps"):
         return idle("gradient_accumulation_steps is given")
@@ -385,20 +385,20 @@ def global_batch(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sw_accumulation")
-def sw_accumulation(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sw_accumulation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Micro-batches of a step; with a global batch that follows from it."""
     return {} if draft.has("global_batch_size") else {key_of(row): int(value)}
 
 
 @default_of("sw_accumulation")
-def default_accumulation(draft: Draft) -> int:
+def default_accumulation(draft: PeerSetup) -> int:
     """About 16 rows a step, as ms-swift's TrainArgumentsMixin has it; 1 for GRPO."""
     micro = int(draft.get("per_device_train_batch_size", 1))
     return 1 if draft.method == "grpo" else max(1, math.ceil(16 / micro / processes(draft)))
 
 
 @default_of("lr_of_swift")
-def lr_of_swift(draft: Draft) -> float | None:
+def lr_of_swift(draft: PeerSetup) -> float | None:
     """1e-5 for all weights, 1e-4 for adapters (SftArguments)."""
     if draft.has("lr"):
         return None
@@ -406,13 +406,13 @@ def lr_of_swift(draft: Draft) -> float | None:
 
 
 @default_of("rlhf_type")
-def default_rlhf_type(draft: Draft) -> str | None:
+def default_rlhf_type(draft: PeerSetup) -> str | None:
     """`swift rlhf` without a type is DPO."""
     return "dpo" if draft.method == "dpo" else None
 
 
 @conversion(":sharding")
-def sharding(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sharding(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """ZeRO and FSDP: FSDP2 shards by default; ZeRO-2 and offload to the host are read from names."""
     word = " ".join(texts(value) if isinstance(value, list) else [str(value)]).lower()
     found: dict[str, Any] = {}
@@ -426,8 +426,8 @@ def sharding(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":recompute_words")
-def recompute_words(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Megatron's words for recomputation."""
+def recompute_words(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Megatron's words for what is recomputed in the backward pass."""
     word = str(value).lower()
     if word == "full":
         return {"features.recompute": True}
@@ -437,7 +437,7 @@ def recompute_words(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_bf16")
-def ax_bf16(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ax_bf16(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """axolotl's bf16, where auto is bf16 on devices that have it."""
     if str(value).lower() == "auto" and (is_on(draft.get("fp16", False)) or is_on(draft.get("float16", False))):
         return {}
@@ -445,13 +445,13 @@ def ax_bf16(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":auto_flag")
-def auto_flag(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def auto_flag(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A switch; auto leaves it to us."""
     return {} if str(value).lower() == "auto" else {key_of(row): is_on(value)}
 
 
 @conversion(":ax_recompute")
-def ax_recompute(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def ax_recompute(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Recomputation, with activations on the host where that is asked for."""
     if str(value).lower().startswith("offload"):
         return {"features.recompute": True, "features.enable_activation_offload": True}
@@ -459,8 +459,8 @@ def ax_recompute(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":ax_offload")
-def ax_offload(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Activations on the host."""
+def ax_offload(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether activations wait on the host for the backward pass."""
     return {} if str(value).lower() == "false" else {key_of(row): True}
 
 
@@ -468,7 +468,7 @@ def ax_offload(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":beta")
-def beta(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def beta(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The β of pairs, or of the divergence in GRPO."""
     if draft.method == "grpo":
         is_given = "beta" in draft.settings or draft.tool.name == "ms-swift"
@@ -478,7 +478,7 @@ def beta(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":pairloss")
 @conversion(":loss_type")
-def loss_type(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def loss_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The loss of pairs, or of a group of answers."""
     names = texts(value)
     if draft.method == "grpo":
@@ -493,7 +493,7 @@ def loss_type(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":sync_ref")
-def sync_ref(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def sync_ref(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The reference follows the policy (TR-DPO)."""
     return {key_of(row): int(draft.get("ref_model_sync_steps", 512))} if is_on(value) else {}
 
@@ -502,7 +502,7 @@ _REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_form
 
 
 @conversion(":rewards")
-def rewards(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Rewards by name; functions of one's own are registered by a plugin."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     weights = draft.get(f"{prefix}reward_weights", [])
@@ -518,7 +518,7 @@ def rewards(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":vllm")
-def vllm(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def vllm(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A server that draws; inside the training process our own model draws."""
     prefix = "trl." if row.words[0].startswith("trl.") else ""
     host = draft.get(f"{prefix}vllm_server_host")
@@ -531,6 +531,6 @@ def vllm(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":plugin")
-def plugin(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def plugin(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Python files that register something."""
     return no("register rewards and data sets by a plugin of this package, and name it in training.plugin")

@@ -14,8 +14,8 @@ from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     DATASET,
     VAL_DATASET,
-    Draft,
     Outcome,
+    PeerSetup,
     conversion,
     default_of,
     idle,
@@ -40,7 +40,7 @@ _MOST_ROWS_BYTES = 200_000_000
 """Of a file whose rows are counted, to turn shares of an epoch into steps."""
 
 
-def count_rows(draft: Draft) -> int | None:
+def count_rows(draft: PeerSetup) -> int | None:
     """How many rows the setup trains on, where its files are here and small enough to be counted."""
     entries = draft.out.get(DATASET)
     names = entries.split(",") if isinstance(entries, str) else entries or []
@@ -70,7 +70,7 @@ def _rows_in(file: Path) -> int | None:
     return len(rows) if isinstance(rows, list) else None
 
 
-def processes(draft: Draft) -> int:
+def processes(draft: PeerSetup) -> int:
     """How many processes the setup starts, by its launcher's words; 1 where they do not say."""
     for word in (
         draft.given.environment.get("NPROC_PER_NODE"),
@@ -82,7 +82,7 @@ def processes(draft: Draft) -> int:
     return 1
 
 
-def steps_of_epoch(draft: Draft) -> float | None:
+def steps_of_epoch(draft: PeerSetup) -> float | None:
     """Optimizer steps of an epoch, where the rows can be counted."""
     rows = count_rows(draft)
     if rows is None:
@@ -94,7 +94,7 @@ def steps_of_epoch(draft: Draft) -> float | None:
     return max(1.0, rows * (1 - held_out) / (each * processes(draft)))
 
 
-def total_steps(draft: Draft) -> float | None:
+def total_steps(draft: PeerSetup) -> float | None:
     """Optimizer steps of the run, where they are known."""
     if draft.out.get("training.train_iters"):
         return float(draft.out["training.train_iters"])
@@ -103,7 +103,7 @@ def total_steps(draft: Draft) -> float | None:
 
 
 @conversion(":steps")
-def steps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def steps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A number of steps, which goes before epochs; -1 is none."""
     if not isinstance(value, int | float) and not str(value).isdigit():
         return no("write the number of steps into training.train_iters")
@@ -115,7 +115,7 @@ def steps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":epochs")
-def epochs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Passes over the data, unless steps are given; a part of one is rounded up."""
     number_of_steps = draft.get("max_steps", draft.get("max_train_steps", draft.get("train_iters")))
     if draft.tool.name not in ("kohya", "musubi") and number_of_steps and int(number_of_steps) > 0:
@@ -127,8 +127,8 @@ def epochs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":scheduler")
-def scheduler(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The shape of the schedule."""
+def scheduler(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The shape of the learning-rate schedule, under our name."""
     word = str(value).lower()
     if word not in _SCHEDULES:
         return no(f"{value} is not built; training.lr_decay_style takes constant, linear, cosine and wsd")
@@ -136,7 +136,7 @@ def scheduler(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":scheduler_kwargs")
-def scheduler_kwargs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def scheduler_kwargs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What shapes a schedule: the lowest rate."""
     if isinstance(value, str):
         try:
@@ -152,7 +152,7 @@ def scheduler_kwargs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":warmup")
-def warmup(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def warmup(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A share of the run; a number of steps is divided by the length of the run, where that is known."""
     key = "training.lr_warmup_ratio"
     count = float(value)
@@ -169,19 +169,19 @@ def warmup(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":min_lr_ratio")
-def min_lr_ratio(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def min_lr_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The lowest rate as a share of the highest."""
     return {"training.lr_min": float(draft.get("learning_rate", 0)) * float(value)}
 
 
 @conversion(":constant_ratio")
-def constant_ratio(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def constant_ratio(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The share of the run at the lowest rate, behind the decay."""
     return {"training.lr_decay_ratio": 1 - float(value)} if float(value) else {}
 
 
 @conversion(":optimizer")
-def optimizer(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """AdamW in its kinds, and muon; others are named."""
     word = str(value).lower().replace("-", "_").removeprefix("optimizernames.")
     found: dict[str, Any] = {}
@@ -199,8 +199,8 @@ def optimizer(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":report")
-def report(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """The trackers."""
+def report(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The trackers that receive the logged numbers."""
     names = [name for name in texts(value) if name.lower() not in ("none", "all")]
     known = [name for name in names if name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")]
     if names and not known:
@@ -212,7 +212,7 @@ def report(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":interval")
-def interval(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def interval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Steps between checkpoints; below 1 it is a share of the run."""
     if not isinstance(value, int | float):
         return no("write the number of steps into training.save_interval")
@@ -224,7 +224,7 @@ def interval(draft: Draft, row: PeerRow, value: Any) -> Outcome:
     return {"training.save_interval": max(1, round(total * value))}
 
 
-def every(draft: Draft, key: str, per_epoch: float, told: str) -> Outcome:
+def every(draft: PeerSetup, key: str, per_epoch: float, told: str) -> Outcome:
     """An interval that is counted in epochs, in steps where the rows can be counted."""
     steps_of_one = steps_of_epoch(draft)
     if steps_of_one is not None:
@@ -234,23 +234,23 @@ def every(draft: Draft, key: str, per_epoch: float, told: str) -> Outcome:
 
 
 @conversion(":per_epoch_save")
-def per_epoch_save(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Checkpoints of an epoch."""
+def per_epoch_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between checkpoints, from their number in an epoch."""
     if not isinstance(value, int | float) or value <= 0:
         return {"training.save_interval": 0}
     return every(draft, "training.save_interval", float(value), f"{value:g} an epoch")
 
 
 @conversion(":every_n_epochs")
-def every_n_epochs(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Every so many epochs."""
+def every_n_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """An interval in steps, from a number of epochs."""
     count = float(value) if isinstance(value, int | float) and value else 1.0
     return every(draft, key_of(row), 1 / count, f"every {count:g} epochs")
 
 
 @conversion(":save_strategy")
-def save_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """When checkpoints are written."""
+def save_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether checkpoints are written by steps, by epochs or never."""
     word = str(value).lower()
     if word in ("no", "false"):
         return {"training.save_interval": 0}
@@ -262,7 +262,7 @@ def save_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":save_limit")
-def save_limit(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def save_limit(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """How many checkpoints are kept, at least two."""
     if isinstance(value, int) and value < 2:
         draft.note("training.save_total_limit", f"{value} there; a damaged checkpoint is never the only one")
@@ -270,21 +270,21 @@ def save_limit(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":log_interval")
-def log_interval(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Steps between log lines."""
+def log_interval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between log lines; a share of the run has no effect."""
     if float(value) < 1:
         return idle("a share of the run; training.log_interval counts steps")
     return {"training.log_interval": int(value)}
 
 
-def validates(draft: Draft) -> bool:
+def validates(draft: PeerSetup) -> bool:
     """Whether the setup holds rows out."""
     return bool(draft.out.get(VAL_DATASET) or draft.out.get(f"{BASIC}.val_rate"))
 
 
 @conversion(":eval_steps")
-def eval_steps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Steps between validations."""
+def eval_steps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between validations; below 1 it is a share of the run."""
     if not isinstance(value, int | float):
         return no("write the number of steps into training.val_interval")
     if value >= 1:
@@ -296,16 +296,16 @@ def eval_steps(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":per_epoch_eval")
-def per_epoch_eval(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """Validations of an epoch."""
+def per_epoch_eval(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between validations, from their number in an epoch."""
     if not isinstance(value, int | float) or value <= 0:
         return {}
     return every(draft, "training.val_interval", float(value), f"{value:g} an epoch")
 
 
 @conversion(":eval_strategy")
-def eval_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
-    """When the run validates."""
+def eval_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether the run validates by steps, by epochs or never."""
     word = str(value).lower()
     if word in ("no", "false"):
         return {"training.val_interval": 0}
@@ -317,7 +317,7 @@ def eval_strategy(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @conversion(":val_size")
-def val_size(draft: Draft, row: PeerRow, value: Any) -> Outcome:
+def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Rows that are held out: a share, or a number of them."""
     size = float(value)
     if size <= 0:
@@ -332,32 +332,32 @@ def val_size(draft: Draft, row: PeerRow, value: Any) -> Outcome:
 
 
 @default_of("lr_of_trl")
-def lr_of_trl(draft: Draft) -> float:
+def lr_of_trl(draft: PeerSetup) -> float:
     """SFTConfig 2e-5, DPOConfig and GRPOConfig 1e-6, TrainingArguments 5e-5."""
     if draft.method in ("dpo", "grpo"):
         return 1e-6
     return 2e-5 if is_of_trl(draft) else 5e-5
 
 
-def is_of_trl(draft: Draft) -> bool:
+def is_of_trl(draft: PeerSetup) -> bool:
     """Whether the setup is for a trainer of TRL, not for transformers' own."""
     words = ("dataset_name", "use_peft", "max_length", "packing", "datasets", "lora_r", "completion_only_loss")
     return draft.method != "sft" or bool(draft.given.program) or any(map(draft.has, words))
 
 
 @default_of("bf16_of_trl")
-def bf16_of_trl(draft: Draft) -> bool | None:
+def bf16_of_trl(draft: PeerSetup) -> bool | None:
     """TRL computes in bf16 unless it is told otherwise; transformers' Trainer does not."""
     return True if is_of_trl(draft) and not draft.has("fp16") else None
 
 
 @default_of("recompute_of_trl")
-def recompute_of_trl(draft: Draft) -> bool | None:
+def recompute_of_trl(draft: PeerSetup) -> bool | None:
     """TRL switches recomputation on; transformers' Trainer does not."""
     return True if is_of_trl(draft) else None
 
 
 @default_of("targets_of_peft")
-def targets_of_peft(draft: Draft) -> str:
+def targets_of_peft(draft: PeerSetup) -> str:
     """PEFT's own choice for most architectures."""
     return "q_proj,v_proj"

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.tasks.importing.draft import Finding
+from mindspeed_mm.tasks.importing.draft import SettingResult
 from mindspeed_mm.tasks.importing.importing import Imported
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./*][\w./*@+~ -]*[\w./*+-]|[A-Za-z]")
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
     return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}e{int(exponent):+d}".replace("e+", "e+")
 
 
-def _told(findings: Sequence[Finding]) -> list[str]:
+def _told(findings: Sequence[SettingResult]) -> list[str]:
     """Settings with the same reason on one line."""
     by_note: dict[str, list[str]] = {}
     for each in findings:

@@ -62,7 +62,8 @@ def test_defaults_differ_as_the_page_says(tool: str, word: str, theirs: str, our
     for name in row.ours.split("."):
         value = getattr(value, name)
     assert value == ours != theirs
-    assert re.search(rf"`{word}`.*{re.escape(theirs)}", PAGE.read_text(encoding="utf-8"))
+    section = PAGE.read_text(encoding="utf-8").partition("## What is different on purpose")[2].partition("\n## ")[0]
+    assert re.search(rf"`{word}`.*{re.escape(theirs)}", " ".join(section.split()))
 
 
 def test_the_mean_of_a_step_is_not_the_mean_of_means() -> None:
@@ -76,15 +77,17 @@ def test_the_mean_of_a_step_is_not_the_mean_of_means() -> None:
 
 def test_the_sign_of_the_logit_mean() -> None:
     """diffusers' scripts index timesteps that run down: a mean above 0 there is less noise, here more."""
-    from mindspeed_mm.tasks.importing.draft import Draft, Told
+    from mindspeed_mm.tasks.importing.draft import PeerSetup, Told
     from mindspeed_mm.tasks.importing.generators import di_weighting
     from mindspeed_mm.tasks.importing.given import Given, Setting
 
     given = Given("x", [Setting("weighting_scheme", "logit_normal", "x"), Setting("logit_mean", 0.5, "x")])
-    found = di_weighting(Draft(TOOLS["diffusers"], given), words_of("diffusers")["weighting_scheme"], "logit_normal")
+    found = di_weighting(
+        PeerSetup(TOOLS["diffusers"], given), words_of("diffusers")["weighting_scheme"], "logit_normal"
+    )
     assert not isinstance(found, Told) and found["training.diffusion.logit_mean"] == -0.5
     normal = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     steps = torch.arange(1000, 0, -1) / 1000  # timesteps as the scripts list them
     there = steps[(torch.sigmoid(normal + 0.5) * 1000).long().clamp(max=999)]
-    here = torch.sigmoid(normal - 0.5)
+    here = torch.sigmoid(-normal - 0.5)
     assert abs(float(there.mean() - here.mean())) < 0.005
