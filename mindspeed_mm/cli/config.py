@@ -16,21 +16,28 @@ Examples:
   mm config run.yaml
   mm config run.yaml training.lr=2e-5 --given
   mm config --from-flags finetune.sh > run.yaml
+  mm config --from llama3_lora_sft.yaml > run.yaml
+  mm config --from swift sft --model Qwen/Qwen3-4B --dataset rows.jsonl > run.yaml
   WORLD_SIZE=8 mm config --from-flags --lr 1e-5 --train-iters 100 --micro-batch-size 1 --mm-model model.json
 """
 
-_FROM_FLAGS = "--from-flags"
+_FROM_FLAGS, _FROM = "--from-flags", "--from"
 
 
 class _ConfigCommand(click.Command):
-    """Everything behind `--from-flags` belongs to the launch, whatever it looks like."""
+    """Everything behind `--from-flags` and `--from` belongs to the launch, whatever it looks like; but for a last
+    `--json`, which no launch has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Set the words of a launch aside."""
-        if _FROM_FLAGS in args:
-            at = args.index(_FROM_FLAGS) + 1
-            ctx.meta[_FROM_FLAGS] = args[at:]
-            args = args[:at]
+        for option in (_FROM_FLAGS, _FROM):
+            if option in args:
+                at = args.index(option) + 1
+                words = args[at:]
+                is_json = option == _FROM and words[-1:] == ["--json"]
+                ctx.meta[option] = words[:-1] if is_json else words
+                args = [*args[:at], *words[len(words) - is_json :]]
+                break
         return super().parse_args(ctx, args)
 
 
@@ -46,6 +53,14 @@ class _ConfigCommand(click.Command):
     help="Print the YAML that means the same as the Megatron-style flags that follow, without the defaults. A launch "
     "script, a command with its entry, or a YAML with gpt_args can be given instead.",
 )
+@click.option(
+    _FROM,
+    "from_other",
+    is_flag=True,
+    help="Print the YAML that means the same as the file or command of another trainer that follows: LLaMA-Factory, "
+    "ms-swift, axolotl, TRL, diffusers' scripts, kohya's sd-scripts, musubi-tuner, ai-toolkit or DiffSynth-Studio. "
+    "What has no effect here and what is not supported is listed at its end.",
+)
 @click.pass_context
 def command(
     context: click.Context,
@@ -54,12 +69,18 @@ def command(
     given: bool,
     as_json: bool,
     from_flags: bool,
+    from_other: bool,
 ) -> None:
     """Show CONFIG as a run would see it, with the origin of each value: default, file and line, command line, derived.
 
     OVERRIDES are section.key=value, each parsed as YAML.
     """
     notes: tuple[str, ...] = ()
+    if from_other:
+        if config is not None:
+            raise click.UsageError(f"{_FROM} takes no other configuration: remove {config}.", context)
+        _import(context.meta[_FROM], as_json)
+        return
     if from_flags:
         if config is not None:
             raise click.UsageError(f"{_FROM_FLAGS} takes no other configuration: remove {config}.", context)
@@ -78,3 +99,17 @@ def command(
     for note in notes:
         say(f"note: {note}", err=True)
     say(task.as_text(resolved, only_given=given or from_flags), end="")
+
+
+def _import(words: list[str], as_json: bool) -> None:
+    """Print another trainer's setup in our words; the counts go to stderr."""
+    from mindspeed_mm.tasks.importing import importing, writing  # tables of other tools: for this option alone
+
+    imported = importing.run(words)
+    if as_json:
+        say_json(writing.as_dict(imported), indent=2)
+        return
+    say(writing.as_text(imported), end="")
+    for warning in importing.warnings_of(imported):
+        say(f"warning: {warning}", err=True)
+    say(f"note: {writing.counts(imported)}", err=True)

@@ -244,13 +244,16 @@ def _explain_usage(error: click.UsageError) -> str:
 
 def _in_our_words(error: click.NoSuchOption, word: str) -> str:
     """What to write for an option of another tool, or for a key with dashes; empty for any other."""
-    from mindspeed_mm.fsdp.params.other_tools import COMMANDS, key_for  # pydantic: not for a command that is right
+    from mindspeed_mm.fsdp.params.other_tools import (  # pydantic: not for a command that is right
+        key_for,
+        suggested_sentences,
+    )
 
     takes_keys = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
     name = word.replace("-", "_")
-    if name in COMMANDS:
-        return f"No such option '--{word}': {COMMANDS[name]}."
     key = key_for(name)
+    if key is None and name in suggested_sentences():
+        return f"No such option '--{word}': {suggested_sentences()[name]}."
     if key is None or not takes_keys:
         return ""
     return f"No such option '--{word}'. Write {key}=VALUE, without dashes."

@@ -1,161 +1,135 @@
-"""The commonest words of other trainers (transformers, TRL, LLaMA-Factory, ms-swift, Axolotl, diffusers), and what says
-the same here. Asked before words are compared by their spelling."""
+"""The words of other trainers and what says the same here: one table, read by `mm config --from`, the YAML reader's
+suggestions, `mm schema` and the command line, before any comparison of spelling.
+
+The table is in `peers/`, a TSV file for each tool with the columns
+
+- `words`: names of a setting, with commas between them; `datasets[].path` is a key of each entry of a list;
+- `ours`: the key that it becomes here, `-` for none; the first part may be shortened (`SHORT`);
+- `how`: how its value is translated: nothing for as it is, a conversion of `tasks/importing`, `idle` for a setting
+  without effect here, `no` for one that is not supported;
+- `default`: the tool's own default, written out where it changes the training and differs from ours; `@name` is worked
+  out from other settings;
+- `note`: why a setting has no effect, or what to do instead.
+"""
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
 
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, walk_fields
 
-_BASIC = "data.dataset_param.basic_parameters"
-_MEDIA = "data.dataset_param.preprocess_parameters"
-_LOADER = "data.dataloader_param"
-OTHER_TOOLS: dict[str, str] = {
-    "learning_rate": "training.lr",
-    "peak_lr": "training.lr",
-    "unet_lr": "training.lr",
-    "min_lr": "training.lr_min",
-    "warmup_ratio": "training.lr_warmup_ratio",
-    "warmup_steps": "training.lr_warmup_ratio",
-    "num_warmup_steps": "training.lr_warmup_ratio",
-    "lr_warmup_steps": "training.lr_warmup_ratio",
-    "lr_scheduler": "training.lr_decay_style",
-    "lr_scheduler_type": "training.lr_decay_style",
-    "optim": "training.optimizer",
-    "optimizer_type": "training.optimizer",
-    "beta1": "training.adam_beta1",
-    "beta2": "training.adam_beta2",
-    "adam_epsilon": "training.adam_eps",
-    "max_grad_norm": "training.clip_grad",
-    "gradient_clipping": "training.clip_grad",
-    "batch_size": "training.micro_batch_size",
-    "train_batch_size": "training.micro_batch_size",
-    "per_device_batch_size": "training.micro_batch_size",
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "per_device_eval_batch_size": "training.val_micro_batch_size",
-    "accumulate_grad_batches": "training.gradient_accumulation_steps",
-    "num_epochs": "training.train_epochs",
-    "num_train_epochs": "training.train_epochs",
-    "max_train_epochs": "training.train_epochs",
-    "epochs": "training.train_epochs",
-    "max_steps": "training.train_iters",
-    "max_train_steps": "training.train_iters",
-    "num_steps": "training.train_iters",
-    "logging_steps": "training.log_interval",
-    "eval_steps": "training.val_interval",
-    "eval_interval": "training.val_interval",
-    "save_steps": "training.save_interval",
-    "checkpointing_steps": "training.save_interval",
-    "output_dir": "training.save",
-    "output_path": "training.save",
-    "resume_from_checkpoint": "training.load",
-    "checkpoints_total_limit": "training.save_total_limit",
-    "early_stopping_patience": "training.evaluate.patience",
-    "metric_for_best_model": "training.evaluate.best_metric",
-    "load_best_model_at_end": "training.evaluate.best_metric",
-    "model": "model.model_name_or_path",
-    "base_model": "model.model_name_or_path",
-    "model_path": "model.model_name_or_path",
-    "model_name": "model.model_name_or_path",
-    "pretrained_model_name_or_path": "model.model_name_or_path",
-    "attn_impl": "model.attn_implementation",
-    "flash_attn": "model.attn_implementation",
-    "freeze_vision_tower": "model.freeze",
-    "freeze_vit": "model.freeze",
-    "freeze_llm": "model.freeze",
-    "trainable_models": "model.freeze",
-    "datasets": f"{_BASIC}.dataset",
-    "train_file": f"{_BASIC}.dataset",
-    "data_path": f"{_BASIC}.dataset",
-    "instance_data_dir": f"{_BASIC}.dataset",
-    "dataset_base_path": f"{_BASIC}.dataset_dir",
-    "val_set_size": f"{_BASIC}.val_dataset",
-    "eval_dataset": f"{_BASIC}.val_dataset",
-    "split_dataset_ratio": f"{_BASIC}.val_dataset",
-    "max_length": f"{_BASIC}.cutoff_len",
-    "max_seq_len": f"{_BASIC}.cutoff_len",
-    "max_seq_length": f"{_BASIC}.cutoff_len",
-    "model_max_length": f"{_BASIC}.cutoff_len",
-    "seq_length": f"{_BASIC}.cutoff_len",
-    "sequence_len": f"{_BASIC}.cutoff_len",
-    "sample_packing": f"{_BASIC}.packing",
-    "preprocessing_num_workers": f"{_BASIC}.preprocessing_num_workers",
-    "dataset_num_proc": f"{_BASIC}.preprocessing_num_workers",
-    "max_pixels": f"{_MEDIA}.image_max_pixels",
-    "min_pixels": f"{_MEDIA}.image_min_pixels",
-    "dataloader_num_workers": f"{_LOADER}.num_workers",
-    "dataset_num_workers": f"{_LOADER}.num_workers",
-    "dataloader_drop_last": f"{_LOADER}.drop_last",
-    "r": "training.lora.rank",
-    "lora_r": "training.lora.rank",
-    "lora_rank": "training.lora.rank",
-    "network_dim": "training.lora.rank",
-    "lora_alpha": "training.lora.alpha",
-    "network_alpha": "training.lora.alpha",
-    "lora_dropout": "training.lora.dropout",
-    "lora_target": "training.lora.target_modules",
-    "lora_target_modules": "training.lora.target_modules",
-    "lora_target_linear": "training.lora.target_modules",
-    "lora_layers": "training.lora.target_modules",
-    "finetuning_type": "training.lora.enable",
-    "train_type": "training.lora.enable",
-    "tuner_type": "training.lora.enable",
-    "peft_type": "training.lora.enable",
-    "use_lora": "training.lora.enable",
-    "adapter_name_or_path": "training.lora.pretrained_lora_path",
-    "load_in_4bit": "training.lora.quantize",
-    "load_in_8bit": "training.lora.quantize",
-    "quantization_bit": "training.lora.quantize",
-    "quant_bits": "training.lora.quantize",
-    "bf16": "parallel.fsdp_plan.param_dtype",
-    "fp16": "parallel.fsdp_plan.param_dtype",
-    "dtype": "parallel.fsdp_plan.param_dtype",
-    "torch_dtype": "parallel.fsdp_plan.param_dtype",
-    "mixed_precision": "parallel.fsdp_plan.param_dtype",
-    "tf32": "training.allow_hf32",
-    "gradient_checkpointing": "features.recompute",
-    "use_gradient_checkpointing": "features.recompute",
-    "activation_checkpointing": "features.recompute",
-    "use_liger_kernel": "features.fused_kernels",
-    "enable_liger_kernel": "features.fused_kernels",
-    "torch_compile": "features.compile",
-    "deepspeed": "parallel.fully_shard_parallel_size",
-    "zero_stage": "parallel.fully_shard_parallel_size",
-    "fsdp": "parallel.fully_shard_parallel_size",
-    "fsdp_config": "parallel.fsdp_plan",
-    "sharding_size": "parallel.fully_shard_parallel_size",
-    "tensor_parallel": "parallel.tensor_parallel_size",
-    "sequence_parallel_size": "parallel.ulysses_parallel_size",
-    "sub_modules_to_wrap": "parallel.fsdp_plan.apply_modules",
-    "offload_to_cpu": "parallel.fsdp_plan.cpu_offload",
-    "loss_scale": "training.initial_loss_scale",
-    "beta": "posttrain.dpo.beta",
-    "dpo_beta": "posttrain.dpo.beta",
-    "pref_beta": "posttrain.dpo.beta",
-    "rlhf_type": "posttrain.method",
-}
-"""Word → the key that says the same."""
+Kind = Literal["translated", "idle", "unsupported"]
 
-COMMANDS: dict[str, str] = {
-    "do_train": "mm train trains",
-    "do_eval": "training.val_interval validates while training, and mm evaluate scores answers",
-    "do_predict": "mm infer answers, and mm evaluate scores answers",
-    "stage": "posttrain.method chooses the method; without it a run is supervised",
-    "predict_with_generate": "training.evaluate answers held-out questions while training",
-    "push_to_hub": "nothing is uploaded; mm export writes a folder",
-    "overwrite_output_dir": "a run continues in its folder; name another in training.save",
-    "ddp_timeout": "training.step_timeout_s limits the wait for other ranks",
-    "nproc_per_node": "mm train --nproc N starts N processes",
-    "num_processes": "mm train --nproc N starts N processes",
+_FOLDER = Path(__file__).parent / "peers"
+_COLUMNS = ("words", "ours", "how", "default", "note")
+_KINDS: dict[str, Kind] = {"idle": "idle", "no": "unsupported"}
+_MOST_WORDS = 25
+"""Rows with more words gather what belongs to other programs of a tool: no answer to somebody who mistyped a key."""
+_SHORTEST = 5
+"""Letters of a word without a key of ours that is answered."""
+SHORT = {
+    "basic": "data.dataset_param.basic_parameters",
+    "media": "data.dataset_param.preprocess_parameters",
+    "attr": "data.dataset_param.attr",
+    "loader": "data.dataloader_param",
+    "fsdp": "parallel.fsdp_plan",
 }
-"""Word → a sentence, where no key says the same."""
+"""First part of a key in the table → what it is short for."""
+
+
+@dataclass(frozen=True)
+class PeerTool:
+    """A trainer that people come from."""
+
+    name: str
+    """Of its file in `peers/`."""
+    title: str
+    is_for_generators: bool = False
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        PeerTool("llamafactory", "LLaMA-Factory"),
+        PeerTool("ms-swift", "ms-swift"),
+        PeerTool("axolotl", "axolotl"),
+        PeerTool("trl", "TRL and transformers' Trainer"),
+        PeerTool("diffusers", "diffusers' scripts", True),
+        PeerTool("kohya", "kohya's sd-scripts", True),
+        PeerTool("musubi", "musubi-tuner", True),
+        PeerTool("ai-toolkit", "ai-toolkit", True),
+        PeerTool("diffsynth", "DiffSynth-Studio", True),
+    )
+}
+"""In the order in which their words are looked up."""
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """A row of the table: settings of a tool that mean the same."""
+
+    words: tuple[str, ...]
+    ours: str | None
+    how: str
+    default: str
+    note: str
+
+    @property
+    def kind(self) -> Kind:
+        """What becomes of these settings."""
+        return _KINDS.get(self.how, "translated")
+
+
+@cache
+def rows_of(tool: str) -> tuple[PeerRow, ...]:
+    """The rows of a tool, or of `common`, in the order of the file."""
+    header, *lines = (_FOLDER / f"{tool}.tsv").read_text(encoding="utf-8").splitlines()
+    assert tuple(header.split("\t")) == _COLUMNS, tool
+    return tuple(map(_row, lines))
+
+
+@cache
+def words_of(tool: str) -> Mapping[str, PeerRow]:
+    """Setting of a tool → its row."""
+    return {word: row for row in rows_of(tool) for word in row.words}
+
+
+@cache
+def suggested_keys() -> Mapping[str, str]:
+    """Word of another tool → the key here that says the same; our own names are left out."""
+    ours = places_of_name()
+    found = {word: row.ours for word, row in words_of("common").items() if row.ours}
+    for tool in TOOLS:
+        for word, row in words_of(tool).items():
+            if row.kind == "translated" and row.ours and word not in ours and word.isidentifier() and len(word) > 1:
+                found.setdefault(word, row.ours)
+    said = {word for word, row in words_of("common").items() if not row.ours}
+    return {word: key for word, key in found.items() if word not in said}
+
+
+@cache
+def suggested_sentences() -> Mapping[str, str]:
+    """Word of another tool that no key here stands for → what does the same, without a full stop."""
+    ours, keys = places_of_name(), suggested_keys()
+    found: dict[str, str] = {}
+    for tool in ("common", *TOOLS):
+        for word, row in words_of(tool).items():
+            is_answer = row.kind != "translated" and len(row.words) <= _MOST_WORDS and not row.note.startswith("it ")
+            is_theirs = tool == "common" or (word not in ours and len(word) >= _SHORTEST)
+            if is_answer and is_theirs and word.isidentifier() and word not in keys:
+                found.setdefault(word, row.note)
+    return found
 
 
 def key_for(word: str) -> str | None:
     """The key that says what a word of another tool says, or the only key of that name."""
     word = word.replace("-", "_")
-    if word in OTHER_TOOLS:
-        return OTHER_TOOLS[word]
+    if word in suggested_keys():
+        return suggested_keys()[word]
     places = places_of_name().get(word, [])
     return places[0] if len(places) == 1 else None
 
@@ -163,6 +137,16 @@ def key_for(word: str) -> str | None:
 def keys_with_value(word: str) -> list[str]:
     """The keys that take a word as their value: `cosine`."""
     return [key for key, info in walk_fields() if word in _words(info.annotation)]
+
+
+def _row(line: str) -> PeerRow:
+    words, ours, how, default, note = line.split("\t")
+    return PeerRow(tuple(words.split(", ")), None if ours == "-" else _in_full(ours), how, default, note)
+
+
+def _in_full(key: str) -> str:
+    first, dot, rest = key.partition(".")
+    return f"{SHORT.get(first, first)}{dot}{rest}"
 
 
 def _words(annotation: object) -> set[object]:

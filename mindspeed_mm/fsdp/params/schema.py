@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.other_tools import COMMANDS, OTHER_TOOLS, keys_with_value
+from mindspeed_mm.fsdp.params.other_tools import keys_with_value, suggested_keys, suggested_sentences
 from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
 from mindspeed_mm.fsdp.params.value_types import show
@@ -66,10 +66,11 @@ def _way_to(key: str) -> str:
     moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
     if moved:
         return f"It is {moved}."
-    if key in COMMANDS:
-        return f"{COMMANDS[key]}."
-    if meant := OTHER_TOOLS.get(key.rpartition(".")[2]):
+    last = key.rpartition(".")[2]
+    if meant := suggested_keys().get(last):
         return f"It is {meant} here."
+    if sentence := suggested_sentences().get(last):
+        return f"{sentence}."
     if holders := keys_with_value(key):
         return f"It is a value of {' and of '.join(holders[:3])}."
     names = [name for name, _ in walk_fields()]

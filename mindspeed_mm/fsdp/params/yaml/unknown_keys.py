@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.other_tools import COMMANDS, OTHER_TOOLS
+from mindspeed_mm.fsdp.params.other_tools import suggested_keys, suggested_sentences
 from mindspeed_mm.fsdp.params.schema_walk import is_open, places_of_name, section_of
 from mindspeed_mm.fsdp.params.value_types import Flag, Number, Section, Whole, show
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, plain
@@ -115,7 +115,7 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
         return f"It belongs elsewhere: {' or '.join(places[name][:3])}."
     if hint := did_you_mean(name, here):
         return hint.strip()
-    mistyped = next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), "")
+    mistyped = next(iter(nearest(name, suggested_keys(), likeness=0.8)), "")
     if told := _in_words_of_others(mistyped, here):
         return told
     near = nearest(name, places, likeness=0.8)
@@ -126,10 +126,9 @@ def explain_unknown(name: str, section: type[Section], declared: Iterable[str] =
 
 def _in_words_of_others(name: str, here: Sequence[str]) -> str:
     """What a word of another tool is called here; empty for any other word."""
-    if name in COMMANDS:
-        return f"{COMMANDS[name]}."
-    key = OTHER_TOOLS.get(name)
+    key = suggested_keys().get(name)
     if key is None:
-        return ""
+        sentence = suggested_sentences().get(name)
+        return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
     last = key.rpartition(".")[2]
     return f"Did you mean '{last if last in here else key}'?"

@@ -1,0 +1,1 @@
+"""Reads the setups of other trainers and writes what means the same here."""

@@ -1,0 +1,227 @@
+"""Conversions that several tools share: switches, models, adapters, schedules, optimizers, intervals."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.tasks.importing.draft import (
+    LORA,
+    Outcome,
+    PeerSetup,
+    conversion,
+    idle,
+    is_on,
+    model_fetch,
+    no,
+    texts,
+)
+from mindspeed_mm.tasks.importing.given import value_of
+
+
+def key_of(row: PeerRow) -> str:
+    """The key that a row's settings become."""
+    assert row.ours is not None
+    return row.ours
+
+
+def plain_value(row: PeerRow, value: Any) -> Outcome:
+    """A value that means the same here."""
+    return {key_of(row): value_of(value) if isinstance(value, str) else value}
+
+
+def mapped(row: PeerRow, value: Any, how: str) -> Outcome:
+    """A word of theirs as a word of ours, by the list `theirs=ours …` of the table; `null` is our default."""
+    pairs = dict(pair.split("=") for pair in how.split()[1:])
+    found = {theirs.lower(): value_of(ours) for theirs, ours in pairs.items()}
+    word = str(value).lower()
+    if word not in found:
+        return no(
+            f"{value} is not built; {key_of(row)} takes {', '.join(str(each) for each in found.values() if each)}"
+        )
+    return {} if found[word] is None else {key_of(row): found[word]}
+
+
+def fixed(row: PeerRow, value: Any, how: str) -> Outcome:
+    """A switch that stands for a value of ours: `=bf16`."""
+    if value in (None, "", "null") or str(value).lower() in ("false", "no", "0", "none"):
+        return {}
+    wanted = value_of(how[1:])
+    return {key_of(row): [wanted] if key_of(row) == "training.report_to" else wanted}
+
+
+@conversion("number")
+def number(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A number, however it is written: `1e-4`, `"0.1"`, the list of one of them."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    try:
+        return {key_of(row): float(value)}
+    except (TypeError, ValueError):
+        return no(f"'{value}' is not a number; set {key_of(row)}")
+
+
+@conversion("flag")
+def flag(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A switch that is one here, too."""
+    return {key_of(row): is_on(value)}
+
+
+@conversion("not")
+def negated(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A switch that says the opposite here."""
+    return {key_of(row): not is_on(value)}
+
+
+@conversion("on")
+def switched_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A switch whose being off leaves our default."""
+    return {key_of(row): True} if is_on(value) else {}
+
+
+@conversion("list")
+def listed(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A list, or words with commas between them."""
+    return {key_of(row): texts(value)} if value else {}
+
+
+@conversion("path")
+def path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A path, which stays as it is written."""
+    return {key_of(row): str(value)}
+
+
+@conversion(":text")
+def text(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A text; a switch that is off is none."""
+    return {key_of(row): value} if isinstance(value, str) and value else {}
+
+
+@conversion(":first")
+def first(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The first of a list, where one is taken here."""
+    several = value if isinstance(value, list) else [value]
+    if not several:
+        return {}
+    if len(several) > 1:
+        draft.note(key_of(row), "the first of several")
+    return {key_of(row): several[0]}
+
+
+@conversion(":model")
+def model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A folder, or a name on a hub, which is downloaded first."""
+    name = str(value[0] if isinstance(value, list) and value else value)
+    key = key_of(row)
+    if Path(name).suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".gguf") and draft.tool.is_for_generators:
+        draft.note(key, f"the folder in diffusers' layout, not the single file {Path(name).name}")
+        return {key: str(Path(name).with_suffix(""))}
+    return {key: draft.folder_of(name, "models", model_fetch)}
+
+
+@conversion(":dtype")
+def dtype(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The type that is computed in."""
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": None, "float32": None}
+    word = str(value).lower().removeprefix("torch.")
+    if word in ("auto", "none"):
+        return {key_of(row): "bf16"}
+    if word not in names:
+        return no(f"{value} is not built; bf16, fp16 and fp32 are")
+    return {} if names[word] is None else {key_of(row): names[word]}
+
+
+@conversion(":attention")
+def attention(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The attention kernel, under the names that transformers and ms-swift use."""
+    word = str(value).lower().replace("-", "_")
+    names = {
+        "flash_attention_2": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flash_attention": "flash_attention_2",
+        "flash_attention_3": "flash_attention_3",
+        "flash_attention_4": None,
+        "sdpa": "sdpa",
+        "eager": "eager",
+        "flex_attention": "flex_attention",
+        "unfused": "sdpa",
+        "auto": None,
+        "none": None,
+    }
+    if "/" in word or word == "flash":
+        word = "flash_attention_2"
+    if word not in names:
+        return idle("the best attention on the machine is chosen and printed; model.attn_implementation names another")
+    return {} if names[word] is None else {key_of(row): names[word]}
+
+
+@conversion(":resume")
+def resume(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A run continues by itself; a checkpoint elsewhere is named."""
+    if isinstance(value, bool) or str(value).lower() in ("latest", "auto", "none", ""):
+        return idle("a run continues from the newest checkpoint in training.save")
+    return {"training.load": str(value)}
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def with_lora(draft: PeerSetup) -> None:
+    """Train adapters instead of all weights."""
+    draft.put(f"{LORA}.enable", True)
+
+
+@conversion(":targets")
+def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The modules that get adapters; all linear layers are our default."""
+    if isinstance(value, str) and re.search(r"mlp.*attn|attn.*mlp", value) and "vision" not in value:
+        return {}  # all linear layers of the language model, in a regular expression
+    if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
+        return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
+    names = texts(value)
+    if not names or set(names) <= {
+        "all",
+        "all-linear",
+        "all_linear",
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    }:
+        return {}
+    return {key_of(row): [f"*.{name}" if "." in name and draft.tool.is_for_generators else name for name in names]}
+
+
+@conversion(":alpha")
+def alpha(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The numerator of the adapters' scale."""
+    return {key_of(row): value}
+
+
+@conversion(":rslora")
+def rslora(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The scale alpha / √rank is that of another alpha here (rsLoRA, arXiv:2312.03732)."""
+    if not is_on(value):
+        return {}
+    rank = float(draft.get("lora_rank", draft.get("lora_r", 8)))
+    given = draft.get("lora_alpha")
+    of_tool = {"llamafactory": 2 * rank, "ms-swift": 32.0}.get(draft.tool.name, 16.0)
+    return {f"{LORA}.alpha": round(float(given if given is not None else of_tool) * math.sqrt(rank), 6)}
+
+
+@conversion(":loraplus")
+def loraplus(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The factor on the rate of the adapters' B (LoRA+, arXiv:2402.12354)."""
+    return {key_of(row): [{"match": "lora_B", "scale": float(value)}]}
+
+
+@conversion(":lora_path")
+def lora_path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The folder or file of adapters that training continues from."""
+    if isinstance(value, bool):
+        return idle("the rank is that of the adapters in training.lora.pretrained_lora_path")
+    several = value if isinstance(value, list) else [value]
+    return {key_of(row): str(several[0])} if several else {}

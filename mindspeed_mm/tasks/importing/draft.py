@@ -1,0 +1,216 @@
+"""A setup of another tool on its way into a configuration: what is given, what has been written so far, and what became
+of each setting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.params.other_tools import Kind, PeerRow, PeerTool, words_of
+from mindspeed_mm.tasks.importing.given import Given, Setting
+
+Method = Literal["sft", "pretrain", "dpo", "grpo"]
+
+MODEL = "model.model_name_or_path"
+BASIC = "data.dataset_param.basic_parameters"
+MEDIA = "data.dataset_param.preprocess_parameters"
+DATASET = f"{BASIC}.dataset"
+VAL_DATASET = f"{BASIC}.val_dataset"
+LORA = "training.lora"
+DIFFUSION = "training.diffusion"
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_SEES = re.compile(
+    r"(?i)(?<![a-z])vl(?![a-z])|vision|omni|llava|internvl|pixtral|smolvlm|idefics|gemma-?[34](?!-1b|-270m)|glm-?4\.[15]v|"
+    r"minicpm-?[vo]|qwen3\.[56]|qwen3_[56]|mllama|janus|deepseek-ocr|kimi-vl|mistral-small-3\.[12]|magistral"
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A setting that becomes no key: without effect here, or not supported."""
+
+    kind: Literal["idle", "unsupported"]
+    note: str
+
+
+def idle(note: str) -> Told:
+    """The outcome of a setting that has no effect here, with the reason."""
+    return Told("idle", note)
+
+
+def no(note: str) -> Told:
+    """The outcome of a value that is not supported, with what to do instead."""
+    return Told("unsupported", note)
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """What became of a setting, with its place."""
+
+    word: str
+    where: str
+    kind: Kind
+    ours: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class PeerSetup:
+    """The configuration while it is made; keys are dotted."""
+
+    tool: PeerTool
+    given: Given
+    method: Method = "sft"
+    out: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    """Key → what stands beside it."""
+    findings: list[SettingResult] = field(default_factory=list)
+    downloads: dict[str, None] = field(default_factory=dict)
+    """Commands that fetch what the setup names by its name on a hub."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """Setting of the tool → the first of this name that is not empty."""
+
+    def __post_init__(self) -> None:
+        for each in self.given.settings:
+            if each.value is not None:
+                self.settings.setdefault(each.key, each)
+
+    def has(self, word: str) -> bool:
+        """Whether a setting is given, and not empty."""
+        return word in self.settings
+
+    def get(self, word: str, default: Any = None) -> Any:
+        """The value of a setting as it is given."""
+        return self.settings[word].value if word in self.settings else default
+
+    def row(self, word: str) -> PeerRow | None:
+        """The row of a setting, or of the settings that hold it."""
+        words = words_of(self.tool.name)
+        while word:
+            if word in words:
+                return words[word]
+            word = word.rpartition(".")[0].removesuffix("[]")
+        return None
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        """Write a key; lists of trackers and frozen modules grow, any other key has its last value."""
+        if key in ("training.report_to", "model.freeze") and key in self.out:
+            value = list(dict.fromkeys([*self.out[key], *value]))
+        self.out[key] = value
+        if comment:
+            self.comments[key] = comment
+
+    def note(self, key: str, comment: str) -> None:
+        """Write a comment beside a key that is there, or will be."""
+        self.comments[key] = comment
+
+    def refuse(self, what: str, word: str, way_out: str) -> ConfigError:
+        """An error about a setting, with its place."""
+        setting = self.settings.get(word)
+        where = setting.where if setting else self.given.source
+        return ConfigError(what, where=where, key=word, way_out=way_out)
+
+    @property
+    def model_name(self) -> str:
+        """What the setup calls its model."""
+        for word in (
+            "model_name_or_path",
+            "model",
+            "base_model",
+            "model.name_or_path",
+            "pretrained_model_name_or_path",
+        ):
+            if isinstance(self.get(word), str):
+                return str(self.get(word))
+        return ""
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes pictures, by its folder, or by its name and template."""
+        if self.model_name and (facts := self._facts()) is not None:
+            return any(key.startswith(("vision", "audio", "thinker")) for key in facts)
+        return bool(_SEES.search(f"{self.model_name} {self.get('template', '')}"))
+
+    @property
+    def model_type(self) -> str:
+        """The kind of model that the folder's config.json names; empty where there is none."""
+        return str((self._facts() or {}).get("model_type", "")) if self.model_name else ""
+
+    def _facts(self) -> Mapping[str, Any] | None:
+        """The model's config.json, where the folder is there."""
+        try:
+            facts = parse_json((Path(self.out.get(MODEL) or self.model_name) / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return facts if isinstance(facts, dict) else None
+
+    def folder_of(self, name: str, room: str, fetch: Callable[[str, str], str]) -> str:
+        """Where a model or data set is: as given, or, of a name on a hub that is not here, where it is downloaded to.
+
+        Args:
+            name: A path, or OWNER/NAME.
+            room: The folder that downloads go to.
+            fetch: The command that downloads the name into a folder.
+        """
+        if Path(name).exists() or (self.given.folder / name).exists() or not _HUB_NAME.fullmatch(name):
+            return name
+        if name.startswith(("saves/", "output/", "outputs/", "models/", "data/", "path/", "runs/")):
+            return name
+        folder = f"{room}/{name.rpartition('/')[2]}"
+        self.downloads[fetch(name, folder)] = None
+        return folder
+
+
+Outcome = Mapping[str, Any] | Told
+Conversion = Callable[[PeerSetup, PeerRow, Any], Outcome]
+CONVERSIONS: dict[str, Conversion] = {}
+"""Name in the table's column `how` → what it does with a value."""
+DEFAULTS: dict[str, Callable[[PeerSetup], Any]] = {}
+"""Name in the table's column `default` → the tool's default for these settings; None where there is none."""
+
+
+def conversion(name: str) -> Callable[[Conversion], Conversion]:
+    """Register a conversion under its name in the table."""
+
+    def register(function: Conversion) -> Conversion:
+        CONVERSIONS[name] = function
+        return function
+
+    return register
+
+
+def default_of(name: str) -> Callable[[Callable[[PeerSetup], Any]], Callable[[PeerSetup], Any]]:
+    """Register a default that follows from other settings."""
+
+    def register(function: Callable[[PeerSetup], Any]) -> Callable[[PeerSetup], Any]:
+        DEFAULTS[name] = function
+        return function
+
+    return register
+
+
+def model_fetch(name: str, folder: str) -> str:
+    """The command that downloads a model."""
+    return f"hf download {name} --local-dir {folder}"
+
+
+def data_fetch(name: str, folder: str) -> str:
+    """The command that downloads a data set."""
+    return f"hf download {name} --repo-type dataset --local-dir {folder}"
+
+
+def is_on(value: Any) -> bool:
+    """Whether a switch is on, however it is written."""
+    return str(value).lower() in ("true", "yes", "on", "1", "1.0") if not isinstance(value, bool) else value
+
+
+def texts(value: Any) -> list[str]:
+    """A list of words: a list, or a text with commas or blanks between them."""
+    if isinstance(value, list | tuple):
+        return [str(each) for each in value]
+    return [each for each in re.split(r"[,\s]+", str(value).strip("[]")) if each]

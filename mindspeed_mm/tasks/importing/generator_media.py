@@ -1,0 +1,258 @@
+"""Conversions of setups for generators: which media, with which captions, at which sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.tasks.importing.common_values import key_of
+from mindspeed_mm.tasks.importing.draft import (
+    BASIC,
+    DATASET,
+    DIFFUSION,
+    MEDIA,
+    Outcome,
+    PeerSetup,
+    conversion,
+    data_fetch,
+    idle,
+    is_on,
+    no,
+    texts,
+)
+
+
+@conversion(":di_dataset")
+def di_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Pictures with one caption, of a thing and its class; or a folder or data set with captions."""
+    name = draft.folder_of(str(value), "data", data_fetch)
+    prompt = draft.get("instance_prompt")
+    first: dict[str, Any] = {"path": name}
+    if prompt:
+        first["caption"] = str(prompt)
+    if int(draft.get("repeats", 1)) > 1:
+        first["repeats"] = int(draft.get("repeats"))
+    entries = [first]
+    if is_on(draft.get("with_prior_preservation", False)) and draft.has("class_data_dir"):
+        entries.append(
+            {"path": str(draft.get("class_data_dir")), "caption": str(draft.get("class_prompt", "")), "prior": True}
+        )
+    return {DATASET: name if entries == [{"path": name}] else entries}
+
+
+@conversion(":prior_weight")
+def prior_weight(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The weight of the loss of the class, where pictures of it are trained on."""
+    entries = draft.out.get(DATASET)
+    has_prior = isinstance(entries, list) and any(isinstance(each, dict) and each.get("prior") for each in entries)
+    return {key_of(row): float(value)} if has_prior else {}
+
+
+@conversion(":di_resolution")
+def di_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A square, unless buckets or sizes of clips are given."""
+    if any(map(draft.has, ("aspect_ratio_buckets", "height", "height_buckets"))):
+        return {}
+    return {f"{MEDIA}.height": int(value), f"{MEDIA}.width": int(value)}
+
+
+@conversion(":aspect_buckets")
+def aspect_buckets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Sizes written `height,width;height,width`, as a list of buckets."""
+    pairs = [part.split(",") for part in str(value).split(";") if part]
+    return {f"{MEDIA}.buckets": [f"{int(height)}x{int(width)}" for height, width in pairs]}
+
+
+@conversion(":center_crop")
+def center_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether media are cut in the middle or at a random place."""
+    return {} if is_on(value) or draft.has("height") else {f"{MEDIA}.crop": "random"}
+
+
+@conversion(":ko_dataset")
+def ko_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Folders, by `train_data_dir` or by the data set's own TOML; of several sizes, each entry has its own."""
+    entries = _subsets(draft) or [
+        {"path": str(draft.get(word)), **({"prior": True} if word == "reg_data_dir" else {})}
+        for word in ("train_data_dir", "reg_data_dir")
+        if draft.has(word)
+    ]
+    if not entries:
+        return no("the data set's file is not here: name the folder of pictures in basic_parameters.dataset")
+    if draft.tool.name == "kohya" and any(entry.get("prior") for entry in entries):
+        draft.put(f"{DIFFUSION}.prior_loss_weight", float(draft.get("prior_loss_weight", 1.0)))
+    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+
+
+def _subsets(draft: PeerSetup) -> list[dict[str, Any]]:
+    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    several = len({str(_resolution(draft, each)) for each in datasets}) > 1
+    entries = []
+    for dataset in datasets:
+        for subset in dataset.get("subsets") or []:
+            entry: dict[str, Any] = {"path": str(subset.get("image_dir", subset.get("metadata_file", "")))}
+            if (repeats := int(subset.get("num_repeats", 1))) > 1:
+                entry["repeats"] = repeats
+            if subset.get("class_tokens"):
+                entry["caption"] = str(subset["class_tokens"])
+            if subset.get("is_reg"):
+                entry["prior"] = True
+            if several:
+                entry["sizes"] = _sizes(draft, dataset)
+            entries.append(entry)
+    return entries
+
+
+def _general(draft: PeerSetup, dataset: dict[str, Any], word: str, default: Any = None) -> Any:
+    """A setting of a data set, of all of them, or of the command."""
+    general = draft.given.tree.get("general") or {}
+    return dataset.get(word, general.get(word, draft.get(word, default)))
+
+
+def _resolution(draft: PeerSetup, dataset: dict[str, Any]) -> tuple[int, int]:
+    """Width and height that a data set is trained at."""
+    default = [960, 544] if draft.tool.name == "musubi" else 512
+    given = _general(draft, dataset, "resolution", default)
+    numbers = [int(float(each)) for each in (given if isinstance(given, list) else texts(str(given).replace("x", ",")))]
+    return numbers[0], numbers[-1]
+
+
+def _sizes(draft: PeerSetup, dataset: dict[str, Any]) -> dict[str, Any]:
+    width, height = _resolution(draft, dataset)
+    frames = dataset.get("target_frames")
+    sizes: dict[str, Any] = (
+        {"max_pixels": width * height}
+        if is_on(_general(draft, dataset, "enable_bucket", False))
+        else {"height": height, "width": width}
+    )
+    if frames:
+        sizes["num_frames"] = frames
+    return sizes
+
+
+@conversion(":ko_resolution")
+@conversion(":mu_resolution")
+def resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A size, or an area where there are buckets."""
+    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)] or [{}]
+    if len({str(_sizes(draft, each)) for each in datasets}) > 1:
+        return idle("each entry of basic_parameters.dataset has its own sizes")
+    return {f"{MEDIA}.{name}": size for name, size in _sizes(draft, datasets[0]).items() if name != "num_frames"}
+
+
+@conversion(":mu_dataset")
+def mu_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Folders and files of pictures and clips; each has its own sizes where they differ."""
+    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    several = len({str(_sizes(draft, each)) for each in datasets}) > 1
+    entries = []
+    for dataset in datasets:
+        words = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
+        entry: dict[str, Any] = {"path": next((str(dataset[word]) for word in words if word in dataset), "")}
+        if (repeats := int(_general(draft, dataset, "num_repeats", 1))) > 1:
+            entry["repeats"] = repeats
+        if dataset.get("control_directory"):
+            entry["companions"] = {"control": str(dataset["control_directory"])}
+        if several:
+            entry["sizes"] = _sizes(draft, dataset)
+        entries.append(entry)
+    if not entries:
+        return no("the data set's file is not here: name the folder of media in basic_parameters.dataset")
+    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+
+
+@conversion(":frames")
+def frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Numbers of frames, unless each entry has its own."""
+    datasets = [each for each in draft.given.tree.get("datasets") or [] if isinstance(each, dict)]
+    if len({str(_sizes(draft, each)) for each in datasets}) > 1:
+        return idle("each entry of basic_parameters.dataset has its own sizes")
+    several = value if isinstance(value, list) else [value]
+    return {f"{MEDIA}.num_frames": several[0] if len(several) == 1 else several}
+
+
+@conversion(":frame_extraction")
+def frame_extraction(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Which part of a clip is taken."""
+    if value == "head":
+        return {}
+    return no("preprocess_parameters.clip_position takes start or middle; cut clips beforehand for more parts")
+
+
+@conversion(":micro_batch")
+def micro_batch(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Media of a device at a time."""
+    return {"training.micro_batch_size": int(value)}
+
+
+@conversion(":ai_datasets")
+def ai_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Folders; an entry of several resolutions becomes several."""
+    entries = []
+    for dataset in process_of(draft).get("datasets") or []:
+        areas = dataset.get("resolution", 512)
+        for area in areas if isinstance(areas, list) else [areas]:
+            path = str(dataset.get("folder_path", dataset.get("dataset_path", "")))
+            entry: dict[str, Any] = {"path": path}
+            several = len(_areas(draft)) > 1
+            if several:
+                entry["name"] = f"{Path(path).name}-{area}"
+                entry["sizes"] = {"max_pixels": int(area) ** 2}
+            if dataset.get("default_caption"):
+                entry["caption"] = str(dataset["default_caption"])
+            if int(dataset.get("num_repeats", 1)) > 1:
+                entry["repeats"] = int(dataset["num_repeats"])
+            if dataset.get("is_reg"):
+                entry["prior"] = True
+            controls = dataset.get("control_path")
+            names = controls if isinstance(controls, list) else [controls] if controls else []
+            if names:
+                entry["companions"] = {"source": str(names[0])}
+                if len(names) > 1:
+                    draft.note(DATASET, "one source of each picture is taken")
+            entries.append(entry)
+    counts = {int(each.get("num_frames", 1)) for each in process_of(draft).get("datasets") or []}
+    if counts - {1}:
+        draft.put(f"{MEDIA}.num_frames", max(counts))
+    return {DATASET: entries[0]["path"] if len(entries) == 1 and len(entries[0]) == 1 else entries}
+
+
+def process_of(draft: PeerSetup) -> dict[str, Any]:
+    """The part of a job that trains."""
+    processes = (draft.given.tree.get("config") or {}).get("process") or [{}]
+    return processes[0] if isinstance(processes[0], dict) else {}
+
+
+def _areas(draft: PeerSetup) -> set[int]:
+    """Sides of the squares whose areas are trained at."""
+    found: set[int] = set()
+    for dataset in process_of(draft).get("datasets") or []:
+        areas = dataset.get("resolution", 512)
+        found |= {int(area) for area in (areas if isinstance(areas, list) else [areas])}
+    return found
+
+
+@conversion(":ai_resolution")
+def ai_resolution(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The area of a square; several are in the entries."""
+    areas = _areas(draft) or {int(value)}
+    if len(areas) > 1:
+        return idle("each entry of basic_parameters.dataset has its own sizes")
+    return {f"{MEDIA}.max_pixels": areas.pop() ** 2}
+
+
+@conversion(":ai_crop")
+def ai_crop(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether media are cut at a random place."""
+    return {f"{MEDIA}.crop": "random"} if is_on(value) else {}
+
+
+@conversion(":ds_dataset")
+def ds_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A table of media and captions."""
+    table = draft.get("dataset_metadata_path")
+    entry: dict[str, Any] = {"path": str(table or value)}
+    if int(draft.get("dataset_repeat", 1)) > 1:
+        entry["repeats"] = int(draft.get("dataset_repeat"))
+    return {DATASET: entry["path"] if len(entry) == 1 else [entry], f"{BASIC}.dataset_dir": str(value)}

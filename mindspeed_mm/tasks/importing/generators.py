@@ -1,0 +1,364 @@
+"""Conversions of setups for generators: media and their sizes, adapters, noise levels, samples while training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
+from mindspeed_mm.tasks.importing.draft import (
+    DIFFUSION,
+    LORA,
+    Outcome,
+    PeerSetup,
+    conversion,
+    default_of,
+    idle,
+    is_on,
+    no,
+    texts,
+)
+from mindspeed_mm.tasks.importing.generator_media import process_of
+from mindspeed_mm.tasks.importing.given import read_file
+from mindspeed_mm.tasks.importing.run_values import steps_of_epoch
+
+_WEIGHTINGS: dict[str, dict[str, str]] = {
+    "none": {"timestep_density": "uniform"},
+    "uniform": {"timestep_density": "uniform"},
+    "sigma_sqrt": {"timestep_density": "uniform", "loss_weighting": "sigma_sqrt"},
+    "cosmap": {"timestep_density": "uniform", "loss_weighting": "cosmap"},
+    "logit_normal": {"timestep_density": "logit_normal"},
+    "mode": {"timestep_density": "mode"},
+}
+"""`weighting_scheme` of the SD3 scripts (Esser et al. 2024) → keys of `training.diffusion`."""
+
+
+# --- models and adapters ----------------------------------------------------------------------------------------------
+
+
+@conversion(":network_module")
+def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The kinds of adapters of kohya's scripts, of which LoRA is built."""
+    kind = str(value).rpartition(".")[2]
+    if not kind.startswith("lora"):
+        way_out = "training.lora trains LoRA and DoRA adapters: network_module networks.lora."
+        raise draft.refuse(f"{value} is not built", "network_module", way_out)
+    with_lora(draft)
+    return {f"{LORA}.enable": True}
+
+
+@conversion(":network_args")
+def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Further arguments of adapters, such as convolutions, which are not built."""
+    return no("training.lora.target_modules names the layers; convolutions and other kinds of adapters are not built")
+
+
+@conversion(":ai_network")
+def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """LoRA; LoKr and others are named."""
+    if str(value).lower() not in ("lora", "lierla"):
+        raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
+    return {f"{LORA}.enable": True}
+
+
+@conversion(":only_if_contains")
+def only_if_contains(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Parts of the names of modules that get adapters, as patterns."""
+    names = [each.removeprefix("transformer.") for each in texts(value)]
+    return {f"{LORA}.target_modules": [f"*{name}*" for name in names]}
+
+
+@conversion(":lora_base_model")
+def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The part that gets adapters: the transformer alone is supported."""
+    if value not in ("dit", "video_dit", "dit2"):
+        return no("adapters are on the transformer")
+    return {f"{LORA}.enable": True}
+
+
+@conversion(":model_of_paths")
+def model_of_paths(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The model behind a list of its files, such as `Wan-AI/Wan2.1-T2V-1.3B:diffusion_pytorch_model*.safetensors,…`."""
+    name = str(value).partition(":")[0].strip('["')
+    draft.note("model.model_name_or_path", "the folder of this model in diffusers' layout")
+    return {"model.model_name_or_path": f"models/{name.rpartition('/')[2]}"}
+
+
+@conversion(":blocks_to_swap")
+def blocks_to_swap(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Frozen blocks that wait on the host; that needs recomputation."""
+    if not value or not int(value):
+        return {}
+    return {"features.enable_weight_offload": True, "features.recompute": True}
+
+
+@conversion(":optimizer_args")
+def optimizer_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """`weight_decay=0.01`, `betas=0.9,0.99`, `eps=1e-8` of AdamW."""
+    found: dict[str, Any] = {}
+    for pair in value if isinstance(value, list) else re.split(r"\s+", str(value)):
+        name, _, text = str(pair).partition("=")
+        numbers = [
+            float(each) for each in re.findall(r"[-+.\deE]+", text) if re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", each)
+        ]
+        if name == "weight_decay" and numbers:
+            found["training.weight_decay"] = numbers[0]
+        elif name == "betas" and len(numbers) == 2:
+            found |= {"training.adam_beta1": numbers[0], "training.adam_beta2": numbers[1]}
+        elif name == "eps" and numbers:
+            found["training.adam_eps"] = numbers[0]
+        else:
+            return no(f"{name} is not an argument of AdamW here: adam_beta1, adam_beta2, adam_eps and weight_decay are")
+    return found
+
+
+@conversion(":betas")
+def betas(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The decay rates of the two moments of AdamW."""
+    if not isinstance(value, list) or len(value) != 2:
+        return no("write adam_beta1 and adam_beta2 in the section training")
+    return {"training.adam_beta1": float(value[0]), "training.adam_beta2": float(value[1])}
+
+
+@conversion(":must_be_on")
+def must_be_on(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A part that is always trained here."""
+    return {} if is_on(value) else no("the transformer alone is trained")
+
+
+@conversion(":off_or_no")
+def off_or_no(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Not built; switched off it changes nothing."""
+    is_off = value in (False, None, 0, 0.0, "", ",", ", ") or str(value).lower() in ("false", "0", "0.0")
+    return idle("it is off") if is_off else no(row.note)
+
+
+@conversion(":off_or_idle")
+def off_or_idle(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """It changes how the tool computes."""
+    return idle(row.note)
+
+
+@conversion(":sd_only")
+def sd_only(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A setting of Stable Diffusion 1, 2 and XL, which predict noise: these families are not built."""
+    if value in (False, 0, 0.0):
+        return idle("it is off")
+    return no("it is for Stable Diffusion 1, 2 and XL, which are not built: mm models lists what is")
+
+
+# --- noise levels and losses ------------------------------------------------------------------------------------------
+
+
+def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> dict[str, Any]:
+    """A `weighting_scheme`; the scripts index times that run down, so less noise where the paper has more."""
+    found: dict[str, Any] = {f"{DIFFUSION}.{key}": value for key, value in _WEIGHTINGS[scheme].items()}
+    if scheme == "logit_normal":
+        mean = float(draft.get("logit_mean", 0.0))
+        found[f"{DIFFUSION}.logit_mean"] = -mean if flips and mean else mean
+        found[f"{DIFFUSION}.logit_std"] = float(draft.get("logit_std", 1.0))
+    if scheme == "mode":
+        found[f"{DIFFUSION}.mode_scale"] = float(draft.get("mode_scale", 1.29))
+    return found
+
+
+@conversion(":di_weighting")
+def di_weighting(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The density of diffusers' flow-matching scripts, without a shift; CogVideoX counts steps uniformly."""
+    if str(value) not in _WEIGHTINGS:
+        return no(f"{value} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
+    if "cogvideo" in f"{draft.model_name} {draft.given.program}".lower():
+        return {}
+    return {**_density(draft, str(value)), f"{DIFFUSION}.shift": 1.0}
+
+
+@default_of("ko_timesteps")
+def ko_timesteps_default(draft: PeerSetup) -> str | None:
+    """By script: sigma for FLUX.1 and SD3, shift for Lumina."""
+    script = Path(draft.given.program[0]).name if draft.given.program else ""
+    return "shift" if script.startswith("lumina") else "sigma"
+
+
+@conversion(":ko_timesteps")
+def ko_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """`timestep_sampling` of kohya's scripts (get_noisy_model_input_and_timesteps)."""
+    word = str(value)
+    of_script = 1.0 if draft.tool.name == "musubi" else 3.0
+    shift = float(draft.get("discrete_flow_shift", draft.get("training_shift", of_script)))
+    if word == "sigma":
+        scheme = str(draft.get("weighting_scheme", "none"))
+        if scheme not in _WEIGHTINGS:
+            return no(f"weighting_scheme {scheme} is not built")
+        return {**_density(draft, scheme), f"{DIFFUSION}.shift": shift}
+    if word == "uniform":
+        return {f"{DIFFUSION}.timestep_density": "uniform", f"{DIFFUSION}.shift": 1.0}
+    std = float(draft.get("sigmoid_scale", 1.0))
+    found: dict[str, Any] = {f"{DIFFUSION}.timestep_density": "logit_normal", f"{DIFFUSION}.logit_std": std}
+    if word == "sigmoid":
+        return {**found, f"{DIFFUSION}.shift": 1.0}
+    if word == "shift":
+        return {**found, f"{DIFFUSION}.shift": shift}
+    if word in ("flux_shift", "flux2_shift", "qwen_shift", "nextdit_shift"):
+        return {**found, f"{DIFFUSION}.shift": "resolution"}
+    if word in ("logsnr", "qinglong_flux", "qinglong_qwen"):
+        return no(f"{word} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
+    return no(f"{word} is not known")
+
+
+@conversion(":ai_timesteps")
+def ai_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """How noise levels are drawn by `timestep_type` of ai-toolkit (custom_flowmatch_sampler.py)."""
+    word = str(value)
+    found: dict[str, dict[str, Any]] = {
+        "sigmoid": {"timestep_density": "logit_normal", "shift": 1.0},
+        "linear": {"timestep_density": "uniform", "shift": 1.0},
+        "weighted": {"timestep_density": "uniform", "shift": 1.0, "loss_weighting": "bell"},
+        "flux_shift": {"timestep_density": "uniform", "shift": "resolution"},
+        "lumina2_shift": {"timestep_density": "uniform", "shift": "resolution"},
+        "shift": {"timestep_density": "uniform"},
+    }
+    if word not in found:
+        return no(f"{word} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
+    return {f"{DIFFUSION}.{key}": each for key, each in found[word].items()}
+
+
+@conversion(":prediction_type")
+def prediction_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """What the loss compares: the velocity as it is (raw), or weighted by σ²."""
+    return {} if value == "raw" else no("the loss compares velocities: model_prediction_type raw")
+
+
+@conversion(":sigma_range")
+def sigma_range(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Timesteps of a thousand, as noise levels."""
+    low, high = float(draft.get("min_timestep", 0)) / 1000, float(draft.get("max_timestep", 1000)) / 1000
+    return {} if (low, high) == (0, 1) else {key_of(row): [low, high]}
+
+
+@conversion(":boundaries")
+def boundaries(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Shares of the timesteps, which run down in DiffSynth-Studio."""
+    low = 1 - float(draft.get("max_timestep_boundary", 1.0))
+    high = 1 - float(draft.get("min_timestep_boundary", 0.0))
+    draft.note(key_of(row), "shares of the steps there, which the shift moves: see docs/generation.md")
+    return {} if (low, high) == (0, 1) else {key_of(row): [round(low, 4), round(high, 4)]}
+
+
+@conversion(":guidance")
+def guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The guidance that FLUX.1 dev and HunyuanVideo take as an input."""
+    return {key_of(row): float(value)}
+
+
+@conversion(":bypass_guidance")
+def bypass_guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether the input for guidance is left out."""
+    return no("training.diffusion.guidance: 1.0 trains FLUX.1 dev at guidance 1") if is_on(value) else idle("it is off")
+
+
+@conversion(":ai_loss")
+def ai_loss(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Losses that are not built; at their default they change nothing."""
+    if value in (False, 0, 0.0, 1, 1.0, "", None) or value == "mse":
+        return idle("it is off")
+    return no("remove it: training.diffusion has the losses that are built")
+
+
+# --- runs and samples -------------------------------------------------------------------------------------------------
+
+
+@conversion(":ko_save")
+def ko_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """A folder, with the name of what is trained."""
+    folder, name = draft.get("output_dir"), draft.get("output_name")
+    return {"training.save": "/".join(str(each).rstrip("/") for each in (folder or "output", name) if each)}
+
+
+@conversion(":ai_save")
+def ai_save(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The run folder of a job: its training folder and its name."""
+    name, folder = draft.get("config.name", "job"), draft.get("training_folder", "output")
+    return {"training.save": f"{str(folder).rstrip('/')}/{name}"}
+
+
+@conversion(":prompts")
+def prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The prompts that samples are drawn from while training."""
+    separator = str(draft.get("validation_prompt_separator", ":::"))
+    several = value if isinstance(value, list) else str(value).split(separator)
+    return {"training.sampling.prompts": [str(each) for each in several]}
+
+
+@conversion(":sample_prompts")
+def sample_prompts(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The prompts of ai-toolkit's list of samples."""
+    samples = (process_of(draft).get("sample") or {}).get("samples") or []
+    if any(key.startswith("ctrl_img") for sample in samples for key in sample):
+        return no("write JSON lines with prompt and image, and name the file in training.sampling.prompts_file")
+    return {"training.sampling.prompts": [str(sample["prompt"]) for sample in samples if "prompt" in sample]}
+
+
+@conversion(":prompts_file")
+def prompts_file(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """One prompt a line; kohya's options behind it are not read."""
+    draft.note(key_of(row), "one prompt a line, without --w, --h and other options behind it")
+    return {key_of(row): str(value)}
+
+
+@conversion(":validation_epochs")
+def validation_epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Steps between two rounds of samples, from a number of epochs or steps."""
+    if draft.has("validation_steps"):
+        return {key_of(row): int(draft.get("validation_steps"))}
+    steps = steps_of_epoch(draft)
+    if steps is None:
+        draft.note(key_of(row), f"every {value} epochs there; the number of rows is not known here")
+        return {key_of(row): 200}
+    return {key_of(row): max(1, round(steps * int(value)))}
+
+
+@conversion(":several_frames")
+def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Frames of a sample; a picture has one."""
+    return {key_of(row): int(value)} if int(value) > 1 else {}
+
+
+@default_of("alpha_of_diffusers")
+def alpha_of_diffusers(draft: PeerSetup) -> float | None:
+    """The rank in most scripts, 4 in newer DreamBooth scripts (`--lora_alpha`)."""
+    if not is_adapter_script(draft):
+        return None
+    script = Path(draft.given.program[0]).name if draft.given.program else ""
+    if "cogvideox" in script:
+        return 128.0
+    return 4.0 if re.search(r"dreambooth", script) else float(draft.get("rank", 4))
+
+
+def is_adapter_script(draft: PeerSetup) -> bool:
+    """Whether a script of diffusers trains adapters."""
+    return any("lora" in word for word in draft.given.program) or draft.has("rank")
+
+
+def with_dataset_file(draft: PeerSetup) -> None:
+    """Read the TOML that `dataset_config` names, beside the file or in the working directory."""
+    name = draft.get("dataset_config")
+    if not isinstance(name, str) or draft.tool.name not in ("kohya", "musubi"):
+        return
+    path = next((each for each in (Path(name), draft.given.folder / name) if each.is_file()), None)
+    if path is None:
+        return
+    of_data = read_file(path)
+    draft.given.settings.extend(of_data.settings)
+    draft.given = type(draft.given)(
+        draft.given.source,
+        draft.given.settings,
+        {**draft.given.tree, **of_data.tree},
+        draft.given.program,
+        draft.given.environment,
+        draft.given.folder,
+    )
+    for each in of_data.settings:
+        if each.value is not None:
+            draft.settings.setdefault(each.key, each)
