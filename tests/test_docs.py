@@ -33,14 +33,7 @@ TWINS = {
 FIRST_SCREEN = 40
 """Lines of a page that are seen without scrolling, about."""
 LONGEST_SENTENCE = 25
-OPENINGS = [
-    ROOT / "README.md",
-    *(
-        page
-        for page in sorted(DOCS.glob("*.md"))
-        if page.name not in ("README.md", "coming-from.md", "conversion.md", "posttrain_coming_from.md", "provider.md")
-    ),
-]
+OPENINGS = [ROOT / "README.md", *(page for page in sorted(DOCS.glob("*.md")) if page.name != "README.md")]
 """Pages whose first screen is held to a command and short sentences."""
 
 # --- links ------------------------------------------------------------------------------------------------------------
