@@ -95,6 +95,11 @@ def test_licences_travel_with_the_package() -> None:
     assert project["license"] == "Apache-2.0 AND CC-BY-4.0"
 
 
+def test_the_shim_has_the_version_of_the_package() -> None:
+    shim = tomllib.loads((ROOT / "megatron_shim" / "pyproject.toml").read_text())["project"]
+    assert shim["version"] == __version__
+
+
 def test_every_script_of_the_repository_root_has_a_module_in_the_package() -> None:
     """Users of the wheel run `python -m mindspeed_mm.<name>` in place of `python <name>.py`."""
     scripts = sorted(path.stem for path in ROOT.glob("*.py"))
