@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 import venv
 from dataclasses import dataclass, field
@@ -123,18 +122,14 @@ def test_the_page_explains_every_flag_that_it_uses() -> None:
 
 @pytest.mark.slow
 def test_the_steps_of_the_cpu_file(tmp_path: Path) -> None:
-    """COPY and pip, in a folder and an environment that are empty; packages come from the index that pip knows."""
+    """COPY and pip, in a folder and an environment that are empty; TORCH_INDEX may name another index of CPU builds."""
     file = Dockerfile.read(ROOT / "docker" / "cpu.Dockerfile")
     image = tmp_path / "image"
     image.mkdir()
     venv.create(tmp_path / "env", with_pip=True)
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     variables["PATH"] = f"{tmp_path / 'env' / 'bin'}:{variables['PATH']}"
-    known = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    if known:
-        file.arguments["TORCH_INDEX"] = known
+    file.arguments["TORCH_INDEX"] = os.environ.get("TORCH_INDEX", file.arguments["TORCH_INDEX"])
     done = []
     for word, rest in file.steps:
         text = file.filled(rest)
@@ -156,7 +151,7 @@ def test_the_steps_of_the_cpu_file(tmp_path: Path) -> None:
                 check=False,
                 timeout=3000,
             )
-            if "NewConnectionError" in ran.stderr:
+            if ran.returncode and "NewConnectionError" in ran.stderr:
                 pytest.skip("no package index can be reached")
             assert ran.returncode == 0, ran.stderr[-3000:]
         done.append(word)
