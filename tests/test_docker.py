@@ -8,8 +8,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
-import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,7 +126,11 @@ def test_the_steps_of_the_cpu_file(tmp_path: Path) -> None:
     file = Dockerfile.read(ROOT / "docker" / "cpu.Dockerfile")
     image = tmp_path / "image"
     image.mkdir()
-    venv.create(tmp_path / "env", with_pip=True)
+    (base,) = file.of("FROM")
+    named = f"python{base.partition(':')[2].partition('-')[0]}"
+    is_there = shutil.which(named) and subprocess.run([named, "-V"], capture_output=True, check=False).returncode == 0
+    python = named if is_there else sys.executable
+    subprocess.run([python, "-m", "venv", str(tmp_path / "env")], check=True)
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     variables["PATH"] = f"{tmp_path / 'env' / 'bin'}:{variables['PATH']}"
     file.arguments["TORCH_INDEX"] = os.environ.get("TORCH_INDEX", file.arguments["TORCH_INDEX"])

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl, sha256_file
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.quickstart.folder import MARK, check_folder
 from mindspeed_mm.quickstart.scans import MOST_INK, NAMES, SEED, deal_scans, load_ink
 from mindspeed_mm.quickstart.tiny_model import LAYERS, write_model_folder
 
@@ -28,8 +28,6 @@ SPLITS = {"train": 0.75, "validation": 0.05, "test": 0.20}
 SINGLE_ROUNDS = {"train": 2, "validation": 1, "test": 1}
 READING_ROWS = {"train": 4000, "validation": 90, "test": 360}
 DIGIT_PIXELS = 32
-MARK = "made-by.txt"
-"""In the folder: says that this example wrote it, and by which recipe."""
 HERE = Path(__file__).parent
 QUESTIONS = {
     "naming": ("Which digit is this?", "Name the digit.", "What digit do you see?"),
@@ -151,19 +149,6 @@ def make_digits(folder: Path, seed: int = SEED, experts: int = 0, layers: int = 
     write_model_folder(folder / "model", training_texts(folder / "data"), experts, layers)
     atomic_write_text(mark, recipe_of(seed, experts, layers))
     return rows
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds something else.
-
-    Raises:
-        UsageError: It is a file, or it has content but no mark of this example.
-    """
-    way_out = "Name a folder that does not exist yet or is empty."
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("is a file; the example needs a folder", where=str(folder), way_out=way_out)
-    if folder.is_dir() and not (folder / MARK).exists() and any(folder.iterdir()):
-        raise UsageError("has other content, which is left alone", where=str(folder), way_out=way_out)
 
 
 def is_made(folder: Path) -> bool:

@@ -21,6 +21,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, read_jsonl
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.quickstart.commands import run_mm, show
+from mindspeed_mm.quickstart.folder import check_folder
 from mindspeed_mm.tasks.init.init import quoted
 from mindspeed_mm.tasks.schema import editor_line
 
@@ -85,6 +86,7 @@ class Quickstart:
             MachineError: Plain transformers answers otherwise than this package.
             SystemExit: A command failed, or was interrupted; with its exit code.
         """
+        check_folder(self.folder)
         with self._part("set-up: data and model folder"):
             reused = self.make_data()
         with self._part("training"):
@@ -127,7 +129,7 @@ class Quickstart:
 
     def make_data(self) -> bool:
         """Write the data set, the model folder and the YAML; returns whether the first two were there already."""
-        from mindspeed_mm.quickstart.make_digits import describe, is_made, make_digits  # torch: refusals do without
+        from mindspeed_mm.quickstart.make_digits import describe, is_made, make_digits  # torch
 
         reused = is_made(self.folder)
         if reused:

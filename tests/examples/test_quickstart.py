@@ -17,6 +17,7 @@ from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.quickstart import make_digits, quickstart
+from mindspeed_mm.quickstart.folder import MARK
 from mindspeed_mm.quickstart.scans import load_ink
 from tests.helpers.runs import mm
 
@@ -47,8 +48,8 @@ def test_other_content_is_left_alone(kind: str, tmp_path: Path, capsys: pytest.C
         target.write_text("years of work")
     before = sorted(tmp_path.rglob("*"))
     assert run(["quickstart", str(target)]) == 2
-    said = capsys.readouterr().err
-    assert str(target) in said and "Name a folder that does not exist yet or is empty." in said
+    out, said = capsys.readouterr()
+    assert out == "" and str(target) in said and "Name a folder that does not exist yet or is empty." in said
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -65,7 +66,7 @@ def test_data_of_this_recipe_are_reused_and_others_made_anew(tmp_path: Path, mon
     first = quickstart.Quickstart(folder)
     assert first.make_data() is False
     assert first.make_data() is True
-    (folder / make_digits.MARK).write_text("unfinished\n")  # as a killed run leaves it
+    (folder / MARK).write_text("unfinished\n")  # as a killed run leaves it
     assert first.make_data() is False
     config = load_config(first.config)
     assert (config.warnings, config.unchecked) == ((), ())
@@ -74,7 +75,7 @@ def test_data_of_this_recipe_are_reused_and_others_made_anew(tmp_path: Path, mon
     for name in (basic.dataset, basic.val_dataset, basic.dataset_dir, arguments.model.model_name_or_path):
         assert Path(str(name)).is_relative_to(folder) and Path(str(name)).exists()
     assert Path(str(arguments.training.save)) == folder / "run"
-    (folder / make_digits.MARK).unlink()
+    (folder / MARK).unlink()
     with pytest.raises(UsageError, match="left alone"):
         first.make_data()
 
