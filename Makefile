@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 FLOOR_PYTHON ?= python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart quickstart-generation test test-changed test-device test-floor check docs bench clean
+.PHONY: install quickstart quickstart-generation test test-changed test-device test-floor check docs wheel bench clean
 
 install: $(VENV)/installed
 
@@ -20,8 +20,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: install
-	$(BIN)/python examples/digits/quickstart.py
-	@echo "To go on: source $(VENV)/bin/activate, then mm --help, or your own model and rows as in README.md"
+	$(BIN)/mm quickstart
 
 # Pictures, then clips: two generators trained from scratch and judged, two to three minutes of one core each.
 quickstart-generation: install
@@ -89,6 +88,12 @@ $(DOCS_VENV)/installed: pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	@touch $@
+
+# What is published: the wheel and the sdist of the package, and the wheel of the shim for `import megatron`.
+wheel: install
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	cd megatron_shim && $(abspath $(BIN))/python -m hatchling build -t wheel -d ../dist
 
 bench: install
 	$(BIN)/python -m benchmarks

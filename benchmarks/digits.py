@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.machine import ROOT
 
 BATCH_SIZE = 16
 SEED = 42
@@ -69,10 +68,9 @@ def prepare(folder: Path, steps: int, batch_size: int = BATCH_SIZE) -> Workload:
 
 def main(folder: Path, steps: int, batch_size: int) -> None:
     """Write all of it."""
-    sys.path.insert(0, str(ROOT / "examples" / "digits"))
-    import make_digits  # an example beside the package, not a part of it
+    from mindspeed_mm.quickstart.make_digits import make_digits
 
-    make_digits.make_digits(folder)
+    make_digits(folder)
     write_weights(folder / "model")
     config = CONFIG.format(folder=folder, lr=LEARNING_RATE, batch=batch_size, seed=SEED)
     (folder / "run.yaml").write_text(config, encoding="utf-8")

@@ -16,7 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import hashlib
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
+from mindspeed_mm.quickstart import scans
+from mindspeed_mm.quickstart.commands import run_command, run_mm, show
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 DEFAULT_RUNS = Path("runs")
-
-sys.path.append(str(HERE / "digits"))  # that quick start knows how to run commands
-from quickstart import call, say  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,9 @@ class Quickstart:
         with self.part("data and model folder"):
             self.make_data()
         with self.part("extraction"):
-            self.mm("extract", str(self.example.config), *self.overrides())
+            run_mm("extract", str(self.example.config), *self.overrides())
         with self.part("training"):
-            self.mm("train", str(self.example.config), *self.overrides())
+            run_mm("train", str(self.example.config), *self.overrides())
         with self.part("generation"):
             self.generate()
         with self.part("judges"):
@@ -103,7 +101,7 @@ class Quickstart:
         with self.part("export, and plain diffusers"):
             self.export()
         with self.part("report"):
-            self.mm("report", str(self.folder / "run"))
+            run_mm("report", str(self.folder / "run"))
         self.print_times()
         return reached
 
@@ -122,7 +120,7 @@ class Quickstart:
         if mark.exists() and mark.read_text() == recipe:
             print(f"reused: {self.folder}/data, {self.folder}/model")
             return
-        call([sys.executable, str(self.example.folder / self.example.maker), str(self.folder)])
+        self.run_script(self.example.maker)
         atomic_write_text(mark, recipe)
 
     def overrides(self) -> list[str]:
@@ -145,31 +143,34 @@ class Quickstart:
         """Samples of every prompt, with the average of the weights."""
         samples, count = str(self.folder / "samples"), str(self.example.num_samples)
         prompts = str(self.folder / "data" / self.example.prompts)
-        self.mm("infer", str(self.folder / "run"), "--prompts", prompts, "--out", samples, "--num-samples", count)
+        run_mm("infer", str(self.folder / "run"), "--prompts", prompts, "--out", samples, "--num-samples", count)
 
     def judge(self) -> bool:
         """Whether the judges are content; they print what they found."""
-        command = [sys.executable, str(self.example.folder / self.example.judge), str(self.folder)]
-        say(f"python {Path(command[1]).relative_to(ROOT)} {self.folder}")
-        code = subprocess.run(command, check=False).returncode
-        if code > 1:
-            raise SystemExit(code)
-        return code == 0
+        try:
+            self.run_script(self.example.judge)
+        except SystemExit as end:
+            if end.code != 1:
+                raise
+            return False
+        return True
 
     def export(self) -> None:
         """A folder in diffusers' layout; from it diffusers alone must draw the same."""
         from plain_diffusers import count_same
 
         pipeline = self.folder / "pipeline"
-        self.mm("export", str(self.folder / "run"), str(pipeline), "--overwrite")
+        run_mm("export", str(self.folder / "run"), str(pipeline), "--overwrite")
         same, drawn = count_same(pipeline, self.folder / "samples")
         if same < drawn:
             raise SystemExit(f"diffusers alone draws otherwise: {drawn - same} of {drawn} prompts")
         print(f"diffusers alone draws the same for {same} of {drawn} prompts")
 
-    def mm(self, *words: str) -> None:
-        """Run a command of the suite; its failure ends this program."""
-        call([sys.executable, "-m", "mindspeed_mm", *words])
+    def run_script(self, name: str) -> None:
+        """Run a script of the example on this folder; its failure ends this program."""
+        script = self.example.folder / name
+        show(["python", script.relative_to(ROOT), self.folder])
+        run_command([sys.executable, str(script), str(self.folder)])
 
     def print_times(self) -> None:
         """Seconds of each part, by the clock and on the processor."""
@@ -188,6 +189,7 @@ def processor_s() -> float:
 def recipe_hash() -> str:
     """Changes when the scripts that make data and models change; the examples share them."""
     scripts = sorted(script for name in EXAMPLES for script in (HERE / name).glob("*.py"))
+    scripts.append(Path(scans.__file__))
     return hashlib.sha256("".join(sha256_file(script) for script in scripts).encode()).hexdigest()
 
 

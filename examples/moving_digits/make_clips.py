@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "digits"))  # the example of still digits: scans and the model
-
-from make_digits import DIGIT_PIXELS, NAMES, SEED, Scan, jittered, load_scans, split_scans
-from tiny_model import write_model_folder
-
 from mindspeed_mm.fsdp.utils.media_files import write_video
+from mindspeed_mm.quickstart.make_digits import DIGIT_PIXELS, Scan, jittered, load_scans, split_scans
+from mindspeed_mm.quickstart.scans import NAMES, SEED
+from mindspeed_mm.quickstart.tiny_model import write_model_folder
 
 CANVAS, DIGIT_WIDTH = DIGIT_PIXELS, DIGIT_PIXELS // 2
 FRAMES, FPS = 4, 2

@@ -29,6 +29,7 @@ from mindspeed_mm.core.terminal import say, say_failure, visible
 from mindspeed_mm.core.version import __version__
 
 VERBS = {
+    "quickstart": "Train, evaluate and ask a first model on data of this package.",
     "route": "Tell which models and commands lead to what you want to do.",
     "models": "List the families of models and what is proven of each.",
     "init": "Write the first YAML for a model and rows.",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.params.schema import KeyReference, json_schema, reference
+
+SCHEMA_FILE = Path(__file__).parents[1] / "run.schema.json"
+"""What `mm schema --json` prints, for editors; it travels with the package."""
 
 
 def run(key: str = "") -> list[KeyReference]:
@@ -25,6 +29,11 @@ def as_text(references: list[KeyReference]) -> str:
 def as_dict(key: str = "") -> Any:
     """For machines: the JSON schema of everything, or the references of a key."""
     return list(map(asdict, reference(key))) if key else json_schema()
+
+
+def editor_line() -> str:
+    """The first line of a YAML file that tells editors (yaml-language-server) to check and complete its keys."""
+    return f"# yaml-language-server: $schema={SCHEMA_FILE.resolve().as_uri()}"
 
 
 def _paragraph(entry: KeyReference) -> str:

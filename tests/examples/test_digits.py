@@ -3,11 +3,8 @@ that is advertised."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,26 +13,19 @@ import torch
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.quickstart import make_digits
+from mindspeed_mm.quickstart.scans import NAMES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 
 
 @pytest.fixture(scope="module")
-def make_digits() -> ModuleType:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return importlib.import_module("make_digits")
-    finally:
-        sys.path.remove(str(EXAMPLE))
-
-
-@pytest.fixture(scope="module")
-def scans(make_digits: ModuleType) -> list[Any]:
+def scans() -> list[Any]:
     return make_digits.load_scans()
 
 
 @pytest.fixture(scope="module")
-def folder(make_digits: ModuleType, scans: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(scans: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example from the first 200 scans, with fewer rows."""
     patch = pytest.MonkeyPatch()
     patch.setattr(make_digits, "load_scans", lambda: scans[:200])
@@ -59,7 +49,7 @@ def shared(splits: dict[str, set[int]]) -> set[int]:
     return {scan for a in splits for b in splits if a < b for scan in splits[a] & splits[b]}
 
 
-def test_no_scan_is_in_two_splits(make_digits: ModuleType, scans: list[Any], folder: Path) -> None:
+def test_no_scan_is_in_two_splits(scans: list[Any], folder: Path) -> None:
     dealt = {name: {scan.index for scan in group} for name, group in make_digits.split_scans(scans).items()}
     assert {name: len(group) for name, group in dealt.items()} == {"train": 1347, "validation": 91, "test": 359}
     assert set().union(*dealt.values()) == set(range(1797))
@@ -70,12 +60,12 @@ def test_no_scan_is_in_two_splits(make_digits: ModuleType, scans: list[Any], fol
     assert shared(used) != set()
 
 
-def test_every_digit_is_in_every_split(make_digits: ModuleType, scans: list[Any]) -> None:
+def test_every_digit_is_in_every_split(scans: list[Any]) -> None:
     for group in make_digits.split_scans(scans).values():
         assert {scan.digit for scan in group} == set(range(10))
 
 
-def test_answers_are_those_of_the_scans(make_digits: ModuleType, scans: list[Any], folder: Path) -> None:
+def test_answers_are_those_of_the_scans(scans: list[Any], folder: Path) -> None:
     for row in rows_of(folder, "train") + rows_of(folder, "test"):
         digits = [scans[scan].digit for scan in scans_of(row)]
         answer = row["messages"][1]["content"]
@@ -83,23 +73,24 @@ def test_answers_are_those_of_the_scans(make_digits: ModuleType, scans: list[Any
             assert [int(digit) for digit in answer.split()] == digits
             assert len(digits) in (2, 3)
         elif row["task"] == "naming":
-            assert [make_digits.NAMES.index(answer)] == digits
+            assert [NAMES.index(answer)] == digits
         else:
             assert ["even", "odd"].index(answer) == digits[0] % 2
 
 
 def test_the_same_seed_writes_the_same_bytes(folder: Path) -> None:
-    first = {
-        path.relative_to(folder): path.read_bytes()
-        for part in ("data", "model")
-        for path in (folder / part).rglob("*.*")
-    }
-    again = folder / "again"
-    second = {path.relative_to(again): path.read_bytes() for path in again.rglob("*.*")}
+    first, second = (
+        {
+            path.relative_to(place): path.read_bytes()
+            for part in ("data", "model")
+            for path in (place / part).rglob("*.*")
+        }
+        for place in (folder, folder / "again")
+    )
     assert first == second
 
 
-def test_only_training_pictures_are_jittered(scans: list[Any], make_digits: ModuleType, folder: Path) -> None:
+def test_only_training_pictures_are_jittered(scans: list[Any], folder: Path) -> None:
     for question in read_questions(folder / "data" / "test.jsonl", needs_answers=True):
         row = {"images": question.images}
         plain = make_digits.draw([scans[scan] for scan in scans_of(row)], None)

@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
-from tests.helpers.released_examples import Example, full_batch
+from tests.helpers.released_examples import Example, first_comment, full_batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARE = 0.92
@@ -91,7 +91,7 @@ def predicted_gb(path: Path, folder: Path, *words: str) -> float:
 def test_each_names_its_card() -> None:
     assert {release_of(path) for path in FILES} == RELEASED.keys()
     for path in CARDS:
-        (said,) = re.findall(r"a card of (\d+) GB\.", path.read_text().partition("\n")[0])
+        (said,) = re.findall(r"a card of (\d+) GB\.", first_comment(path))
         assert f"_{said}GB_" in path.name and f"_{said}GB" in path.read_text().partition("save: ")[2]
 
 
@@ -157,7 +157,7 @@ def test_a_step_of_ltx2_fits_eight_cards_of_80_gb(tmp_path: Path) -> None:
     """Pictures and sound of a clip, all weights trained, on as many devices as the first line of the file names."""
     write_parts(tmp_path, "LTX2Pipeline", LTX2, {"latent_channels": 128})
     path = EXAMPLES / "ltx2/ltx2_19B_config.yaml"
-    assert ": 8 devices" in path.read_text().partition("\n")[0]
+    assert ": 8 devices" in first_comment(path)
     arguments = load_with_plugins(path, [f"model.model_name_or_path={tmp_path}"]).arguments
     text = torch.zeros(1, 1024, 3840)
     batch = {

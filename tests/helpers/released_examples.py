@@ -49,7 +49,7 @@ class Example:
     @cached_property
     def promise(self) -> Promise:
         """What the first line says."""
-        line = self.path.read_text(encoding="utf-8").partition("\n")[0]
+        line = first_comment(self.path)
         found = PROMISE.fullmatch(line)
         assert found is not None, f"{self.name}: {line}"
         return Promise(found["model"], found["task"], int(found["devices"]), int(found["gigabytes"]))
@@ -95,7 +95,13 @@ def examples() -> list[Example]:
 
 
 def _has_promise(path: Path) -> bool:
-    return "devices of" in path.read_text(encoding="utf-8").partition("\n")[0]
+    return "devices of" in first_comment(path)
+
+
+def first_comment(path: Path) -> str:
+    """The first line of a file behind the one that names the schema for editors."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if not line.startswith("# yaml-language-server:"))
 
 
 def releases() -> dict[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ def make_example(name: str, script: str, folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "script", "config"),
     [
-        ("digits", "make_digits", "digits_tiny_config.yaml"),
+        ("digits", "mindspeed_mm.quickstart.make_digits", "digits_tiny_config.yaml"),
         ("digits_flux", "make_digits_flux", "digits_flux_config.yaml"),
         ("moving_digits_wan", "make_moving_digits", "moving_digits_wan_config.yaml"),
     ],

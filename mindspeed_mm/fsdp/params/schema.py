@@ -45,8 +45,8 @@ class KeyReference:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of the whole configuration, for editors."""
-    schema = Arguments.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "MindSpeed-MM configuration", **schema}
+    schema = Arguments.model_json_schema() | {"title": "MindSpeed-MM configuration"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def reference(key: str = "") -> list[KeyReference]:

@@ -20,6 +20,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.requests.init import InitRequest, Method
+from mindspeed_mm.tasks.schema import editor_line
 
 _GIB = 2**30
 _ROOM = 0.9
@@ -206,10 +207,11 @@ class _Setup:
         interval = max(1, steps // _CHECKS_A_RUN)
         on = f"on {self.devices} device{'s' if self.devices > 1 else ''}"
         lines = [
+            editor_line(),
             _comment(f"{self.request.model.name}: {way}, {on}."),
             _comment(f"Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}"),
             "model:",
-            f"  model_name_or_path: {_quoted(self.request.model)}",
+            f"  model_name_or_path: {quoted(self.request.model)}",
             "data:",
             "  dataset_param:",
         ]
@@ -222,8 +224,8 @@ class _Setup:
             ]
         lines += [
             "    basic_parameters:",
-            f"      dataset: {_quoted(basic['dataset'])}   # {self.rows:,} rows",
-            f"      dataset_dir: {_quoted(basic['dataset_dir'])}   # where relative paths of media start",
+            f"      dataset: {quoted(basic['dataset'])}   # {self.rows:,} rows",
+            f"      dataset_dir: {quoted(basic['dataset_dir'])}   # where relative paths of media start",
         ]
         holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
         if holds_out:
@@ -238,7 +240,7 @@ class _Setup:
             f"  micro_batch_size: {way.rows}   # rows of a device at a time",
             f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
             "  train_epochs: 1",
-            f"  save: {_quoted(self.save)}",
+            f"  save: {quoted(self.save)}",
             f"  save_interval: {interval}   # of about {steps:,} steps",
         ]
         if holds_out:
@@ -321,7 +323,7 @@ def _comment(text: str) -> str:
     return f"# {visible(text)}".replace("\n", " ")
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """A path as YAML takes it: in quotes where it might be read as something else, such as a number."""
     text = str(value)
     return (
