@@ -26,7 +26,10 @@ from tests.helpers.tiny_rollout_run import make_tiny_rollout_run
 from tests.helpers.tiny_run import make_tiny_run
 from tests.tasks.test_download import CLIENT
 
+MINUTES = {"quickstart", "verify"}
+"""Commands that take minutes."""
 COMMANDS = {
+    "quickstart": "first",
     "route": "'fine-tune a speech recogniser'",
     "models": "qwen3vl",
     "init": "--model vlm/model --data vlm/rows.jsonl --gpu 24 --out first.yaml",
@@ -133,7 +136,7 @@ def answered(name: str) -> Said:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "verify" else name for name in COMMANDS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MINUTES else name for name in COMMANDS]
 )
 def test_stdout_of_a_command_is_json(name: str) -> None:
     said = answered(name)
