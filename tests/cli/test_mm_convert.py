@@ -181,7 +181,7 @@ def test_every_converter_that_is_listed_is_there(capsys: pytest.CaptureFixture[s
 
 
 def test_a_plugin_brings_a_converter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_converters.py").write_text(
+    (tmp_path / "converters_of_mine.py").write_text(
         "from mindspeed_mm.checkpoint.common.converter import Converter\n"
         "class MineConverter(Converter):\n"
         "    '''Mine.'''\n"
@@ -190,7 +190,7 @@ def test_a_plugin_brings_a_converter_of_its_own(tmp_path: Path, monkeypatch: pyt
         "        assert steps == 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert mm_convert.run(["--plugin", "my_converters", "MineConverter", "hf_to_mm", "--steps", "3"]) == 0
+    assert mm_convert.run(["--plugin", "converters_of_mine", "MineConverter", "hf_to_mm", "--steps", "3"]) == 0
 
 
 PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/convert_*.sh")]

@@ -35,7 +35,7 @@ def with_answer(
             return row, row_format
         return {**row, column: [*row[column], _answer(row[column], row_format)]}, row_format
     asked, answer = row_format.prompt or "", row.get(row_format.response or "")
-    if isinstance(row[asked], str):
+    if asked and isinstance(row[asked], str):  # a transcript asks nothing but its sound
         row = {**row, asked: _marks(row, row_format) + row[asked]}
     if isinstance(answer, str | list | dict) and row_format.response:
         is_turn = isinstance(answer, str) or not isinstance(answer, list) or isinstance(answer[:1] and answer[0], dict)

@@ -211,7 +211,7 @@ def with_own_media(
     """
     for name, kind in OF_TURNS.items():
         given = message.get(name)
-        if not given:
+        if given is None or given == []:
             continue
         if not isinstance(given, list | tuple):
             what = f"{short(given)} is not a list of {name}"

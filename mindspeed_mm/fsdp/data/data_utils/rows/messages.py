@@ -143,8 +143,8 @@ _OF_RESULTS = ("name", "tool_call_id")
 @lru_cache(maxsize=256)
 def _known_fields(role: str, role_tag: str, content_tag: str) -> frozenset[str]:
     """Fields that are read of a turn."""
-    own = {"assistant": (*_CALLS, *_REASONING), "tool": _OF_RESULTS}.get(role, ())
-    return frozenset({role_tag, content_tag, *OF_TURNS, *MARKS, *own})
+    of_roles = {"assistant": (*_CALLS, *_REASONING, *OF_TURNS), "tool": (*_OF_RESULTS, *OF_TURNS), CALL: ()}
+    return frozenset({role_tag, content_tag, *MARKS, *of_roles.get(role, OF_TURNS)})
 
 
 def has_role(content: Row, row_format: RowFormat) -> bool:
