@@ -58,7 +58,8 @@ _ASSIGNMENT = re.compile(
     """
 )
 _SHAPES = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
-_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@\"']+(?=@)")
+_IN_ADDRESS = re.compile(r"(?:(?<=://)|(?<=ps:/)|(?<=tp:/))[^/\s@\"']+(?=@)")
+"""Of an address that became a path, too: there `https://` is `https:/`."""
 _IN_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:key|token|secret|signature|password)|sig|auth)=)[^&\s\"'#]+")
 _SHORTEST = 6
 """Characters of a value that is looked for in texts: shorter ones are part of other words."""

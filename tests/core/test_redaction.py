@@ -18,6 +18,7 @@ from mindspeed_mm.core.redaction import redact, without_secrets
         ("MY_SECRET=1", "MY_SECRET=•••"),
         ("note: hf_abcdefghijklmnopqrst", "note: •••"),
         ("http://user:word@host/path", "http://•••@host/path"),
+        ("https:/user:word@host/path", "https:/•••@host/path"),
     ],
 )
 def test_secret_is_taken_out(text: str, clean: str) -> None:

@@ -376,7 +376,7 @@ ANY_MODEL: tuple[Topic, ...] = (
             "train": "mm train run.yaml",
         },
         "docs/architecture.md",
-        "a package that training.plugin names registers data sets and models: docs/data.md",
+        "a package that training.plugin names registers data sets and models: docs/plugins.md",
     ),
 )
 
