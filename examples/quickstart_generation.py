@@ -170,7 +170,7 @@ class Quickstart:
         """Run a script of the example on this folder; its failure ends this program."""
         script = self.example.folder / name
         show(["python", script.relative_to(ROOT), self.folder])
-        run_command([sys.executable, str(script), str(self.folder)])
+        run_command([sys.executable, str(script), str(self.folder)], finds_neighbours=True)
 
     def print_times(self) -> None:
         """Seconds of each part, by the clock and on the processor."""

@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mindspeed_mm.core.started_python import own_python, safe_environment
@@ -26,18 +26,19 @@ def run_mm(*words: object, err: bool = False) -> None:
         err: Everything that it prints goes to standard error.
     """
     show(["mm", *words], err=err)
-    run_command(own_python(["-m", "mindspeed_mm", *map(str, words)]), safe_environment(), err=err)
+    run_command(own_python(["-m", "mindspeed_mm", *map(str, words)]), err=err)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None, *, err: bool = False) -> None:
+def run_command(command: Sequence[str], *, finds_neighbours: bool = False, err: bool = False) -> None:
     """Run a command without showing it; its exit code ends this program when it is not 0.
 
     Args:
         command: The program and its words.
-        environment: Variables; None: those of this process.
+        finds_neighbours: It is a script that imports what lies beside it.
         err: What it prints goes to standard error.
     """
     output = sys.stderr if err else None
+    environment = None if finds_neighbours else safe_environment()
     with subprocess.Popen(command, stdout=output, env=environment) as process, _signals_left_to(process):
         code = process.wait()
     if code:
