@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.cli.requests import takes
-from mindspeed_mm.cli.train import start
+from mindspeed_mm.cli.train import SETTINGS, start
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
@@ -34,21 +34,21 @@ def command() -> None:
     """Train on preferences or rewards, as the section posttrain of a YAML says."""
 
 
-@command.command("dpo")
+@command.command("dpo", context_settings=SETTINGS)
 @takes(TrainRequest)
 def dpo(request: TrainRequest) -> int:
     """Train on preference pairs: mm train with posttrain.method=dpo."""
     return _trained("dpo", request)
 
 
-@command.command("grpo")
+@command.command("grpo", context_settings=SETTINGS)
 @takes(TrainRequest)
 def grpo(request: TrainRequest) -> int:
     """Train on the model's own answers and their rewards: mm train with posttrain.method=grpo."""
     return _trained("grpo", request)
 
 
-@command.command("nft")
+@command.command("nft", context_settings=SETTINGS)
 @takes(TrainRequest)
 def nft(request: TrainRequest) -> int:
     """Train a generator on its own samples and their rewards: mm train with posttrain.method=nft."""

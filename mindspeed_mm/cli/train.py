@@ -23,7 +23,11 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+"""Of commands that train, also where they are made apart from the program."""
+
+
+@click.command(epilog=EXAMPLES, context_settings=SETTINGS)
 @takes(TrainRequest)
 def command(request: TrainRequest) -> int:
     """Train the model of CONFIG. OVERRIDES are section.key=value, each parsed as YAML.
