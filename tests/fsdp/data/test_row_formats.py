@@ -230,3 +230,18 @@ def test_a_sound_and_what_is_said_in_it(column: str) -> None:
     assert [(item.kind, item.source) for item in sample.media] == [("audio", "a.wav")]
     with pytest.raises(DataError, match="7 is not text"):
         convert_row(row | {column: 7}, named, RowLocation("rows.jsonl", 1))
+
+
+@pytest.mark.edge("BR11")
+def test_media_that_a_turn_lists_stand_in_their_order() -> None:
+    def media(content: str) -> list[tuple[str, object]]:
+        asked = {"role": "user", "content": content, "images": ["a.png", "b.png"], "videos": ["c.mp4"]}
+        answer = {"role": "assistant", "content": ANSWER}
+        sample = convert_row({"messages": [asked, answer]}, RowFormat(), RowLocation("rows.jsonl", 1))
+        return [(item.kind, item.source) for item in sample.media]
+
+    assert media("<image>Then <video> and <image>?") == [("image", "a.png"), ("video", "c.mp4"), ("image", "b.png")]
+    assert sorted(media(QUESTION)) == [("image", "a.png"), ("image", "b.png"), ("video", "c.mp4")]
+    assert [source for kind, source in media(QUESTION) if kind == "image"] == ["a.png", "b.png"]
+    with pytest.raises(DataError, match="1 <image> placeholders in the turn, but 2 images"):
+        media("<image>?")
