@@ -27,6 +27,7 @@ TWINS = {
     "zh/pytorch/quick-start.md": "quick-start.md",
     "zh/pytorch/fine-tune.md": "fine-tune.md",
     "zh/pytorch/own-functions.md": "own-functions.md",
+    "zh/pytorch/provider.md": "provider.md",
     "zh/features/README.md": "features.md",
 }
 """Page in Chinese → the English page that it translates, both below `docs/`."""
