@@ -12,7 +12,7 @@ install: $(VENV)/installed
 
 # torch and torchvision first: the CPU builds are taken where they are offered, and nothing asks for another one later.
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "installing into $(VENV): two to five minutes, about 2 GB"
+	@echo "installing into $(VENV): about 2 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt

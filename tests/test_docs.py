@@ -27,6 +27,7 @@ TWINS = {
     "zh/pytorch/quick-start.md": "quick-start.md",
     "zh/pytorch/fine-tune.md": "fine-tune.md",
     "zh/pytorch/own-functions.md": "own-functions.md",
+    "zh/pytorch/provider.md": "provider.md",
     "zh/features/README.md": "features.md",
 }
 """Page in Chinese → the English page that it translates, both below `docs/`."""
@@ -44,14 +45,18 @@ def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```\n?", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
+def anchor_of_heading(heading: str) -> str:
+    """What a code host and the site make of a heading: lower case, spaces as hyphens, no punctuation."""
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+
+
 def anchors_of(text: str) -> set[str]:
-    """Anchors that a code host and the site make of a page's headings: lower case, spaces as hyphens, no punctuation;
-    a heading that comes again has a number."""
+    """Anchors of a page's headings; a heading that comes again has a number."""
     found: set[str] = set()
     seen: Counter[str] = Counter()
     for heading in re.findall(r"^#{1,6} (.*)$", without_blocks(text), flags=re.MULTILINE):
-        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+        slug = anchor_of_heading(heading)
         found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
         seen[slug] += 1
     return found

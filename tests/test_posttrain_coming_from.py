@@ -98,7 +98,8 @@ def test_its_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     content["training"] |= {"train_epochs": None, "train_iters": 1}
     with Path("run.yaml").open("w") as file:
         YAML().dump(content, file)
-    (commands,) = re.findall(r"```sh\n(.*?)```", OF_TRL, flags=re.DOTALL)
+    opening, commands = re.findall(r"```sh\n(.*?)```", OF_TRL, flags=re.DOTALL)
+    assert run(shlex.split(opening.partition(" > ")[0])[1:]) == 0
     for line in commands.splitlines():
         assert run(shlex.split(line, comments=True)[1:]) == 0, line
     assert (tmp_path / "my_model" / "config.json").is_file()

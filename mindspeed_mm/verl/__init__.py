@@ -1,4 +1,5 @@
 """The engine as a backend of verl: verl draws, judges and computes losses, this package holds and trains the model.
 
-verl imports `engine` by the entry point `verl.plugins` (docs/posttrain.md#under-verl), and it registers itself.
+verl imports `engine` by the entry point `verl.plugins`, and it registers itself (docs/posttrain_coming_from.md, "Under
+verl").
 """

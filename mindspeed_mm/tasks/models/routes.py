@@ -395,6 +395,7 @@ _PHRASES = {
     r"\bunit[ -]tests?\b|\bci\b": "unittest",
     r"\btest\w*\b.*\b(models?|rows|sets?|data|split|answers)\b": "evaluate",
     r"\b(to|into|from)[ -]megatron\b": "convert",
+    r"\b(hugging ?face|hf)\b.*\bmegatron\b|\bmegatron\b.*\b(hugging ?face|hf)\b": "convert",
     r"\bfsdp\b": "shard",
     r"\bpretrain_\w*(\.py)?": "megatron",
     r"\b(add|register)\b.*\b(models?|data ?sets?|templates?|collators?)\b": "plugin plugin",
