@@ -14,7 +14,8 @@ _MUSUBI = re.compile(
     r"(hv|hv_1_5|wan|fpack|flux_kontext|flux_2|qwen_image|zimage|kandinsky5|hidream_o1|ideogram4|krea2)_train\w*\.py"
 )
 _KOHYA = re.compile(
-    r"((sdxl|sd3|flux|lumina|hunyuan_image|anima)_)?(train_network|train|minimal_train)\w*\.py|(fine_tune|train_db)\.py"
+    r"((sdxl|sd3|flux|lumina|hunyuan_image|anima)_)?train(_network|_control_?net(_lllite)?(_old)?|_textual_inversion"
+    r"(_XTI)?)?\.py|(fine_tune|train_db)\.py"
 )
 _DIFFUSERS = re.compile(
     r"train_(dreambooth|text_to_image|cogvideox|control|controlnet|instruct|lcm|unconditional|custom)\w*\.py"

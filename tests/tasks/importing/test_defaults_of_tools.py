@@ -1,0 +1,177 @@
+"""What a setup leaves unsaid is what its tool does, wherever that changes the training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.tasks.importing import importing
+from mindspeed_mm.tasks.importing.draft import BASIC, DATASET, DIFFUSION, LORA
+
+FLUX = "accelerate launch flux_train_network.py --pretrained_model_name_or_path flux --train_data_dir pictures "
+DREAMBOOTH = (
+    "accelerate launch train_dreambooth_{}.py --pretrained_model_name_or_path m --instance_data_dir d "
+    "--instance_prompt dog "
+)
+SWIFT = "swift rlhf --model m --dataset d.jsonl --rlhf_type "
+
+
+def told(command: str) -> importing.Imported:
+    return importing.run([command])
+
+
+def values(command: str) -> dict[str, Any]:
+    return dict(told(command).values)
+
+
+def unsupported(command: str) -> dict[str, str]:
+    return {each.word: each.note for each in told(command).findings if each.kind == "unsupported"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "whole"),
+    [
+        ({"messages": []}, "", True),
+        ({"messages": []}, "--assistant_only_loss", None),
+        ({"prompt": "a", "completion": "b"}, "", None),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss false", True),
+        ({"text": "a"}, "", None),
+    ],
+)
+def test_trl_trains_on_whole_conversations(
+    row: dict[str, Any], options: str, whole: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFTTrainer: all tokens, unless the rows have prompt and completion or `assistant_only_loss` is on."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    found = values(f"trl sft --model_name_or_path m --dataset_name rows.jsonl {options}")
+    assert found.get(f"{BASIC}.train_on_prompt") == whole
+
+
+def test_rewards_of_ms_swift() -> None:
+    found = values(f"{SWIFT} grpo --reward_funcs accuracy --num_generations 8 --per_device_train_batch_size 2")
+    assert (found["posttrain.grpo.beta"], found["posttrain.grpo.loss_type"]) == (0.04, "grpo")
+    assert found["posttrain.rollout.temperature"] == 0.9
+    assert 2 * found["training.gradient_accumulation_steps"] % 8 == 0  # a group fits into a step of one rank
+
+
+def test_pairs_of_ms_swift_and_llamafactory(tmp_path: Path) -> None:
+    simpo = values(f"{SWIFT} simpo")
+    assert (simpo["posttrain.dpo.beta"], simpo["posttrain.dpo.pref_ftx"]) == (2.0, 1.0)
+    assert "posttrain.dpo.pref_ftx" not in values(f"{SWIFT} dpo")
+    file = tmp_path / "dpo.yaml"
+    file.write_text("model_name_or_path: m\nstage: dpo\nfinetuning_type: full\ndataset: d\npref_ftx: 0.5\n")
+    found = importing.run([str(file)]).values
+    assert (found["posttrain.dpo.pref_ftx"], found["posttrain.dpo.pref_ftx_by"]) == (0.5, "pair")
+
+
+def test_steps_of_a_rollout_are_optimizer_steps() -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name d --num_generations 8 --gradient_accumulation_steps 2 "
+    assert values(f"{command} --steps_per_generation 8")["posttrain.grpo.steps_per_generation"] == 4
+
+
+def test_arithmetic_of_a_script(tmp_path: Path) -> None:
+    """ms-swift's scripts keep 16 rows a step by `$(expr 16 / $nproc_per_node)`."""
+    script = tmp_path / "a.sh"
+    command = "swift sft --model m --dataset d --gradient_accumulation_steps"
+    script.write_text(f"nproc=2\n{command} $(expr 16 / $nproc)\n")
+    assert importing.run([str(script)]).values["training.gradient_accumulation_steps"] == 8
+    script.write_text(f"n=2\n{command} $((16 / n))\n")
+    assert importing.run([str(script)]).values["training.gradient_accumulation_steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("script", "alpha", "density", "shift"),
+    [("lora_sd3", 16.0, "logit_normal", None), ("lora_lumina2", 16.0, "uniform", None),
+     ("lora_flux", 4.0, "uniform", 1.0), ("lora_qwen_image", 4.0, "uniform", 1.0)],
+)  # fmt: skip
+def test_scripts_of_diffusers(script: str, alpha: float, density: str, shift: float | None) -> None:
+    """`--lora_alpha` is an argument of some; SD3's density is `logit_normal`; a static shift is the folder's."""
+    found = importing.run([DREAMBOOTH.format(script) + "--rank 16"])
+    assert found.values.get(f"{LORA}.alpha", 16) == alpha
+    assert found.values[f"{DIFFUSION}.timestep_density"] == density
+    assert found.values.get(f"{DIFFUSION}.shift") == shift
+
+
+def test_the_shift_is_that_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "scheduler").mkdir()
+    for given, shift in (({"shift": 3.0}, 3.0), ({"shift": 3.0, "use_dynamic_shifting": True}, 1.0)):
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(given))
+        command = DREAMBOOTH.format("lora_sd3").replace("path m ", f"path {tmp_path} ")
+        assert values(command)[f"{DIFFUSION}.shift"] == shift
+
+
+def test_cogvideox_of_diffusers() -> None:
+    found = values(
+        "python train_cogvideox_lora.py --pretrained_model_name_or_path m --instance_data_dir d --id_token X"
+    )
+    assert (found["training.adam_beta2"], found[f"{LORA}.rank"], found[f"{LORA}.alpha"]) == (0.95, 128, 128.0)
+    assert found[f"{BASIC}.trigger_word"] == "X"
+
+
+def test_a_rate_of_one_is_for_optimizers_that_work_theirs_out() -> None:
+    command = DREAMBOOTH.format("lora_flux") + "--optimizer prodigy --learning_rate 1.0"
+    assert values(command)["training.lr"] == 1e-4
+    assert "prodigy" in told(command).comments["training.lr"]
+
+
+def test_kohyas_scripts() -> None:
+    """The rate of the transformer goes first, AdamW decays by 0.01, and all linear layers of the blocks are adapted."""
+    found = values(FLUX + "--network_module networks.lora_flux --unet_lr 1e-4 --learning_rate 5e-5")
+    assert (found["training.lr"], found["training.weight_decay"]) == (1e-4, 0.01)
+    assert found[f"{LORA}.target_modules"] == ["transformer_blocks.*", "single_transformer_blocks.*"]
+    found = values(FLUX + "--network_module networks.lora_flux --optimizer_args weight_decay=0.1 betas=0.9,0.99")
+    assert (found["training.weight_decay"], found["training.adam_beta2"]) == (0.1, 0.99)
+    found = values(FLUX + "--network_module networks.lora_flux --network_args train_blocks=single loraplus_lr_ratio=4")
+    assert found[f"{LORA}.target_modules"] == ["single_transformer_blocks.*"]
+    assert found["training.lr_scaling_plan"] == [{"match": "lora_B", "scale": 4.0}]
+
+
+def test_defaults_of_kohyas_scripts_that_are_not_built_are_told() -> None:
+    said = unsupported(FLUX + "--network_module networks.lora_flux")
+    assert "sigma_scaled" in said["model_prediction_type"] and "text encoder" in said["network_train_unet_only"]
+    options = "--network_module networks.lora_flux --model_prediction_type raw --network_train_unet_only"
+    assert unsupported(FLUX + options) == {}
+
+
+def test_layers_of_musubi_and_ai_toolkit(tmp_path: Path) -> None:
+    found = values("python wan_train_network.py --dit wan.safetensors --network_module networks.lora_wan")
+    assert found[f"{LORA}.target_modules"] == ["blocks.*"]
+    found = values("python qwen_image_train_network.py --dit q.safetensors --network_module networks.lora_qwen_image")
+    assert (
+        found[f"{LORA}.target_modules"][1] == "transformer_blocks.{*}.img_mlp.*"
+    )  # without img_mod, which it leaves out
+    file = tmp_path / "job.yaml"
+    job = "job: extension\nconfig:\n  process:\n    - type: sd_trainer\n"
+    job += "      model: {name_or_path: FLUX.1-dev, is_flux: true}\n"
+    file.write_text(job + "      network: {type: lora, linear: 16}\n")
+    found = dict(importing.run([str(file)]).values)
+    assert found[f"{LORA}.target_modules"] == ["transformer_blocks.*", "single_transformer_blocks.*"]
+    assert found[f"{DIFFUSION}.guidance"] == 1.0
+    file.write_text(job + "      network: {type: lora, network_kwargs: {only_if_contains: [proj_out]}}\n")
+    assert importing.run([str(file)]).values[f"{LORA}.target_modules"] == ["*proj_out*"]
+
+
+def test_the_list_of_data_sets_of_llamafactory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sets.yaml").write_text(
+        "a: {path: a.json, source: local, size: 500}\nb: {path: b.json, source: local}\nc: {path: owner/c, weight: 2}\n"
+    )
+    Path("v1.yaml").write_text("model: m\ntrain_dataset: sets.yaml\npeft_config: {name: lora}\ncutoff_len: 9\n")
+    found = importing.run(["v1.yaml"])
+    assert found.values[DATASET] == [{"path": "a.json", "max_samples": 500}, "b.json", {"path": "data/c", "repeats": 2}]
+    assert "hf download owner/c" in found.downloads[0]
+
+
+def test_settings_of_transformers_are_known_to_tools_that_pass_them_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "model_name_or_path: m\nfinetuning_type: full\ndataset: d\ngradient_checkpointing: false\n"
+        "dataloader_drop_last: true\nlogging_strategy: steps\nddp_find_unused_parameters: false\n"
+    )
+    found = importing.run([str(file)])
+    assert [each.word for each in found.findings if each.kind == "unsupported"] == []
+    assert "features.recompute" not in found.values
