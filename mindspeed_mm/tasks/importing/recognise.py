@@ -75,7 +75,10 @@ _SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "torch_dtype", "attn_impl", "lora_rank"),
     ),
     "diffusers": (("pretrained_model_name_or_path",), ("instance_data_dir", "train_data_dir", "dataset_name")),
-    "trl": (("per_device_train_batch_size", "num_train_epochs", "use_peft", "dataset_name"),),
+    "trl": (
+        ("per_device_train_batch_size", "num_train_epochs", "use_peft", "dataset_name", "datasets[].path"),
+        ("model_name_or_path", "model", "output_dir", "learning_rate", "per_device_train_batch_size"),
+    ),
     "diffsynth": (("dataset_base_path",), ("model_paths", "model_id_with_origin_paths")),
 }
 """Tool → groups of settings; a file of its has one of each group, and other tools' files do not. In this order."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -92,6 +93,18 @@ def thinking(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if not _REASONING.match(str(draft.get("template", ""))):
         return idle("the template has no thoughts")
     return {key_of(row): is_on(value)}
+
+
+@conversion(":sw_system")
+def sw_system(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """ms-swift's system prompt, or the text file that holds it."""
+    text = str(value)
+    if text.endswith(".txt"):
+        file = next((each for each in (Path(text), draft.given.folder / text) if each.is_file()), None)
+        if file is None:
+            return no(f"{text} is not here: write its text into basic_parameters.default_system")
+        text = read_config_text(file).strip()
+    return {key_of(row): text} if text else {}
 
 
 @conversion(":loss_scale")

@@ -175,3 +175,13 @@ def test_settings_of_transformers_are_known_to_tools_that_pass_them_on(tmp_path:
     found = importing.run([str(file)])
     assert [each.word for each in found.findings if each.kind == "unsupported"] == []
     assert "features.recompute" not in found.values
+
+
+def test_system_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = f"{BASIC}.default_system"
+    assert values("swift sft --model m --dataset d --system 'Be brief.'")[key] == "Be brief."
+    Path("system.txt").write_text("Be kind.\n")
+    assert values("swift sft --model m --dataset d --system system.txt")[key] == "Be kind."
+    Path("a.yaml").write_text("model_name_or_path: m\nfinetuning_type: full\ndataset: d\ndefault_system: Be brief.\n")
+    assert importing.run(["a.yaml"]).values[key] == "Be brief."
