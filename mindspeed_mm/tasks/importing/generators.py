@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.fsdp.params.other_tools import PeerRow
+from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     DIFFUSION,
@@ -331,6 +332,19 @@ def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): int(value)} if int(value) > 1 else {}
 
 
+_LEVELS = ("datasets[].subsets[].", "datasets[].", "general.", "")
+"""Where kohya's and musubi-tuner's TOML may have a setting of a data set, which goes down to the levels below."""
+
+
+def plain_key(tool: str, key: str) -> str:
+    """A setting of a TOML as the table has it: at the level that it lists, or without its section."""
+    known, last = words_of(tool), key.rpartition(".")[2].removeprefix("[].")
+    if key in known:
+        return key
+    levels = _LEVELS if key.startswith(("datasets[].", "general.")) else ("",)
+    return next((level + last for level in levels if level + last in known), last)
+
+
 def with_dataset_file(draft: PeerSetup) -> None:
     """Read the TOML that `dataset_config` names, beside the file or in the working directory."""
     name = draft.get("dataset_config")
@@ -340,7 +354,8 @@ def with_dataset_file(draft: PeerSetup) -> None:
     if path is None:
         return
     of_data = read_file(path)
-    draft.given.settings.extend(of_data.settings)
+    settings = [replace(each, key=plain_key(draft.tool.name, each.key)) for each in of_data.settings]
+    draft.given.settings.extend(settings)
     draft.given = type(draft.given)(
         draft.given.source,
         draft.given.settings,
@@ -349,6 +364,6 @@ def with_dataset_file(draft: PeerSetup) -> None:
         draft.given.environment,
         draft.given.folder,
     )
-    for each in of_data.settings:
+    for each in settings:
         if each.value is not None:
             draft.settings.setdefault(each.key, each)

@@ -16,6 +16,7 @@ from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.core.redaction import is_secret_name, remember_secrets
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
 from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows  # noqa: F401
@@ -129,11 +130,7 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     if tool == "ai-toolkit":
         settings = [replace(each, key=each.key.removeprefix("config.process[].")) for each in settings]
     elif tool in ("kohya", "musubi"):
-        known = words_of(tool)
-        settings = [
-            each if each.key in known else replace(each, key=each.key.rpartition(".")[2].removeprefix("[]."))
-            for each in settings
-        ]
+        settings = [replace(each, key=generators.plain_key(tool, each.key)) for each in settings]
     elif tool == "ms-swift":
         given_already = {each.key for each in settings}
         settings = settings + [
@@ -361,8 +358,8 @@ def _is_default(key: str, value: Any) -> bool:
     """Whether our default says the same."""
     try:
         ours = value_at(_DEFAULTS, key)
-    except LookupError:  # a card's key
-        return value is False or value is None
+    except LookupError:
+        ours = _OF_CARDS.get(key, False if value is False else None)
     if isinstance(ours, tuple):
         ours = list(ours)
     if key == "posttrain.dpo.beta":
@@ -371,6 +368,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 
 _DEFAULTS = Arguments()
+_OF_CARDS = {f"data.dataset_param.{key}": value for key, value in dataset_cards()["generation"].items()}
 _SECTIONS = ("model", "data", "parallel", "features", "training", "posttrain")
 
 

@@ -185,3 +185,19 @@ def test_system_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert values("swift sft --model m --dataset d --system system.txt")[key] == "Be kind."
     Path("a.yaml").write_text("model_name_or_path: m\nfinetuning_type: full\ndataset: d\ndefault_system: Be brief.\n")
     assert importing.run(["a.yaml"]).values[key] == "Be brief."
+
+
+def test_settings_of_a_data_set_hold_at_any_level_of_kohyas_toml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`caption_tag_dropout_rate` of all subsets, and `bucket_no_upscale`, whose opposite is our default."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.toml").write_text(
+        "[general]\nresolution = 512\n[[datasets]]\nenable_bucket = true\nbucket_no_upscale = true\n"
+        "caption_tag_dropout_rate = 0.1\nenable_wildcard = true\n[[datasets.subsets]]\nimage_dir = 'd'\n"
+    )
+    command = "python flux_train_network.py --pretrained_model_name_or_path m --dataset_config data.toml"
+    found = importing.run([command])
+    assert found.values["data.dataset_param.preprocess_parameters.enlarge"] is False
+    assert found.values[f"{BASIC}.tag_dropout"] == 0.1
+    assert "no setting" not in {each.word: each.note for each in found.findings}["enable_wildcard"]
