@@ -91,7 +91,7 @@ def listed(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion("path")
 def path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A path, which stays as it is written."""
-    return {key_of(row): str(value)}
+    return no(f"no value is given; set {key_of(row)}") if isinstance(value, bool) else {key_of(row): str(value)}
 
 
 @conversion(":text")
@@ -114,6 +114,8 @@ def first(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":model")
 def model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A folder, or a name on a hub, which is downloaded first."""
+    if isinstance(value, bool):
+        return no(f"no value is given; set {key_of(row)}")
     name = str(value[0] if isinstance(value, list) and value else value)
     key = key_of(row)
     if Path(name).suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".gguf") and draft.tool.is_for_generators:

@@ -185,7 +185,7 @@ def _translate(draft: PeerSetup, setting: Setting) -> None:
         near = did_you_mean(setting.key, words_of(draft.tool.name)).strip()
         told = no(f"it is no setting of {draft.tool.title} that is known. {near}".rstrip(". "))
     elif (name := shell_value(setting.value)) is not None:
-        told = no(f"only a shell knows the value of {name}: write it yourself")
+        told = no(f"write it yourself, for only a shell knows the value of {name}")
     if told is None and row is not None:
         if row.how in _LATE:
             return
@@ -245,7 +245,9 @@ def _add_defaults(draft: PeerSetup) -> None:
                         draft,
                         each,
                         row,
-                        _outcome(draft, row, each.value) if told is None else no(f"only a shell knows {told}"),
+                        _outcome(draft, row, each.value)
+                        if told is None
+                        else no(f"write it yourself, for only a shell knows the value of {told}"),
                     )
             elif not given and row.default:
                 _add_default(draft, row)
@@ -304,6 +306,8 @@ def _finish(draft: PeerSetup) -> None:
         _drop(draft, "model.mtp_", "heads of further tokens are trained whole, not beside adapters")
         if out.get("training.optimizer") == "muon" and not out.get(f"{LORA}.modules_to_save"):
             _drop(draft, "training.optimizer", "AdamW trains the factors of adapters", exact=True)
+    if out.get("training.lr_warmup_ratio"):
+        draft.put("training.lr_warmup_from_start", True, "their first step has the rate 0")
     _settle_rate(draft)
     if not validates(draft):
         for key in (

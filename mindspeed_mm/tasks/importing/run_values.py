@@ -361,6 +361,12 @@ def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {f"{BASIC}.val_rate": 0.05, f"{BASIC}.val_max_samples": int(size)}
 
 
+@default_of("drop_last")
+def drop_last(draft: PeerSetup) -> bool | None:
+    """transformers' Trainer trains on every row of an epoch; prompts of GRPO come in whole groups."""
+    return None if draft.method == "grpo" else False
+
+
 @default_of("warmup_of_axolotl")
 def warmup_of_axolotl(draft: PeerSetup) -> float:
     """3 % of the steps, at most 100 of them (core/builders/base.py)."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mindspeed_mm.fsdp.optimizer.schedules import Schedule
+from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.importing import importing
 from mindspeed_mm.tasks.importing.draft import BASIC, DATASET, DIFFUSION, LORA
 
@@ -201,3 +205,22 @@ def test_settings_of_a_data_set_hold_at_any_level_of_kohyas_toml(
     assert found.values["data.dataset_param.preprocess_parameters.enlarge"] is False
     assert found.values[f"{BASIC}.tag_dropout"] == 0.1
     assert "no setting" not in {each.word: each.note for each in found.findings}["enable_wildcard"]
+
+
+def test_the_schedule_is_that_of_transformers() -> None:
+    """Ten steps, two of them warming up, by the formulas of transformers' optimization.py."""
+    decays: dict[str, Callable[[float], float]] = {
+        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": lambda progress: 1 - progress,
+        "constant_with_warmup": lambda progress: 1.0,
+    }
+    options = "--model m --dataset d --max_steps 10 --learning_rate 1e-4 --warmup_ratio 0.2"
+    for name, decay in decays.items():
+        imported = importing.run([f"swift sft {options} --lr_scheduler_type {name}"])
+        training = load_config(imported.sections()).arguments.training
+        ours = Schedule(
+            training.lr_decay_style, training.lr, training.lr_min, training.lr_start, 10 * training.lr_warmup_ratio,
+            training.lr_decay_ratio, 10, warms_from_start=training.lr_warmup_from_start,
+        )  # fmt: skip
+        theirs = [1e-4 * (step / 2 if step < 2 else decay((step - 2) / 8)) for step in range(10)]
+        assert [ours.at(step) for step in range(10)] == pytest.approx(theirs, abs=1e-15), name
