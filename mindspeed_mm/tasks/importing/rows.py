@@ -81,9 +81,11 @@ def media_dir(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":template")
 def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The chat template of the folder is used; `default` and `empty` are ours, too."""
-    if str(value) in ("default", "empty", "vanilla") and draft.tool.name == "llamafactory" and draft.method == "sft":
-        return {key_of(row): "default"}
+    """The chat template of the folder is used; formats that base models are trained with are ours, too."""
+    if str(value) in ("default", "empty", "llama3", "alpaca") and draft.tool.name == "llamafactory":
+        if value == "default":
+            draft.note(key_of(row), "there, an end token stands behind questions, too")
+        return {key_of(row): str(value)}
     return idle("the model's own chat template is used; basic_parameters.template names another")
 
 
@@ -208,6 +210,9 @@ def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":ax_type")
 def ax_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """How axolotl writes a row: prompts of its own, such as Alpaca's, become the model's chat template."""
+    kinds = {str(each.value) for each in draft.given.settings if each.key == "datasets[].type"}
+    if kinds <= {"alpaca", "alpaca_w_system"} and not draft.has("chat_template"):
+        return {f"{BASIC}.template": "alpaca"}
     if re.match(r"chat_template|completion|pretrain|input_output", str(value)):
         return {}
     return idle("the model's own chat template writes the prompt; basic_parameters.template names another")

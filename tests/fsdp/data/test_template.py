@@ -262,3 +262,13 @@ def test_a_system_prompt_in_parts() -> None:
     marks = [message["role"] == "assistant" for message in given]
     expected = build_template(processor, BasicParameters()).render_with_spans(given, marks)
     assert added.render_with_spans(CHAT[1:], marks[1:]) == expected
+
+
+def test_the_prompts_of_alpaca() -> None:
+    """Of a base model: the format of LLaMA-Factory's template and of axolotl's `type: alpaca`."""
+    tokenizer = build_tokenizer()
+    template = build_template(tokenizer, BasicParameters(template="alpaca"))
+    text, spans = template.render_with_spans(CHAT[1:3], [False, True])
+    begins = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    assert text == f"{begins}\n\n### Instruction:\none?\n\n### Response:\n two {tokenizer.eos_token}\n\n"
+    assert [text[start:end] for start, end in spans] == [f" two {tokenizer.eos_token}"]

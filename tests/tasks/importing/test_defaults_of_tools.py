@@ -224,3 +224,12 @@ def test_the_schedule_is_that_of_transformers() -> None:
         )  # fmt: skip
         theirs = [1e-4 * (step / 2 if step < 2 else decay((step - 2) / 8)) for step in range(10)]
         assert [ours.at(step) for step in range(10)] == pytest.approx(theirs, abs=1e-15), name
+
+
+def test_prompts_of_base_models(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("base_model: m\nsequence_len: 9\ndatasets: [{path: d.jsonl, type: alpaca}]\n")
+    assert importing.run([str(file)]).values[f"{BASIC}.template"] == "alpaca"
+    for name in ("llama3", "empty", "default", "alpaca"):
+        file.write_text(f"model_name_or_path: m\nfinetuning_type: full\ndataset: d\ntemplate: {name}\n")
+        assert importing.run([str(file)]).values[f"{BASIC}.template"] == name
