@@ -193,8 +193,17 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         "linear_fc1",
         "linear_fc2",
     }:
-        return {}
+        return _with_tower(draft, row) if names else {}
     return {key_of(row): [f"*.{name}" if "." in name and draft.tool.is_for_generators else name for name in names]}
+
+
+def _with_tower(draft: PeerSetup, row: PeerRow) -> Outcome:
+    """All linear layers: our default, and with PEFT those of a vision tower, which TRL and axolotl leave to it."""
+    if draft.tool.name not in ("trl", "axolotl") or not draft.sees or draft.parts is None:
+        return {}
+    tower, bridge = draft.parts
+    has_layers = not bridge.startswith(tower) and "gemma" not in f"{draft.model_name} {draft.model_type}".lower()
+    return {key_of(row): ["all-linear", f"{tower}.*", *([f"{bridge}.*"] if has_layers else [])]}
 
 
 @conversion(":alpha")

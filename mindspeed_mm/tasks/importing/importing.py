@@ -115,7 +115,7 @@ def translate(given: Given) -> Imported:
         _translate(draft, setting)
     _add_defaults(draft)
     _finish(draft)
-    values = {key: value for key, value in draft.out.items() if not _is_default(key, value)}
+    values = {key: value for key, value in draft.out.items() if key in draft.noted or not _is_default(key, value)}
     return Imported(
         tool.title, given.source, _ordered(values), draft.comments, _once(draft.findings), tuple(draft.downloads)
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
-from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
+from mindspeed_mm.tasks.importing.common_values import key_of, targets, with_lora
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     LORA,
@@ -22,16 +23,6 @@ from mindspeed_mm.tasks.importing.draft import (
 )
 from mindspeed_mm.tasks.importing.run_values import processes
 
-_TOWERS = (
-    (r"qwen[\d.]*-?(vl|5-vl)|qwen2\.5-vl|qwen3\.[56]|glm-4\.[15]v", "model.visual", "model.visual.merger"),
-    (
-        r"internvl.*hf|llava|gemma-?3|mistral-small|magistral|pixtral|gemma-?4",
-        "model.vision_tower",
-        "model.multi_modal_projector",
-    ),
-    (r"smolvlm|idefics3", "model.vision_model", "model.connector"),
-)
-"""Name of a model → its vision tower and the projector behind it."""
 _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BASIC}.stage": "rm"}, "grpo": {}}
 
 
@@ -84,8 +75,8 @@ def adapter(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":target_linear")
 def target_linear(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """All linear layers, which are our default."""
-    return {}
+    """All linear layers, which are our default for models of text."""
+    return targets(draft, replace(row, ours=f"{LORA}.target_modules"), "all-linear") if is_on(value) else {}
 
 
 @conversion(":target_parameters")
@@ -110,7 +101,7 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     language, vision, projector = _frozen(draft, row)
     if not draft.sees:
         return idle("the model has no vision tower") if not language else {"model.freeze": ["model"]}
-    found = _parts(draft)
+    found = draft.parts
     is_lora = draft.out.get(f"{LORA}.enable", False)
     if is_lora and vision and projector:
         return idle("adapters are on the language model alone")
@@ -122,6 +113,8 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             *([] if vision else [f"{tower}.*"]),
             *([] if projector or bridge.startswith(tower) else [f"{bridge}.*"]),
         ]
+        if draft.get("tuner_type", draft.get("train_type")) == "lora_llm":  # the rest is trained whole
+            return {f"{LORA}.modules_to_save": [name.removesuffix(".*") for name in names]}
         base = [] if language else texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"])
         return {f"{LORA}.target_modules": [*base, *names]} if names else {}
     frozen = []
@@ -133,12 +126,6 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if language:
         frozen += ["model.language_model", "lm_head"]
     return {"model.freeze": frozen} if frozen else {}
-
-
-def _parts(draft: PeerSetup) -> list[str] | None:
-    """Tower and projector of the model, by its name or by the kind that its folder names."""
-    name = f"{draft.model_name} {draft.model_type.replace('_', '-')}"
-    return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
@@ -157,7 +144,7 @@ def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
 def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Rates of tower and projector, as factors on the rate of the rest."""
     rate = float(draft.get("learning_rate", draft.get("lr", 0)) or 0)
-    found = _parts(draft)
+    found = draft.parts
     if not rate or found is None:
         return no("training.lr_scaling_plan has factors by parameter name")
     plan = []

@@ -36,6 +36,7 @@ _SCHEDULES = {
     "schedulertype.linear": "linear",
 }
 _LENGTH = ("training.train_iters", "training.train_epochs")
+_MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl", ".gif", ".mp4", ".mov", ".avi", ".mkv", ".webm")
 _MOST_ROWS_BYTES = 200_000_000
 """Of a file whose rows are counted, to turn shares of an epoch into steps."""
 
@@ -46,6 +47,9 @@ def count_rows(draft: PeerSetup) -> int | None:
     names = entries.split(",") if isinstance(entries, str) else entries or []
     total = 0
     for entry in names:
+        if draft.tool.is_for_generators and (media := _media_in(entry)):
+            total += media
+            continue
         file = _file_of(draft, entry)
         if file is None or file.stat().st_size > _MOST_ROWS_BYTES or file.suffix not in (".jsonl", ".json"):
             return None
@@ -55,6 +59,19 @@ def count_rows(draft: PeerSetup) -> int | None:
             return None
         total += min(rows, most) if most else rows
     return total or None
+
+
+def _media_in(entry: Any) -> int:
+    """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
+    folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
+    if not folder.is_dir():
+        return 0
+    repeats = int(entry.get("repeats", 1)) if isinstance(entry, dict) else 1
+    total = 0
+    for path in (each for each in folder.rglob("*") if each.suffix.lower() in _MEDIA):
+        of_folder = re.match(r"(\d+)_", path.parent.name) if path.parent != folder else None
+        total += int(of_folder[1]) if of_folder else repeats
+    return total
 
 
 def first_columns(draft: PeerSetup) -> set[str]:

@@ -233,3 +233,40 @@ def test_prompts_of_base_models(tmp_path: Path) -> None:
     for name in ("llama3", "empty", "default", "alpaca"):
         file.write_text(f"model_name_or_path: m\nfinetuning_type: full\ndataset: d\ntemplate: {name}\n")
         assert importing.run([str(file)]).values[f"{BASIC}.template"] == name
+
+
+def test_epochs_between_checkpoints_are_counted_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the media of the folders; where they are not here, the comment says so although 500 is our default."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("10_dog", 3), ("1_cat", 2)):
+        for number in range(count):
+            (tmp_path / "pictures" / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "pictures" / name / f"{number}.png").touch()
+    found = told(FLUX + "--save_every_n_epochs 2 --train_batch_size 4")
+    assert found.values["training.save_interval"] == 16  # 32 pictures an epoch, 4 a step
+    found = told(FLUX.replace("pictures", "elsewhere") + "--save_every_n_epochs 2")
+    assert found.values["training.save_interval"] == 500
+    assert "every 2 epochs there" in found.comments["training.save_interval"]
+
+
+def test_steps_of_warm_up_of_a_run_of_unknown_length_are_told() -> None:
+    found = told("swift sft --model m --dataset gone.jsonl --warmup_steps 20")
+    assert (found.values["training.lr_warmup_ratio"], found.comments["training.lr_warmup_ratio"]) == (
+        0.03,
+        "20 steps there: write 20 / number of steps",
+    )
+
+
+def test_all_linear_layers_of_peft_are_also_those_of_the_tower() -> None:
+    command = (
+        "trl sft --model_name_or_path org/Qwen2.5-VL-3B --dataset_name d --use_peft --lora_target_modules all-linear"
+    )
+    assert values(command)[f"{LORA}.target_modules"] == ["all-linear", "model.visual.*"]
+    assert f"{LORA}.target_modules" not in values(command.replace("-VL", ""))
+
+
+def test_adapters_beside_a_tower_that_is_trained_whole() -> None:
+    """ms-swift's `lora_llm`."""
+    command = "swift sft --model org/Qwen2.5-VL-7B --dataset d --tuner_type lora_llm --freeze_vit false"
+    found = values(command)
+    assert found[f"{LORA}.modules_to_save"] == ["model.visual"] and f"{LORA}.target_modules" not in found
