@@ -176,6 +176,10 @@ def with_lora(draft: PeerSetup) -> None:
     draft.put(f"{LORA}.enable", True)
 
 
+_OF_WAN = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"}
+"""Layer of Wan in its own repository → in diffusers."""
+
+
 @conversion(":targets")
 def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The modules that get adapters; all linear layers are our default."""
@@ -184,6 +188,8 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
     names = texts(value)
+    if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():
+        names = [_OF_WAN.get(name, name) for name in names]
     if not names or set(names) <= {
         "all",
         "all-linear",

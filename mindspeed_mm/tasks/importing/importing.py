@@ -266,7 +266,7 @@ def _add_default(draft: PeerSetup, row: PeerRow) -> None:
             draft.findings.append(SettingResult(row.words[0], where, "unsupported", note=outcome.note))
         return
     for key, each in outcome.items():
-        if key not in draft.out or key == "model.freeze":
+        if key not in draft.out or row.how == ":towers":
             draft.put(key, each)
             draft.comments.setdefault(key, f"default of {draft.tool.title.partition(' and ')[0]}")
 

@@ -104,6 +104,10 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     found = draft.parts
     is_lora = draft.out.get(f"{LORA}.enable", False)
     if is_lora and vision and projector:
+        named = draft.out.get(f"{LORA}.target_modules", [])
+        if named and found is not None and not language and "visual" not in found[0]:
+            # towers of CLIP's and SigLIP's make have layers of the same names
+            return {f"{LORA}.target_modules": [f"model.language_model.*.{name}" for name in named]}
         return idle("adapters are on the language model alone")
     if found is None:
         return no("mm models NAME prints the towers: list what is not trained in model.freeze")

@@ -270,3 +270,15 @@ def test_adapters_beside_a_tower_that_is_trained_whole() -> None:
     command = "swift sft --model org/Qwen2.5-VL-7B --dataset d --tuner_type lora_llm --freeze_vit false"
     found = values(command)
     assert found[f"{LORA}.modules_to_save"] == ["model.visual"] and f"{LORA}.target_modules" not in found
+
+
+def test_named_layers_of_a_model_with_a_frozen_tower_are_those_of_the_language_model() -> None:
+    command = "swift sft --model org/llava-1.5-7b-hf --dataset d --target_modules q_proj v_proj"
+    found = values(command)[f"{LORA}.target_modules"]
+    assert found == ["model.language_model.*.q_proj", "model.language_model.*.v_proj"]
+
+
+def test_layers_of_wan_have_the_names_of_diffusers() -> None:
+    command = "python examples/wanvideo/model_training/train.py --dataset_base_path d --lora_base_model dit "
+    command += "--model_id_with_origin_paths Wan-AI/Wan2.1-T2V-1.3B:x.safetensors --lora_target_modules q,o,ffn.0"
+    assert values(command)[f"{LORA}.target_modules"] == ["to_q", "*.to_out.0", "*.ffn.net.0.proj"]
