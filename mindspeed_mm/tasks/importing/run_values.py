@@ -79,12 +79,15 @@ def first_columns(draft: PeerSetup) -> set[str]:
     entries = draft.out.get(DATASET)
     first = entries[0] if isinstance(entries, list) and entries else entries
     file = _file_of(draft, first)
+    if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
+        file = next(iter(sorted(folder.rglob("*.json*"))), None)
     if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
         return set()
-    content = file.read_bytes()
+    with file.open("rb") as stream:
+        content = stream.readline() if file.suffix == ".jsonl" else stream.read()
     try:
-        row = parse_json(content.splitlines()[0] if file.suffix == ".jsonl" else content)
-    except (ValueError, IndexError):
+        row = parse_json(content)
+    except ValueError:
         return set()
     row = row[0] if isinstance(row, list) and row else row
     return set(row) if isinstance(row, dict) else set()
