@@ -207,6 +207,23 @@ def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
 
 
+@conversion(":ax_roles")
+def ax_roles(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whose turns are trained on: the model's own; others are marked in the rows."""
+    roles = set(texts(value))
+    if roles and roles <= {"assistant", "gpt", "model", "bot"}:
+        return idle("the model's own turns are trained on, with their end marks")
+    return no("the model's own turns are trained on: train_on_prompt adds all others, weight: 0 takes turns out")
+
+
+@conversion(":ax_ends")
+def ax_ends(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """Whether the end marks of turns are trained on: those of trained turns are."""
+    if str(value).lower() in ("turn", "true"):
+        return idle("the model's own turns are trained on, with their end marks")
+    return no(f"{value}: the end marks of trained turns are trained on, and no others")
+
+
 @conversion(":ax_type")
 def ax_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """How axolotl writes a row: prompts of its own, such as Alpaca's, become the model's chat template."""

@@ -282,3 +282,17 @@ def test_layers_of_wan_have_the_names_of_diffusers() -> None:
     command = "python examples/wanvideo/model_training/train.py --dataset_base_path d --lora_base_model dit "
     command += "--model_id_with_origin_paths Wan-AI/Wan2.1-T2V-1.3B:x.safetensors --lora_target_modules q,o,ffn.0"
     assert values(command)[f"{LORA}.target_modules"] == ["to_q", "*.to_out.0", "*.ffn.net.0.proj"]
+
+
+def test_roles_that_axolotl_trains_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    start = "base_model: m\nsequence_len: 9\ndatasets:\n  - path: d\n    type: chat_template\n    "
+    for text, is_told in (
+        ("roles_to_train: [assistant]", False),
+        ("roles_to_train: [assistant, user]", True),
+        ("train_on_eos: turn", False),
+        ("train_on_eos: last", True),
+    ):
+        file.write_text(start + text + "\n")
+        kinds = {each.word: each.kind for each in importing.run([str(file)]).findings}
+        assert (kinds[f"datasets[].{text.partition(':')[0]}"] == "unsupported") is is_told, text
