@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -233,6 +234,23 @@ def ax_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if re.match(r"chat_template|completion|pretrain|input_output", str(value)):
         return {}
     return idle("the model's own chat template writes the prompt; basic_parameters.template names another")
+
+
+_ATTR = "data.dataset_param.attr"
+_OF_SWIFT = {
+    "query": "prompt", "response": "response", "system": "system", "messages": "messages", "images": "images",
+    "videos": "videos", "audios": "audios", "tools": "tools", "history": "history", "rejected_response": "rejected",
+}  # fmt: skip
+"""Column of ms-swift → key of `attr`."""
+
+
+@conversion(":sw_columns")
+def sw_columns(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """ms-swift's names of columns: JSON of the data set's name → its own."""
+    named = parse_json(value.encode()) if isinstance(value, str) else value
+    if not isinstance(named, dict) or any(theirs not in _OF_SWIFT for theirs in named.values()):
+        return no("name the columns in the section data.dataset_param.attr")
+    return {f"{_ATTR}.{_OF_SWIFT[theirs]}": str(name) for name, theirs in named.items()}
 
 
 @conversion(":ax_datasets")

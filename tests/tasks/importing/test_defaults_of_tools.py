@@ -296,3 +296,10 @@ def test_roles_that_axolotl_trains_on(tmp_path: Path) -> None:
         file.write_text(start + text + "\n")
         kinds = {each.word: each.kind for each in importing.run([str(file)]).findings}
         assert (kinds[f"datasets[].{text.partition(':')[0]}"] == "unsupported") is is_told, text
+
+
+def test_columns_of_ms_swift() -> None:
+    command = ["swift", "sft", "--model", "m", "--dataset", "d", "--columns", '{"text1": "query", "text2": "response"}']
+    found = importing.run(command).values
+    attr = "data.dataset_param.attr"
+    assert (found[f"{attr}.prompt"], found[f"{attr}.response"]) == ("text1", "text2")
