@@ -95,6 +95,8 @@ def tool_of_program(program: tuple[str, ...]) -> PeerTool | None:
     if path.suffix != ".py":
         return None
     parts = path.as_posix()
+    if re.search(r"(^|/)src/train(_bash)?\.py$", parts):
+        return TOOLS["llamafactory"]
     if "swift/" in parts:
         return TOOLS["ms-swift"]
     if "musubi" in parts or _MUSUBI.fullmatch(path.name):

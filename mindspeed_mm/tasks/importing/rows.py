@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of
@@ -37,7 +38,29 @@ def lf_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     names = texts(value) if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
     if len(names) == 1 and names[0].endswith((".yaml", ".yml")):
         return _listed_sets(draft, row, names[0])
-    return {key_of(row): names[0] if len(names) == 1 else names}
+    info = _dataset_info(draft)
+    entries = [_of_hub(draft, info[name]) if "hf_hub_url" in info.get(name, {}) else name for name in names]
+    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
+
+
+def _dataset_info(draft: PeerSetup) -> dict[str, Any]:
+    """The entries of LLaMA-Factory's dataset_info.json; none where it is not here."""
+    folder = str(draft.get("dataset_dir", "data"))
+    for path in (Path(folder), draft.given.folder / folder):
+        try:
+            found = parse_json((path / "dataset_info.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        return {name: each for name, each in found.items() if isinstance(each, dict)} if isinstance(found, dict) else {}
+    return {}
+
+
+def _of_hub(draft: PeerSetup, entry: dict[str, Any]) -> Any:
+    """An entry of dataset_info.json whose rows are on a hub, as a folder that is downloaded first."""
+    path = draft.folder_of(str(entry["hf_hub_url"]), "data", data_fetch)
+    named = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {})}
+    attr = {key: named[key] for key in DatasetAttr.model_fields if named.get(key)}
+    return {"path": path, "attr": attr} if attr else path
 
 
 def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:

@@ -303,3 +303,23 @@ def test_columns_of_ms_swift() -> None:
     found = importing.run(command).values
     attr = "data.dataset_param.attr"
     assert (found[f"{attr}.prompt"], found[f"{attr}.response"]) == ("text1", "text2")
+
+
+def test_rows_of_llamafactory_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the columns and tags of dataset_info.json."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    entry = {"hf_hub_url": "org/pairs", "ranking": True, "formatting": "sharegpt", "columns": {"messages": "turns"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"pairs": entry, "mine": {"file_name": "mine.json"}}))
+    Path("a.yaml").write_text("model_name_or_path: m\nstage: dpo\nfinetuning_type: full\ndataset: pairs,mine\n")
+    found = importing.run(["accelerate", "launch", "src/train.py", "a.yaml"])
+    attr = {"formatting": "sharegpt", "ranking": True, "messages": "turns"}
+    assert found.values[DATASET] == [{"path": "data/pairs", "attr": attr}, "mine"]
+    assert found.downloads == ("hf download org/pairs --repo-type dataset --local-dir data/pairs",)
+
+
+def test_long_documents_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: d\ncutoff_len: 1024\n")
+    found = importing.run([str(file)])
+    assert found.values[f"{BASIC}.cutoff_len"] == 1024 and "cut into pieces" in found.comments[f"{BASIC}.cutoff_len"]
