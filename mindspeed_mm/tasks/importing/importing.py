@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
-from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows  # noqa: F401
+from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows
 from mindspeed_mm.tasks.importing.common_values import fixed, mapped, plain_value
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -300,6 +300,7 @@ def _finish(draft: PeerSetup) -> None:
             _drop(draft, f"posttrain.{section}", "it belongs to GRPO")
     if draft.method not in ("dpo", "grpo"):
         _drop(draft, "posttrain.reference.", "it belongs to post-training")
+    rows.name_apart(draft)
     if draft.method == "grpo":
         preferences.fit_groups(draft)
     if draft.method == "pretrain":

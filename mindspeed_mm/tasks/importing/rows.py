@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
+    DATASET,
     Outcome,
     PeerSetup,
     conversion,
@@ -89,6 +90,23 @@ def _listed_sets(draft: PeerSetup, row: PeerRow, name: str) -> Outcome:
 def texts_or_entries(sets: Any) -> list[Any]:
     """The entries of `dataset`: a list as it is, or the names in a text."""
     return sets if isinstance(sets, list) else [each.strip() for each in str(sets).split(",")]
+
+
+def name_apart(draft: PeerSetup) -> None:
+    """Entries of the same rows get names of their own, by which reports tell them apart."""
+    entries = draft.out.get(DATASET)
+    if not isinstance(entries, list):
+        return
+    made: list[Any] = []
+    paths = [each["path"] if isinstance(each, dict) else each for each in entries]
+    for number, (path, entry) in enumerate(zip(paths, entries, strict=True)):
+        has_name = isinstance(entry, dict) and "name" in entry
+        if paths.count(path) == 1 or has_name:
+            made.append(entry)
+        else:
+            name = f"{Path(str(path)).name}-{paths[:number].count(path) + 1}"
+            made.append({"path": path, "name": name, **(entry if isinstance(entry, dict) else {})})
+    draft.out[DATASET] = made
 
 
 @conversion(":media_dir")
@@ -313,6 +331,8 @@ def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
     made: dict[str, Any] = {"path": path}
     if cut and not cut[3]:
         made["max_samples"] = int(cut[2])
+    elif cut and int(cut[2]):
+        made["share"] = int(cut[2]) / 100
     elif cut or str(entry.get("split", "train")) != "train":
         draft.note(f"{BASIC}.dataset", f"split: {entry['split']} there: name the files you want, or set max_samples")
     if attr := _columns(entry):

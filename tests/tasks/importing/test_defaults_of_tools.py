@@ -323,3 +323,13 @@ def test_long_documents_are_told(tmp_path: Path) -> None:
     file.write_text("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: d\ncutoff_len: 1024\n")
     found = importing.run([str(file)])
     assert found.values[f"{BASIC}.cutoff_len"] == 1024 and "cut into pieces" in found.comments[f"{BASIC}.cutoff_len"]
+
+
+def test_entries_of_axolotl(tmp_path: Path) -> None:
+    """A share of a split, and the same rows twice, which need names."""
+    file = tmp_path / "a.yaml"
+    sets = "[{path: d, type: chat_template, split: 'train[:10%]'}, {path: e, type: x}, {path: e, type: y}]"
+    file.write_text(f"base_model: m\nsequence_len: 9\ndatasets: {sets}\n")
+    assert importing.run([str(file)]).values[DATASET] == [
+        {"path": "d", "share": 0.1}, {"path": "e", "name": "e-1"}, {"path": "e", "name": "e-2"},
+    ]  # fmt: skip

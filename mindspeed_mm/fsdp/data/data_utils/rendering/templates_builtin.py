@@ -102,6 +102,7 @@ _PLAIN = """\
 """
 
 _ALPACA = """\
+{{- bos_token -}}
 {%- if not messages or messages[0].role != 'system' -%}
 {{- 'Below is an instruction that describes a task. Write a response that appropriately completes the request.' -}}
 {{- '\\n\\n' -}}
