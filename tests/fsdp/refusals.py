@@ -175,7 +175,7 @@ ROWS = (
         DATA,
         by_data_check=True,
     ),
-    Refusal("a share that leaves nothing", (f"{BASIC}.val_rate=0.001",), "leaves one side empty", f"{BASIC}.val_rate"),
+    Refusal("a share that leaves nothing", (f"{BASIC}.val_rate=1.0",), "leaves one side empty", f"{BASIC}.val_rate"),
     Refusal(
         "fewer rows than a batch",
         ("training.micro_batch_size=99",),

@@ -166,3 +166,18 @@ def test_generators_get_their_size_and_adapters(work: Path, monkeypatch: pytest.
     param = written["data"]["dataset_param"]
     assert param["dataset_type"] == "generation" and param["preprocess_parameters"] == {"max_pixels": 2**20}
     assert mm("check", "run.yaml", "--config-only").code == 0
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_rows_with_a_better_and_a_worse_answer_are_trained_by_dpo(
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    asked = forecasts(monkeypatch, lambda way: 10.0)
+    turns = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
+    (work / "pairs.jsonl").write_text(json.dumps(turns | {"rejected_response": "three"}) + "\n")
+    init.run(InitRequest(model=model, data=Path("pairs.jsonl"), gpu=24.0, method=method))
+    written = yaml.safe_load((work / "run.yaml").read_text())
+    assert written["posttrain"] == {"method": "dpo"} == asked[-1]["posttrain"]
+    assert written["data"]["dataset_param"]["basic_parameters"]["stage"] == "rm"
+    assert written["training"]["lr"] == (1e-6 if method == "full" else 5e-6)
+    assert mm("check", "run.yaml", "--config-only").code == 0

@@ -319,10 +319,12 @@ def split_dataset(
         )
     rows = np.arange(len(dataset)) if dataset.row_numbers is None else np.asarray(dataset.row_numbers)
     size = int(rows.max(initial=-1)) + 1
-    held_out = round(rate * size)
+    held_out = max(1, round(rate * size)) if rate else 0
     if not 0 < held_out < size:
         raise ConfigError(
-            f"{rate} of {size} samples leaves one side empty", key="data.dataset_param.basic_parameters.val_rate"
+            f"{rate} of {size} samples leaves one side empty",
+            key="data.dataset_param.basic_parameters.val_rate",
+            way_out="Take a share between 0 and 1 of two rows or more, or give val_dataset.",
         )
     order = permutation(size, seed, _SPLIT_STREAM)
     _, first = np.unique(rows, return_index=True)  # sample of each row: held-out rows are read once

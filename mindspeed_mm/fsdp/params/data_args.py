@@ -174,6 +174,9 @@ class BasicParameters(OpenSection):
     where a row has none; `false` removes the thoughts from the rows and makes the empty block part of the prompt; null
     leaves both to the chat template. The setting also applies to inference, evaluation and the exported chat
     template."""
+    default_system: str | None = None
+    """System prompt of conversations that have none. It becomes part of the chat template, so it also applies to
+    inference, evaluation and the exported folder. Null: what the chat template writes by itself."""
     cutoff_len: Positive = 1024
     """Maximum length of a sample, in tokens; `truncation` says what happens to longer ones."""
     train_on_prompt: Flag = False
@@ -199,7 +202,7 @@ class BasicParameters(OpenSection):
     val_max_samples: Natural | None = None
     """Maximum number of rows taken for validation; 0: no validation."""
     val_rate: Ratio | None = None
-    """Share of the training rows that is held out for validation."""
+    """Share of the training rows that is held out for validation, at least one of them."""
     packing: Flag = False
     """Pack several samples into one row of up to `cutoff_len` tokens; no sample attends to another."""
     neat_packing: Flag = False

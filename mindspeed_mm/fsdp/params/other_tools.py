@@ -15,7 +15,7 @@ The table is in `peers/`, a TSV file for each tool with the columns
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -49,15 +49,17 @@ class PeerTool:
     """Of its file in `peers/`."""
     title: str
     is_for_generators: bool = False
+    base: str = ""
+    """File in `peers/` of settings that it has as well, whose words of its own go first."""
 
 
 TOOLS = {
     tool.name: tool
     for tool in (
-        PeerTool("llamafactory", "LLaMA-Factory"),
-        PeerTool("ms-swift", "ms-swift"),
+        PeerTool("llamafactory", "LLaMA-Factory", base="transformers"),
+        PeerTool("ms-swift", "ms-swift", base="transformers"),
         PeerTool("axolotl", "axolotl"),
-        PeerTool("trl", "TRL and transformers' Trainer"),
+        PeerTool("trl", "TRL and transformers' Trainer", base="transformers"),
         PeerTool("diffusers", "diffusers' scripts", True),
         PeerTool("kohya", "kohya's sd-scripts", True),
         PeerTool("musubi", "musubi-tuner", True),
@@ -86,10 +88,17 @@ class PeerRow:
 
 @cache
 def rows_of(tool: str) -> tuple[PeerRow, ...]:
-    """The rows of a tool, or of `common`, in the order of the file."""
+    """The rows of a tool, or of `common`, in the order of the file, with those of `base` behind them."""
     header, *lines = (_FOLDER / f"{tool}.tsv").read_text(encoding="utf-8").splitlines()
     assert tuple(header.split("\t")) == _COLUMNS, tool
-    return tuple(map(_row, lines))
+    rows = tuple(map(_row, lines))
+    if tool not in TOOLS or not TOOLS[tool].base:
+        return rows
+    own = {word for row in rows for word in row.words}
+    added = [
+        replace(row, words=tuple(word for word in row.words if word not in own)) for row in rows_of(TOOLS[tool].base)
+    ]
+    return (*rows, *(row for row in added if row.words))
 
 
 @cache

@@ -91,7 +91,7 @@ def listed(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion("path")
 def path(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A path, which stays as it is written."""
-    return {key_of(row): str(value)}
+    return no(f"no value is given; set {key_of(row)}") if isinstance(value, bool) else {key_of(row): str(value)}
 
 
 @conversion(":text")
@@ -114,6 +114,8 @@ def first(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 @conversion(":model")
 def model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """A folder, or a name on a hub, which is downloaded first."""
+    if isinstance(value, bool):
+        return no(f"no value is given; set {key_of(row)}")
     name = str(value[0] if isinstance(value, list) and value else value)
     key = key_of(row)
     if Path(name).suffix in (".safetensors", ".ckpt", ".pt", ".pth", ".gguf") and draft.tool.is_for_generators:
@@ -174,6 +176,10 @@ def with_lora(draft: PeerSetup) -> None:
     draft.put(f"{LORA}.enable", True)
 
 
+_OF_WAN = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"}
+"""Layer of Wan in its own repository → in diffusers."""
+
+
 @conversion(":targets")
 def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The modules that get adapters; all linear layers are our default."""
@@ -182,6 +188,8 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if isinstance(value, str) and re.search(r"[\\(^$*|\[]", value):
         return no("a regular expression; write patterns such as model.layers.{*}.mlp.*_proj")
     names = texts(value)
+    if draft.tool.name == "diffsynth" and "wan" in f"{draft.given.tree} {draft.given.program}".lower():
+        names = [_OF_WAN.get(name, name) for name in names]
     if not names or set(names) <= {
         "all",
         "all-linear",
@@ -191,8 +199,17 @@ def targets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         "linear_fc1",
         "linear_fc2",
     }:
-        return {}
+        return _with_tower(draft, row) if names else {}
     return {key_of(row): [f"*.{name}" if "." in name and draft.tool.is_for_generators else name for name in names]}
+
+
+def _with_tower(draft: PeerSetup, row: PeerRow) -> Outcome:
+    """All linear layers: our default, and with PEFT those of a vision tower, which TRL and axolotl leave to it."""
+    if draft.tool.name not in ("trl", "axolotl") or not draft.sees or draft.parts is None:
+        return {}
+    tower, bridge = draft.parts
+    has_layers = not bridge.startswith(tower) and "gemma" not in f"{draft.model_name} {draft.model_type}".lower()
+    return {key_of(row): ["all-linear", f"{tower}.*", *([f"{bridge}.*"] if has_layers else [])]}
 
 
 @conversion(":alpha")

@@ -30,6 +30,18 @@ _SEES = re.compile(
 )
 
 
+_TOWERS = (
+    (r"qwen[\d.]*-?(vl|5-vl)|qwen2\.5-vl|qwen3\.[56]|glm-4\.[15]v", "model.visual", "model.visual.merger"),
+    (
+        r"internvl.*hf|llava|gemma-?3|mistral-small|magistral|pixtral|gemma-?4",
+        "model.vision_tower",
+        "model.multi_modal_projector",
+    ),
+    (r"smolvlm|idefics3", "model.vision_model", "model.connector"),
+)
+"""Name of a model → its vision tower and the projector behind it."""
+
+
 @dataclass(frozen=True)
 class Told:
     """A setting that becomes no key: without effect here, or not supported."""
@@ -72,6 +84,8 @@ class PeerSetup:
     findings: list[SettingResult] = field(default_factory=list)
     downloads: dict[str, None] = field(default_factory=dict)
     """Commands that fetch what the setup names by its name on a hub."""
+    noted: set[str] = field(default_factory=set)
+    """Keys with something to say beside them, which are written even where their value is our default."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """Setting of the tool → the first of this name that is not empty."""
 
@@ -108,6 +122,7 @@ class PeerSetup:
     def note(self, key: str, comment: str) -> None:
         """Write a comment beside a key that is there, or will be."""
         self.comments[key] = comment
+        self.noted.add(key)
 
     def refuse(self, what: str, word: str, way_out: str) -> ConfigError:
         """An error about a setting, with its place."""
@@ -140,6 +155,12 @@ class PeerSetup:
     def model_type(self) -> str:
         """The kind of model that the folder's config.json names; empty where there is none."""
         return str((self._facts() or {}).get("model_type", "")) if self.model_name else ""
+
+    @property
+    def parts(self) -> list[str] | None:
+        """Vision tower and projector of the model, by its name or by the kind that its folder names."""
+        name = f"{self.model_name} {self.model_type.replace('_', '-')}"
+        return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
     def _facts(self) -> Mapping[str, Any] | None:
         """The model's config.json, where the folder is there."""

@@ -1,28 +1,29 @@
-"""Conversions of setups for generators: media and their sizes, adapters, noise levels, samples while training."""
+"""Conversions of setups for generators: optimizers, noise levels, run folders and samples while training."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.fsdp.params.other_tools import PeerRow
-from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
+from mindspeed_mm.fsdp.params.other_tools import PeerRow, words_of
+from mindspeed_mm.tasks.importing.common_values import key_of
 from mindspeed_mm.tasks.importing.draft import (
     DIFFUSION,
-    LORA,
     Outcome,
     PeerSetup,
+    Told,
     conversion,
     default_of,
     idle,
     is_on,
     no,
-    texts,
 )
+from mindspeed_mm.tasks.importing.generator_adapters import component, family_of, script_of
 from mindspeed_mm.tasks.importing.generator_media import process_of
 from mindspeed_mm.tasks.importing.given import read_file
-from mindspeed_mm.tasks.importing.run_values import steps_of_epoch
+from mindspeed_mm.tasks.importing.run_values import optimizer, steps_of_epoch
 
 _WEIGHTINGS: dict[str, dict[str, str]] = {
     "none": {"timestep_density": "uniform"},
@@ -35,47 +36,7 @@ _WEIGHTINGS: dict[str, dict[str, str]] = {
 """`weighting_scheme` of the SD3 scripts (Esser et al. 2024) → keys of `training.diffusion`."""
 
 
-# --- models and adapters ----------------------------------------------------------------------------------------------
-
-
-@conversion(":network_module")
-def network_module(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The kinds of adapters of kohya's scripts, of which LoRA is built."""
-    kind = str(value).rpartition(".")[2]
-    if not kind.startswith("lora"):
-        way_out = "training.lora trains LoRA and DoRA adapters: network_module networks.lora."
-        raise draft.refuse(f"{value} is not built", "network_module", way_out)
-    with_lora(draft)
-    return {f"{LORA}.enable": True}
-
-
-@conversion(":network_args")
-def network_args(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Further arguments of adapters, such as convolutions, which are not built."""
-    return no("training.lora.target_modules names the layers; convolutions and other kinds of adapters are not built")
-
-
-@conversion(":ai_network")
-def ai_network(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """LoRA; LoKr and others are named."""
-    if str(value).lower() not in ("lora", "lierla"):
-        raise draft.refuse(f"{value} is not built", "network.type", "training.lora trains LoRA and DoRA adapters.")
-    return {f"{LORA}.enable": True}
-
-
-@conversion(":only_if_contains")
-def only_if_contains(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Parts of the names of modules that get adapters, as patterns."""
-    names = [each.removeprefix("transformer.") for each in texts(value)]
-    return {f"{LORA}.target_modules": [f"*{name}*" for name in names]}
-
-
-@conversion(":lora_base_model")
-def lora_base_model(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The part that gets adapters: the transformer alone is supported."""
-    if value not in ("dit", "video_dit", "dit2"):
-        return no("adapters are on the transformer")
-    return {f"{LORA}.enable": True}
+# --- models and optimizers --------------------------------------------------------------------------------------------
 
 
 @conversion(":model_of_paths")
@@ -92,6 +53,22 @@ def blocks_to_swap(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if not value or not int(value):
         return {}
     return {"features.enable_weight_offload": True, "features.recompute": True}
+
+
+@conversion(":ko_optimizer")
+def ko_optimizer(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """AdamW in its kinds, whose weight decay is 0.01 in torch and bitsandbytes unless `optimizer_args` has another."""
+    found = optimizer(draft, row, value)
+    if isinstance(found, Told) or "weight_decay" in str(draft.get("optimizer_args", "")):
+        return found
+    return {**found, "training.weight_decay": 0.01}
+
+
+@conversion(":ko_lr")
+def ko_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
+    """The rate of the transformer's adapters, which `unet_lr` goes before."""
+    rate = draft.get("unet_lr", draft.get("train.unet_lr", value))
+    return {key_of(row): float(rate)}
 
 
 @conversion(":optimizer_args")
@@ -164,21 +141,37 @@ def _density(draft: PeerSetup, scheme: str, flips: bool = True) -> dict[str, Any
     return found
 
 
+@default_of("weighting_of_diffusers")
+def weighting_of_diffusers(draft: PeerSetup) -> str:
+    """`logit_normal` in the scripts for SD3, `none` in the others."""
+    return "logit_normal" if re.search(r"sd3|ideogram", script_of(draft)) else "none"
+
+
 @conversion(":di_weighting")
 def di_weighting(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The density of diffusers' flow-matching scripts, without a shift; CogVideoX counts steps uniformly."""
+    """The density of diffusers' flow-matching scripts; CogVideoX counts steps uniformly."""
     if str(value) not in _WEIGHTINGS:
         return no(f"{value} is not built; training.diffusion.timestep_density has uniform, logit_normal, mode and beta")
-    if "cogvideo" in f"{draft.model_name} {draft.given.program}".lower():
+    if family_of(draft) == "cogvideo":
         return {}
-    return {**_density(draft, str(value)), f"{DIFFUSION}.shift": 1.0}
+    return {**_density(draft, str(value)), f"{DIFFUSION}.shift": _shift_of_scheduler(draft)}
+
+
+def _shift_of_scheduler(draft: PeerSetup) -> float | None:
+    """The shift of the scheduler that the scripts of diffusers draw noise levels from: that of the folder, unless it
+    shifts by the resolution (FlowMatchEulerDiscreteScheduler). None leaves it to the folder."""
+    scheduler = component(draft, "scheduler/scheduler_config.json")
+    if scheduler:
+        return 1.0 if scheduler.get("use_dynamic_shifting") else float(scheduler.get("shift", 1.0))
+    if family_of(draft) in ("sd3", "lumina2", "zimage"):
+        return None
+    return 1.0
 
 
 @default_of("ko_timesteps")
 def ko_timesteps_default(draft: PeerSetup) -> str | None:
     """By script: sigma for FLUX.1 and SD3, shift for Lumina."""
-    script = Path(draft.given.program[0]).name if draft.given.program else ""
-    return "shift" if script.startswith("lumina") else "sigma"
+    return "shift" if script_of(draft).startswith("lumina") else "sigma"
 
 
 @conversion(":ko_timesteps")
@@ -224,10 +217,18 @@ def ai_timesteps(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {f"{DIFFUSION}.{key}": each for key, each in found[word].items()}
 
 
+@default_of("prediction_of_kohya")
+def prediction_of_kohya(draft: PeerSetup) -> str | None:
+    """`sigma_scaled` in flux_train_utils.py; other scripts compare velocities."""
+    return "sigma_scaled" if family_of(draft) == "flux" else None
+
+
 @conversion(":prediction_type")
 def prediction_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """What the loss compares: the velocity as it is (raw), or weighted by σ²."""
-    return {} if value == "raw" else no("the loss compares velocities: model_prediction_type raw")
+    return (
+        {} if value == "raw" else no(f"{value}: here the loss compares velocities, as model_prediction_type raw does")
+    )
 
 
 @conversion(":sigma_range")
@@ -250,6 +251,12 @@ def boundaries(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def guidance(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The guidance that FLUX.1 dev and HunyuanVideo take as an input."""
     return {key_of(row): float(value)}
+
+
+@default_of("guidance_one")
+def guidance_one(draft: PeerSetup) -> float | None:
+    """1 for the generators that take guidance as an input, in ai-toolkit and musubi-tuner."""
+    return 1.0 if family_of(draft) in ("flux", "flux2", "hunyuan") else None
 
 
 @conversion(":bypass_guidance")
@@ -325,20 +332,17 @@ def several_frames(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     return {key_of(row): int(value)} if int(value) > 1 else {}
 
 
-@default_of("alpha_of_diffusers")
-def alpha_of_diffusers(draft: PeerSetup) -> float | None:
-    """The rank in most scripts, 4 in newer DreamBooth scripts (`--lora_alpha`)."""
-    if not is_adapter_script(draft):
-        return None
-    script = Path(draft.given.program[0]).name if draft.given.program else ""
-    if "cogvideox" in script:
-        return 128.0
-    return 4.0 if re.search(r"dreambooth", script) else float(draft.get("rank", 4))
+_LEVELS = ("datasets[].subsets[].", "datasets[].", "general.", "")
+"""Where kohya's and musubi-tuner's TOML may have a setting of a data set, which goes down to the levels below."""
 
 
-def is_adapter_script(draft: PeerSetup) -> bool:
-    """Whether a script of diffusers trains adapters."""
-    return any("lora" in word for word in draft.given.program) or draft.has("rank")
+def plain_key(tool: str, key: str) -> str:
+    """A setting of a TOML as the table has it: at the level that it lists, or without its section."""
+    known, last = words_of(tool), key.rpartition(".")[2].removeprefix("[].")
+    if key in known:
+        return key
+    levels = _LEVELS if key.startswith(("datasets[].", "general.")) else ("",)
+    return next((level + last for level in levels if level + last in known), last)
 
 
 def with_dataset_file(draft: PeerSetup) -> None:
@@ -350,7 +354,8 @@ def with_dataset_file(draft: PeerSetup) -> None:
     if path is None:
         return
     of_data = read_file(path)
-    draft.given.settings.extend(of_data.settings)
+    settings = [replace(each, key=plain_key(draft.tool.name, each.key)) for each in of_data.settings]
+    draft.given.settings.extend(settings)
     draft.given = type(draft.given)(
         draft.given.source,
         draft.given.settings,
@@ -359,6 +364,6 @@ def with_dataset_file(draft: PeerSetup) -> None:
         draft.given.environment,
         draft.given.folder,
     )
-    for each in of_data.settings:
+    for each in settings:
         if each.value is not None:
             draft.settings.setdefault(each.key, each)

@@ -6,6 +6,7 @@ is executed, downloaded or included.
 
 from __future__ import annotations
 
+import operator
 import re
 import shlex
 import tomllib
@@ -23,6 +24,7 @@ FILES = (".yaml", ".yml", ".json", ".toml")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?(\w+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_SUMS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
 UNKNOWN = "\0"
 """Stands in a value for what only a shell can work out."""
 
@@ -242,7 +244,7 @@ def _read_script(path: Path) -> Given:
     commands: list[Given] = []
     for number, line in _logical_lines(text):
         try:
-            words = shlex.split(_without_comment(line))
+            words = shlex.split(_without_comment(_computed(line, variables)))
         except ValueError:
             continue
         words = [_filled(word, variables) for word in words]
@@ -290,6 +292,20 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         held = ""
     if held.strip():
         yield start, held.rstrip("\\&; \n")
+
+
+def _computed(line: str, variables: Mapping[str, str]) -> str:
+    """A line with the results of divisions and the like of two whole numbers: `$(expr 16 / $n)`, `$((16 / n))`."""
+
+    def result(match: re.Match[str]) -> str:
+        inside = match[1] or match[2] or match[3]
+        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), inside)
+        parts = re.fullmatch(r"\s*(\d+)\s*\\?([-+*/%])\s*(\d+)\s*", filled)
+        if parts is None or (parts[2] in "/%" and int(parts[3]) == 0):
+            return match[0]
+        return str(_SUMS[parts[2]](int(parts[1]), int(parts[3])))
+
+    return re.sub(r"\$\(\(([^()]*)\)\)|\$\(expr ([^()]*)\)|`expr ([^`]*)`", result, line)
 
 
 def _filled(word: str, variables: Mapping[str, str]) -> str:
@@ -348,7 +364,9 @@ def _with_file(given: Given) -> Given:
         return given
     path = Path(named[-1])
     if not path.is_file() and given.source != "command line":
-        path = Path(given.source.partition(":")[0]).parent / path
+        beside = Path(re.sub(r":\d+$", "", given.source)).parent / path
+        above = [folder / path for folder in Path(beside).resolve().parents] if not path.is_absolute() else []
+        path = next((each for each in above if each.is_file()), beside)
     if not path.is_file() and path.suffix == "":
         path = path.with_suffix(".toml")
     of_file = read_file(path)

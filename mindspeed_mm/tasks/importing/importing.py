@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
@@ -17,9 +16,10 @@ from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.core.redaction import is_secret_name, remember_secrets
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.params.other_tools import Kind, PeerRow, rows_of, words_of
-from mindspeed_mm.tasks.importing import generators, language
+from mindspeed_mm.fsdp.params.other_tools import TOOLS, Kind, PeerRow, rows_of, words_of
+from mindspeed_mm.tasks.importing import generator_adapters, generators, language, preferences, rows
 from mindspeed_mm.tasks.importing.common_values import fixed, mapped, plain_value
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
@@ -29,7 +29,6 @@ from mindspeed_mm.tasks.importing.draft import (
     LORA,
     MEDIA,
     MODEL,
-    Method,
     Outcome,
     PeerSetup,
     SettingResult,
@@ -38,23 +37,10 @@ from mindspeed_mm.tasks.importing.draft import (
     no,
 )
 from mindspeed_mm.tasks.importing.given import Given, Setting, read_given, shell_value, value_of
+from mindspeed_mm.tasks.importing.methods import method_of
 from mindspeed_mm.tasks.importing.recognise import recognise
 from mindspeed_mm.tasks.importing.run_values import validates
 
-_METHODS: dict[str, Method] = {
-    "sft": "sft", "pt": "pretrain", "pretrain": "pretrain", "dpo": "dpo", "orpo": "dpo", "simpo": "dpo", "ipo": "dpo",
-    "grpo": "grpo", "causal_lm": "sft",
-}  # fmt: skip
-_UNBUILT = {
-    "kto": "Put good and bad answers to the same question into pairs, chosen and rejected, and train with DPO.",
-    "rm": "Train on the pairs themselves with DPO, or name a judge in posttrain.rewards.",
-    "reward": "Train on the pairs themselves with DPO, or name a judge in posttrain.rewards.",
-    "ppo": "posttrain.method: grpo trains on the same rewards without a value model.",
-    "gkd": "Let the teacher answer, with mm infer, and train on its answers.",
-    "cpo": "posttrain.dpo.loss_type: simpo or orpo need no reference model, either.",
-}
-"""Method that is not built → what to do instead."""
-_INSTEAD = "mm route lists what is built."
 _SWIFT_ENVIRONMENT = (
     "MAX_PIXELS",
     "MIN_PIXELS",
@@ -108,7 +94,7 @@ def run(words: Sequence[str]) -> Imported:
         ConfigError: The file cannot be read, or its method is not built.
     """
     given = read_given(words)
-    remember_secrets({each.key.rpartition(".")[2]: each.value for each in given.settings})
+    remember_secrets({each.key.rpartition(".")[2]: each.value for each in given.settings if _is_secret(each)})
     return translate(given)
 
 
@@ -123,13 +109,13 @@ def translate(given: Given) -> Imported:
     given = _with_plain_keys(given, tool.name)
     draft = PeerSetup(tool, given)
     generators.with_dataset_file(draft)
-    draft.method = _method(draft)
+    draft.method = method_of(draft)
     _settle_kind(draft)
     for setting in draft.given.settings:
         _translate(draft, setting)
     _add_defaults(draft)
     _finish(draft)
-    values = {key: value for key, value in draft.out.items() if not _is_default(key, value)}
+    values = {key: value for key, value in draft.out.items() if key in draft.noted or not _is_default(key, value)}
     return Imported(
         tool.title, given.source, _ordered(values), draft.comments, _once(draft.findings), tuple(draft.downloads)
     )
@@ -144,11 +130,7 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     if tool == "ai-toolkit":
         settings = [replace(each, key=each.key.removeprefix("config.process[].")) for each in settings]
     elif tool in ("kohya", "musubi"):
-        known = words_of(tool)
-        settings = [
-            each if each.key in known else replace(each, key=each.key.rpartition(".")[2].removeprefix("[]."))
-            for each in settings
-        ]
+        settings = [replace(each, key=generators.plain_key(tool, each.key)) for each in settings]
     elif tool == "ms-swift":
         given_already = {each.key for each in settings}
         settings = settings + [
@@ -159,47 +141,11 @@ def _with_plain_keys(given: Given, tool: str) -> Given:
     return replace(given, settings=list(settings))
 
 
-def _method(draft: PeerSetup) -> Method:
-    """What is trained.
-
-    Raises:
-        ConfigError: It is not built.
-    """
-    verb = next((word for word in draft.given.program[1:2] if word in {*_METHODS, *_UNBUILT}), "")
-    script = Path(draft.given.program[0]).stem if draft.given.program else ""
-    if draft.tool.name == "trl" and script in {*_METHODS, *_UNBUILT}:
-        verb = script
-    word, setting = verb, ""
-    for name in ("stage", "rlhf_type", "rl", "task_type"):
-        if draft.has(name) and name in words_of(draft.tool.name):
-            word, setting = str(draft.get(name)).lower(), name
-    if draft.given.program[1:2] == ("rlhf",) and not word:
-        word = "dpo"
-    if draft.tool.name == "trl" and not word:
-        word = (
-            "grpo"
-            if draft.has("num_generations") or draft.has("reward_funcs")
-            else "dpo"
-            if draft.has("beta")
-            else "sft"
-        )
-    if draft.tool.name == "axolotl" and draft.has("pretraining_dataset[].path"):
-        word = "pretrain"
-    if draft.get("dist_config.name") and "dpo" in str(draft.get("train_dataset", "")):
-        word = "dpo"
-    word = word or "sft"
-    if word not in _METHODS:
-        raise draft.refuse(f"{word.upper()} is not built", setting or draft.tool.name, _UNBUILT.get(word, _INSTEAD))
-    if word in ("orpo", "simpo"):
-        draft.put("posttrain.dpo.loss_type", [word])
-    return _METHODS[word]
-
-
 def _settle_kind(draft: PeerSetup) -> None:
     """What follows from the tool and the method, before any setting."""
     if draft.tool.is_for_generators:
         draft.put("data.dataset_param.dataset_type", "generation")
-        is_lora = draft.tool.name == "diffusers" and generators.is_adapter_script(draft)
+        is_lora = draft.tool.name == "diffusers" and generator_adapters.is_adapter_script(draft)
         if is_lora:
             draft.put(f"{LORA}.enable", True)
         return
@@ -211,25 +157,35 @@ def _settle_kind(draft: PeerSetup) -> None:
         draft.put(f"{BASIC}.packing", True, "default of LLaMA-Factory for stage: pt")
 
 
-_LATE = (":towers", ":warmup", ":interval", ":eval_steps", ":eval_strategy", ":save_strategy", ":per_epoch_save",
-         ":per_epoch_eval", ":every_n_epochs", ":validation_epochs", ":val_size", ":prior_weight")  # fmt: skip
+_LATE = (
+    ":towers", ":media_dir", ":trl_answers", ":steps_per_generation", ":warmup", ":interval", ":eval_steps",
+    ":eval_strategy", ":save_strategy", ":per_epoch_save", ":per_epoch_eval", ":every_n_epochs", ":validation_epochs",
+    ":val_size", ":prior_weight",
+)  # fmt: skip
 """Conversions that ask what others have written: rows, batch, length, adapters."""
+
+
+def _is_secret(setting: Setting) -> bool:
+    """Whether a setting holds a secret by its name, and no tool has a setting of this name that says something else."""
+    word = setting.key.rpartition(".")[2].removesuffix("[]")
+    if isinstance(setting.value, bool) or not is_secret_name(word):
+        return False
+    return not any(word in words_of(tool) and words_of(tool)[word].kind == "translated" for tool in TOOLS)
 
 
 def _translate(draft: PeerSetup, setting: Setting) -> None:
     """Say what becomes of a setting; those that ask others wait."""
-    word = setting.key.rpartition(".")[2]
     row = draft.row(setting.key)
     told: Outcome | None = None
     if setting.value is None:
         return
-    if is_secret_name(word.removesuffix("[]")) and not isinstance(setting.value, bool):
+    if _is_secret(setting):
         told = Told("idle", "a secret is not copied; set it as an environment variable")
     elif row is None:
         near = did_you_mean(setting.key, words_of(draft.tool.name)).strip()
         told = no(f"it is no setting of {draft.tool.title} that is known. {near}".rstrip(". "))
     elif (name := shell_value(setting.value)) is not None:
-        told = no(f"only a shell knows the value of {name}: write it yourself")
+        told = no(f"write it yourself, for only a shell knows the value of {name}")
     if told is None and row is not None:
         if row.how in _LATE:
             return
@@ -289,7 +245,9 @@ def _add_defaults(draft: PeerSetup) -> None:
                         draft,
                         each,
                         row,
-                        _outcome(draft, row, each.value) if told is None else no(f"only a shell knows {told}"),
+                        _outcome(draft, row, each.value)
+                        if told is None
+                        else no(f"write it yourself, for only a shell knows the value of {told}"),
                     )
             elif not given and row.default:
                 _add_default(draft, row)
@@ -303,9 +261,12 @@ def _add_default(draft: PeerSetup, row: PeerRow) -> None:
         return
     outcome = _outcome(draft, row, value)
     if isinstance(outcome, Told):
+        if outcome.kind == "unsupported":
+            where = f"default of {draft.tool.title.partition(' and ')[0]}"
+            draft.findings.append(SettingResult(row.words[0], where, "unsupported", note=outcome.note))
         return
     for key, each in outcome.items():
-        if key not in draft.out or key == "model.freeze":
+        if key not in draft.out or row.how == ":towers":
             draft.put(key, each)
             draft.comments.setdefault(key, f"default of {draft.tool.title.partition(' and ')[0]}")
 
@@ -339,6 +300,18 @@ def _finish(draft: PeerSetup) -> None:
             _drop(draft, f"posttrain.{section}", "it belongs to GRPO")
     if draft.method not in ("dpo", "grpo"):
         _drop(draft, "posttrain.reference.", "it belongs to post-training")
+    rows.name_apart(draft)
+    if draft.method == "grpo":
+        preferences.fit_groups(draft)
+    if draft.method == "pretrain":
+        draft.note(f"{BASIC}.cutoff_len", "longer documents are left out; there, they are cut into pieces")
+    if out.get(f"{LORA}.enable"):
+        _drop(draft, "model.mtp_", "heads of further tokens are trained whole, not beside adapters")
+        if out.get("training.optimizer") == "muon" and not out.get(f"{LORA}.modules_to_save"):
+            _drop(draft, "training.optimizer", "AdamW trains the factors of adapters", exact=True)
+    if out.get("training.lr_warmup_ratio"):
+        draft.put("training.lr_warmup_from_start", True, "their first step has the rate 0")
+    _settle_rate(draft)
     if not validates(draft):
         for key in (
             "training.val_interval",
@@ -364,14 +337,25 @@ def _finish(draft: PeerSetup) -> None:
         draft.put(MODEL, "models/model", "name the model's folder: the setup does not")
 
 
-def _drop(draft: PeerSetup, prefix: str, why: str) -> None:
-    """Take keys out again; the settings that they came from have no effect."""
-    gone = {key for key in draft.out if key.startswith(prefix)}
-    for key in gone:
+def _settle_rate(draft: PeerSetup) -> None:
+    """A rate for AdamW where the setup has an optimizer that works its rate out and takes 1."""
+    given = " ".join(str(draft.get(word, "")) for word in ("optimizer_type", "optimizer", "optim", "train.optimizer"))
+    if found := re.search(r"prodigy|d_?adapt", given, re.IGNORECASE):
+        theirs = f"{draft.out.get('training.lr')} there, for {found.group()}, which works its rate out"
+        draft.put("training.lr", 1e-4 if draft.out.get(f"{LORA}.enable") else 1e-5, theirs)
+
+
+def _drop(draft: PeerSetup, prefix: str, why: str, *, exact: bool = False) -> None:
+    """Take keys out again; the settings that they came from have no effect. With `exact`, the prefix is the key."""
+
+    def is_meant(key: str) -> bool:
+        return key == prefix if exact else key.startswith(prefix)
+
+    for key in [key for key in draft.out if is_meant(key)]:
         del draft.out[key]
     draft.findings = [
         replace(each, kind="idle", ours=(), note=why)
-        if each.kind == "translated" and each.ours and all(key.startswith(prefix) for key in each.ours)
+        if each.kind == "translated" and each.ours and all(map(is_meant, each.ours))
         else each
         for each in draft.findings
     ]
@@ -381,8 +365,8 @@ def _is_default(key: str, value: Any) -> bool:
     """Whether our default says the same."""
     try:
         ours = value_at(_DEFAULTS, key)
-    except LookupError:  # a card's key
-        return value is False or value is None
+    except LookupError:
+        ours = _OF_CARDS.get(key, False if value is False else None)
     if isinstance(ours, tuple):
         ours = list(ours)
     if key == "posttrain.dpo.beta":
@@ -391,6 +375,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 
 _DEFAULTS = Arguments()
+_OF_CARDS = {f"data.dataset_param.{key}": value for key, value in dataset_cards()["generation"].items()}
 _SECTIONS = ("model", "data", "parallel", "features", "training", "posttrain")
 
 

@@ -1,22 +1,20 @@
-"""Conversions of setups for language models: methods, adapters, frozen towers, rows, sharding, pairs and rewards."""
+"""Conversions of setups for language models: methods, adapters, frozen towers, rows, sharding."""
 
 from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.fsdp.params.other_tools import PeerRow
-from mindspeed_mm.fsdp.params.posttrain_args import PAIR_LOSSES
-from mindspeed_mm.tasks.importing.common_values import key_of, with_lora
+from mindspeed_mm.tasks.importing.common_values import key_of, targets, with_lora
 from mindspeed_mm.tasks.importing.draft import (
     BASIC,
     LORA,
     Outcome,
     PeerSetup,
     conversion,
-    data_fetch,
     default_of,
     idle,
     is_on,
@@ -25,19 +23,6 @@ from mindspeed_mm.tasks.importing.draft import (
 )
 from mindspeed_mm.tasks.importing.run_values import processes
 
-_REASONING = re.compile(
-    r"^(qwen3|qwen3_vl|qwen3_5|qwen3_6|glm4_moe|glm4v|hunyuan|deepseekr1|ernie|intern_s1|seed_oss|gpt)(?!.*no_?think)"
-)
-_TOWERS = (
-    (r"qwen[\d.]*-?(vl|5-vl)|qwen2\.5-vl|qwen3\.[56]|glm-4\.[15]v", "model.visual", "model.visual.merger"),
-    (
-        r"internvl.*hf|llava|gemma-?3|mistral-small|magistral|pixtral|gemma-?4",
-        "model.vision_tower",
-        "model.multi_modal_projector",
-    ),
-    (r"smolvlm|idefics3", "model.vision_model", "model.connector"),
-)
-"""Name of a model → its vision tower and the projector behind it."""
 _OUT_OF = {"sft": {}, "pretrain": {f"{BASIC}.stage": "pretrain"}, "dpo": {f"{BASIC}.stage": "rm"}, "grpo": {}}
 
 
@@ -90,8 +75,8 @@ def adapter(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 
 @conversion(":target_linear")
 def target_linear(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """All linear layers, which are our default."""
-    return {}
+    """All linear layers, which are our default for models of text."""
+    return targets(draft, replace(row, ours=f"{LORA}.target_modules"), "all-linear") if is_on(value) else {}
 
 
 @conversion(":target_parameters")
@@ -116,9 +101,13 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     language, vision, projector = _frozen(draft, row)
     if not draft.sees:
         return idle("the model has no vision tower") if not language else {"model.freeze": ["model"]}
-    found = _parts(draft)
+    found = draft.parts
     is_lora = draft.out.get(f"{LORA}.enable", False)
     if is_lora and vision and projector:
+        named = draft.out.get(f"{LORA}.target_modules", [])
+        if named and found is not None and not language and "visual" not in found[0]:
+            # towers of CLIP's and SigLIP's make have layers of the same names
+            return {f"{LORA}.target_modules": [f"model.language_model.*.{name}" for name in named]}
         return idle("adapters are on the language model alone")
     if found is None:
         return no("mm models NAME prints the towers: list what is not trained in model.freeze")
@@ -128,6 +117,8 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
             *([] if vision else [f"{tower}.*"]),
             *([] if projector or bridge.startswith(tower) else [f"{bridge}.*"]),
         ]
+        if draft.get("tuner_type", draft.get("train_type")) == "lora_llm":  # the rest is trained whole
+            return {f"{LORA}.modules_to_save": [name.removesuffix(".*") for name in names]}
         base = [] if language else texts(draft.out.get(f"{LORA}.target_modules") or ["all-linear"])
         return {f"{LORA}.target_modules": [*base, *names]} if names else {}
     frozen = []
@@ -139,12 +130,6 @@ def towers(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     if language:
         frozen += ["model.language_model", "lm_head"]
     return {"model.freeze": frozen} if frozen else {}
-
-
-def _parts(draft: PeerSetup) -> list[str] | None:
-    """Tower and projector of the model, by its name or by the kind that its folder names."""
-    name = f"{draft.model_name} {draft.model_type.replace('_', '-')}"
-    return next((names for pattern, *names in _TOWERS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
@@ -163,7 +148,7 @@ def _frozen(draft: PeerSetup, row: PeerRow) -> tuple[bool, bool, bool]:
 def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Rates of tower and projector, as factors on the rate of the rest."""
     rate = float(draft.get("learning_rate", draft.get("lr", 0)) or 0)
-    found = _parts(draft)
+    found = draft.parts
     if not rate or found is None:
         return no("training.lr_scaling_plan has factors by parameter name")
     plan = []
@@ -171,200 +156,6 @@ def tower_lr(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         if draft.has(word):
             plan.append({"match": re.escape(name), "scale": round(float(draft.get(word)) / rate, 6)})
     return {"training.lr_scaling_plan": plan}
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-@conversion(":lf_dataset")
-def lf_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Names of dataset_info.json, which our reader knows, or files."""
-    names = texts(value) if isinstance(value, list) else [each.strip() for each in str(value).split(",")]
-    return {key_of(row): names[0] if len(names) == 1 else names}
-
-
-@conversion(":media_dir")
-def media_dir(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The folder that relative paths of media start in."""
-    if value == draft.get("dataset_dir", "data"):
-        return {}
-    return no("relative media start in basic_parameters.dataset_dir: put rows and media below one folder")
-
-
-@conversion(":template")
-def template(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The chat template of the folder is used; `default` and `empty` are ours, too."""
-    if str(value) in ("default", "empty", "vanilla") and draft.tool.name == "llamafactory" and draft.method == "sft":
-        return {key_of(row): "default"}
-    return idle("the model's own chat template is used; basic_parameters.template names another")
-
-
-@conversion(":thinking")
-def thinking(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """LLaMA-Factory's switch, which its reasoning templates obey."""
-    if not _REASONING.match(str(draft.get("template", ""))):
-        return idle("the template has no thoughts")
-    return {key_of(row): is_on(value)}
-
-
-@conversion(":loss_scale")
-def loss_scale(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """What of a conversation is trained on."""
-    word = str(value)
-    if word in ("default", "react", "ignore_empty_think", "default+ignore_empty_think"):
-        return {}
-    if word == "all":
-        return {f"{BASIC}.train_on_prompt": True}
-    if word.startswith("last_round"):
-        return {f"{BASIC}.mask_history": True}
-    return no("mark turns of rows with weight: 0, or set basic_parameters.mask_history")
-
-
-@conversion(":truncation")
-def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """What happens to samples that are too long."""
-    names = {"delete": {}, "raise": {f"{BASIC}.truncation": "error"}, "none": {}}
-    if str(value).lower() in names:
-        return names[str(value).lower()]
-    return (
-        {f"{BASIC}.truncation": "shrink"}
-        if value == "left"
-        else no("tokens are never cut off; basic_parameters.truncation: shrink removes whole turns")
-    )
-
-
-@conversion(":hub_dataset")
-def hub_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """A data set of a hub, which is downloaded first, or a path."""
-    return {key_of(row): draft.folder_of(str(value), "data", data_fetch)}
-
-
-@conversion(":split")
-def split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The part of a data set that is trained on."""
-    return (
-        idle("the files of the data set that are trained on are named")
-        if value == "train"
-        else no(f"name the files of the part {value} in basic_parameters.dataset")
-    )
-
-
-@conversion(":test_split")
-def test_split(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The part that is held out."""
-    return no(f"name the files of the part {value} in basic_parameters.val_dataset")
-
-
-@conversion(":trl_mixture")
-def trl_mixture(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """TRL's list of data sets."""
-    entries = draft.given.tree.get("datasets")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
-        return no("name files or folders in basic_parameters.dataset")
-    return {f"{BASIC}.dataset": [draft.folder_of(str(entry["path"]), "data", data_fetch) for entry in entries]}
-
-
-@conversion(":sw_dataset")
-def sw_dataset(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """ms-swift's names: `HF::owner/name:subset#1000`, or a file."""
-    entries: list[Any] = []
-    for word in value if isinstance(value, list) else [value]:
-        name, _, most = str(word).partition("#")
-        name = name.removeprefix("HF::").removeprefix("MS::").removeprefix("hf::").removeprefix("ms::")
-        if not re.match(r"[A-Za-z]:[\\/]", name):
-            name, colon, subset = name.partition(":")
-            if colon:
-                draft.note(key_of(row), f"the part {subset} there: name its files")
-        folder = draft.folder_of(name, "data", data_fetch)
-        entries.append({"path": folder, "max_samples": int(most)} if most.isdigit() else folder)
-    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
-
-
-@conversion(":ax_datasets")
-def ax_datasets(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """axolotl's entries, with the columns that they name."""
-    holder = "test_datasets" if row.words[0].startswith("test_") else "datasets"
-    entries = [_ax_entry(draft, entry) for entry in _entries(draft.given.tree.get(holder))]
-    if holder == "datasets" and all(
-        "completion" in str(each.get("type", "")) for each in _entries(draft.given.tree.get(holder))
-    ):
-        draft.put(f"{BASIC}.stage", "pretrain", "type: completion")
-    return {key_of(row): entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries}
-
-
-@conversion(":ax_pretraining")
-def ax_pretraining(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """axolotl's streamed documents, which are trained on whole."""
-    given = draft.given.tree.get("pretraining_dataset")
-    entries = [_ax_entry(draft, entry) for entry in _entries(given)]
-    entries = entries or ([draft.folder_of(str(given), "data", data_fetch)] if isinstance(given, str) else [])
-    draft.put(f"{BASIC}.streaming", True)
-    return {f"{BASIC}.dataset": entries[0] if len(entries) == 1 else entries, f"{BASIC}.stage": "pretrain"}
-
-
-def _entries(value: Any) -> list[dict[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-
-
-def _ax_entry(draft: PeerSetup, entry: dict[str, Any]) -> Any:
-    path = draft.folder_of(str(entry.get("path", "")), "data", data_fetch)
-    files = entry.get("data_files")
-    if path in ("json", "parquet", "csv", "text") and files:
-        path = str(files[0] if isinstance(files, list) else files)
-    elif isinstance(files, str):
-        path = str(Path(path) / files)
-    cut = re.fullmatch(r"(\w+)\[:(\d+)(%?)\]", str(entry.get("split", "")))
-    made: dict[str, Any] = {"path": path}
-    if cut and not cut[3]:
-        made["max_samples"] = int(cut[2])
-    elif cut or str(entry.get("split", "train")) != "train":
-        draft.note(f"{BASIC}.dataset", f"split: {entry['split']} there: name the files you want, or set max_samples")
-    if attr := _columns(entry):
-        made["attr"] = attr
-    return path if len(made) == 1 else made
-
-
-def _columns(entry: dict[str, Any]) -> dict[str, str]:
-    """Columns and tags of an entry whose names our reader would not find by itself."""
-    mappings = entry.get("message_property_mappings") or {}
-    named = {
-        "messages": entry.get("field_messages"),
-        "role_tag": mappings.get("role", entry.get("message_field_role")),
-        "content_tag": mappings.get("content", entry.get("message_field_content")),
-        "chosen": entry.get("field_chosen"),
-        "rejected": entry.get("field_rejected"),
-        "prompt": entry.get("field_instruction", entry.get("field")),
-        "response": entry.get("field_output"),
-        "query": entry.get("field_input"),
-        "system": entry.get("field_system"),
-    }
-    found_by_name = {
-        "conversations", "messages", "conversation", "from", "value", "role", "content", "chosen", "rejected", "text",
-        "instruction", "output", "input", "system", "prompt", "response", "question", "answer",
-    }  # fmt: skip
-    return {key: str(name) for key, name in named.items() if name and name not in found_by_name}
-
-
-@conversion(":mix_strategy")
-def mix_strategy(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """How several data sets are mixed."""
-    if value == "concat":
-        return {}
-    return (
-        idle("basic_parameters.mix.weights takes the shares")
-        if draft.has("interleave_probs")
-        else no("write the shares into basic_parameters.mix.weights")
-    )
-
-
-@conversion(":mix_weights")
-def mix_weights(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The shares of several data sets."""
-    names = [each.strip() for each in str(draft.get("dataset", "")).split(",")]
-    shares = [float(each) for each in texts(value)]
-    if len(names) != len(shares):
-        return no("write the shares into basic_parameters.mix.weights")
-    return {f"{BASIC}.mix.weights": dict(zip(names, shares, strict=True))}
 
 
 # --- batch, sharding, recomputation -----------------------------------------------------------------------------------
@@ -462,72 +253,6 @@ def ax_recompute(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def ax_offload(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """Whether activations wait on the host for the backward pass."""
     return {} if str(value).lower() == "false" else {key_of(row): True}
-
-
-# --- preferences and rewards ------------------------------------------------------------------------------------------
-
-
-@conversion(":beta")
-def beta(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The β of pairs, or of the divergence in GRPO."""
-    if draft.method == "grpo":
-        is_given = "beta" in draft.settings or draft.tool.name == "ms-swift"
-        return {"posttrain.grpo.beta": float(value)} if is_given else {}
-    return {"posttrain.dpo.beta": float(value)}
-
-
-@conversion(":pairloss")
-@conversion(":loss_type")
-def loss_type(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The loss of pairs, or of a group of answers."""
-    names = texts(value)
-    if draft.method == "grpo":
-        known = ("dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo", "luspo")
-        return {"posttrain.grpo.loss_type": names[0]} if names[0] in known else no(f"{names[0]} is not built")
-    if draft.method != "dpo":
-        return {} if names[0] in ("nll", "none", "default") else no("features.loss_cfg.loss_type chooses the loss")
-    unknown = [name for name in names if name not in PAIR_LOSSES]
-    if unknown:
-        return no(f"{unknown[0]} is not built; posttrain.dpo.loss_type takes {', '.join(PAIR_LOSSES)}")
-    return {"posttrain.dpo.loss_type": names}
-
-
-@conversion(":sync_ref")
-def sync_ref(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """The reference follows the policy (TR-DPO)."""
-    return {key_of(row): int(draft.get("ref_model_sync_steps", 512))} if is_on(value) else {}
-
-
-_REWARDS = {"accuracy_reward": "exact_match", "think_format_reward": "think_format", "accuracy": "exact_match"}
-
-
-@conversion(":rewards")
-def rewards(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """Rewards by name; functions of one's own are registered by a plugin."""
-    prefix = "trl." if row.words[0].startswith("trl.") else ""
-    weights = draft.get(f"{prefix}reward_weights", [])
-    weights = weights if isinstance(weights, list) else [weights]
-    made: list[dict[str, Any]] = []
-    for number, name in enumerate(texts(value)):
-        entry: dict[str, Any] = {"name": _REWARDS.get(name, name)}
-        if number < len(weights):
-            entry["weight"] = float(weights[number])
-        made.append(entry)
-    draft.note("posttrain.rewards", "a function of yours is registered by a plugin: docs/posttrain.md")
-    return {"posttrain.rewards": made}
-
-
-@conversion(":vllm")
-def vllm(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
-    """A server that draws; inside the training process our own model draws."""
-    prefix = "trl." if row.words[0].startswith("trl.") else ""
-    host = draft.get(f"{prefix}vllm_server_host")
-    if not is_on(value) or (host is None and not draft.has("vllm_server_base_url")):
-        return idle("the trained model draws its own samples; posttrain.rollout.base_url names a server")
-    found: dict[str, Any] = {"posttrain.rollout.backend": "vllm"}
-    if host is not None:
-        found["posttrain.rollout.base_url"] = f"http://{host}:{draft.get(f'{prefix}vllm_server_port', 8000)}"
-    return found
 
 
 @conversion(":plugin")

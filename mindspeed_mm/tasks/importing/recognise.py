@@ -14,7 +14,8 @@ _MUSUBI = re.compile(
     r"(hv|hv_1_5|wan|fpack|flux_kontext|flux_2|qwen_image|zimage|kandinsky5|hidream_o1|ideogram4|krea2)_train\w*\.py"
 )
 _KOHYA = re.compile(
-    r"((sdxl|sd3|flux|lumina|hunyuan_image|anima)_)?(train_network|train|minimal_train)\w*\.py|(fine_tune|train_db)\.py"
+    r"((sdxl|sd3|flux|lumina|hunyuan_image|anima)_)?train(_network|_control_?net(_lllite)?(_old)?|_textual_inversion"
+    r"(_XTI)?)?\.py|(fine_tune|train_db)\.py"
 )
 _DIFFUSERS = re.compile(
     r"train_(dreambooth|text_to_image|cogvideox|control|controlnet|instruct|lcm|unconditional|custom)\w*\.py"
@@ -74,7 +75,10 @@ _SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "torch_dtype", "attn_impl", "lora_rank"),
     ),
     "diffusers": (("pretrained_model_name_or_path",), ("instance_data_dir", "train_data_dir", "dataset_name")),
-    "trl": (("per_device_train_batch_size", "num_train_epochs", "use_peft", "dataset_name"),),
+    "trl": (
+        ("per_device_train_batch_size", "num_train_epochs", "use_peft", "dataset_name", "datasets[].path"),
+        ("model_name_or_path", "model", "output_dir", "learning_rate", "per_device_train_batch_size"),
+    ),
     "diffsynth": (("dataset_base_path",), ("model_paths", "model_id_with_origin_paths")),
 }
 """Tool → groups of settings; a file of its has one of each group, and other tools' files do not. In this order."""
@@ -91,6 +95,8 @@ def tool_of_program(program: tuple[str, ...]) -> PeerTool | None:
     if path.suffix != ".py":
         return None
     parts = path.as_posix()
+    if re.search(r"(^|/)src/train(_bash)?\.py$", parts):
+        return TOOLS["llamafactory"]
     if "swift/" in parts:
         return TOOLS["ms-swift"]
     if "musubi" in parts or _MUSUBI.fullmatch(path.name):

@@ -36,6 +36,7 @@ _SCHEDULES = {
     "schedulertype.linear": "linear",
 }
 _LENGTH = ("training.train_iters", "training.train_epochs")
+_MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl", ".gif", ".mp4", ".mov", ".avi", ".mkv", ".webm")
 _MOST_ROWS_BYTES = 200_000_000
 """Of a file whose rows are counted, to turn shares of an epoch into steps."""
 
@@ -46,9 +47,10 @@ def count_rows(draft: PeerSetup) -> int | None:
     names = entries.split(",") if isinstance(entries, str) else entries or []
     total = 0
     for entry in names:
-        name = entry["path"] if isinstance(entry, dict) else entry
-        found = [Path(name), Path(str(draft.out.get(f"{BASIC}.dataset_dir", "data"))) / name]
-        file = next((each for each in found if each.is_file()), None)
+        if draft.tool.is_for_generators and (media := _media_in(entry)):
+            total += media
+            continue
+        file = _file_of(draft, entry)
         if file is None or file.stat().st_size > _MOST_ROWS_BYTES or file.suffix not in (".jsonl", ".json"):
             return None
         most = entry.get("max_samples") if isinstance(entry, dict) else draft.out.get(f"{BASIC}.max_samples")
@@ -57,6 +59,45 @@ def count_rows(draft: PeerSetup) -> int | None:
             return None
         total += min(rows, most) if most else rows
     return total or None
+
+
+def _media_in(entry: Any) -> int:
+    """How many media an epoch takes from a folder; kohya's `10_dog` inside it takes each ten times."""
+    folder = Path(str(entry["path"] if isinstance(entry, dict) else entry))
+    if not folder.is_dir():
+        return 0
+    repeats = int(entry.get("repeats", 1)) if isinstance(entry, dict) else 1
+    total = 0
+    for path in (each for each in folder.rglob("*") if each.suffix.lower() in _MEDIA):
+        of_folder = re.match(r"(\d+)_", path.parent.name) if path.parent != folder else None
+        total += int(of_folder[1]) if of_folder else repeats
+    return total
+
+
+def first_columns(draft: PeerSetup) -> set[str]:
+    """The columns of the first row that the setup trains on; empty where its file is not here, or no JSON."""
+    entries = draft.out.get(DATASET)
+    first = entries[0] if isinstance(entries, list) and entries else entries
+    file = _file_of(draft, first)
+    if file is None and (folder := Path(str(first["path"] if isinstance(first, dict) else first))).is_dir():
+        file = next(iter(sorted(folder.rglob("*.json*"))), None)
+    if file is None or file.suffix not in (".jsonl", ".json") or file.stat().st_size > _MOST_ROWS_BYTES:
+        return set()
+    with file.open("rb") as stream:
+        content = stream.readline() if file.suffix == ".jsonl" else stream.read()
+    try:
+        row = parse_json(content)
+    except ValueError:
+        return set()
+    row = row[0] if isinstance(row, list) and row else row
+    return set(row) if isinstance(row, dict) else set()
+
+
+def _file_of(draft: PeerSetup, entry: Any) -> Path | None:
+    """The file of rows that an entry of `dataset` names, where it is here."""
+    name = str(entry["path"] if isinstance(entry, dict) else entry)
+    found = [Path(name), Path(str(draft.out.get(f"{BASIC}.dataset_dir", "data"))) / name]
+    return next((each for each in found if each.is_file()), None)
 
 
 def _rows_in(file: Path) -> int | None:
@@ -130,9 +171,18 @@ def epochs(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
 def scheduler(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
     """The shape of the learning-rate schedule, under our name."""
     word = str(value).lower()
+    if word == "cosine_with_restarts" and _number(draft, "lr_num_cycles", "lr_scheduler_num_cycles") == 1:
+        word = "cosine"
+    if word == "polynomial" and _number(draft, "lr_power", "lr_scheduler_power") == 1:
+        word = "linear"  # down to 1e-7 there
     if word not in _SCHEDULES:
         return no(f"{value} is not built; training.lr_decay_style takes constant, linear, cosine and wsd")
     return {key_of(row): _SCHEDULES[word]}
+
+
+def _number(draft: PeerSetup, *words: str) -> float:
+    """The value of the first of some settings that is given; 1 by default."""
+    return next((float(draft.get(word)) for word in words if draft.has(word)), 1.0)
 
 
 @conversion(":scheduler_kwargs")
@@ -329,6 +379,19 @@ def val_size(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return {f"{BASIC}.val_rate": round(min(0.5, size / rows), 6)}
     draft.note(f"{BASIC}.val_rate", f"{size:g} rows there: write {size:g} / number of rows")
     return {f"{BASIC}.val_rate": 0.05, f"{BASIC}.val_max_samples": int(size)}
+
+
+@default_of("drop_last")
+def drop_last(draft: PeerSetup) -> bool | None:
+    """transformers' Trainer trains on every row of an epoch; prompts of GRPO come in whole groups."""
+    return None if draft.method == "grpo" else False
+
+
+@default_of("warmup_of_axolotl")
+def warmup_of_axolotl(draft: PeerSetup) -> float:
+    """3 % of the steps, at most 100 of them (core/builders/base.py)."""
+    total = total_steps(draft)
+    return 0.03 if total is None else min(0.03, 100 / total)
 
 
 @default_of("lr_of_trl")

@@ -34,6 +34,8 @@ _PIXELS = 1024 * 1024
 _CHECKS_A_RUN = 10
 """Validations and checkpoints of a run."""
 _RATE = {"full": "1.0e-5", "lora": "1.0e-4", "qlora": "1.0e-4"}
+_RATE_OF_PAIRS = {"full": "1.0e-6", "lora": "5.0e-6", "qlora": "5.0e-6"}
+"""Of DPO: TRL's default, and that of LLaMA-Factory's example for adapters."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class _Setup:
     is_accelerator: bool
     sizes: Mapping[str, int]
     """Of a generator, the size of samples that the release was made for."""
+    holds_pairs: bool = False
+    """Whether the rows have a better and a worse answer, to be trained on by DPO."""
     rows: int = _ROWS_A_STEP
     """How many rows are trained on."""
 
@@ -131,7 +135,14 @@ class _Setup:
     def of(cls, request: InitRequest) -> _Setup:
         """Look at the model's folder and at this machine."""
         kind = kind_of_path(request.model)
-        return cls(request, kind, *_devices(request), _sizes(request.model) if kind is GENERATOR else {})
+        if kind is GENERATOR:
+            return cls(request, kind, *_devices(request), _sizes(request.model))
+        return cls(request, kind, *_devices(request), {}, _holds_pairs(request.data))
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        """Learning rate of each method."""
+        return _RATE_OF_PAIRS if self.holds_pairs else _RATE
 
     def methods(self) -> tuple[Method, ...]:
         """Methods to try, the best one first; generators are adapted, as their users do."""
@@ -151,11 +162,13 @@ class _Setup:
         """The configuration as a mapping."""
         data = self.request.data
         basic: dict[str, Any] = {"dataset": str(data), "dataset_dir": str(data if data.is_dir() else data.parent)}
+        if self.holds_pairs:
+            basic["stage"] = "rm"
         param: dict[str, Any] = {"basic_parameters": basic}
         if self.kind is GENERATOR:
             param |= {"dataset_type": "generation", "preprocess_parameters": dict(self.sizes)}
         training: dict[str, Any] = {
-            "lr": float(_RATE[way.method]),
+            "lr": float(self.rates[way.method]),
             "micro_batch_size": way.rows,
             "gradient_accumulation_steps": self.accumulation(way),
             "train_epochs": 1,
@@ -174,6 +187,8 @@ class _Setup:
             sections["parallel"] = {"fsdp_plan": {"param_dtype": "bf16"}}
         if way.recompute:
             sections["features"] = {"recompute": True}
+        if self.holds_pairs:
+            sections["posttrain"] = {"method": "dpo"}
         return sections
 
     @property
@@ -227,6 +242,8 @@ class _Setup:
             f"      dataset: {quoted(basic['dataset'])}   # {self.rows:,} rows",
             f"      dataset_dir: {quoted(basic['dataset_dir'])}   # where relative paths of media start",
         ]
+        if self.holds_pairs:
+            lines.append("      stage: rm   # rows with a better and a worse answer")
         holds_out = self.kind is not GENERATOR and self.rows >= _LEAST_ROWS_TO_HOLD_OUT
         if holds_out:
             lines.append(f"      val_rate: {_HELD_OUT}   # share that is not trained on, for val_loss")
@@ -236,7 +253,7 @@ class _Setup:
             lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
         lines += [
             "training:",
-            f"  lr: {_RATE[way.method]}   # {'1e-6 to 2e-5' if way.method == 'full' else '5e-5 to 3e-4'} are usual",
+            f"  lr: {self.rates[way.method]}   # {self.usual_rates(way)} are usual",
             f"  micro_batch_size: {way.rows}   # rows of a device at a time",
             f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
             "  train_epochs: 1",
@@ -249,7 +266,15 @@ class _Setup:
             lines.append("  lora: {enable: true, rank: 16, alpha: 32}")
         elif way.method == "qlora":
             lines.append("  lora: {enable: true, rank: 16, alpha: 32, quantize: nf4}")
+        if self.holds_pairs:
+            lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
         return "\n".join(lines) + "\n"
+
+    def usual_rates(self, way: Way) -> str:
+        """Learning rates that others train with."""
+        if self.holds_pairs:
+            return "5e-7 to 5e-6" if way.method == "full" else "5e-6 to 5e-5"
+        return "1e-6 to 2e-5" if way.method == "full" else "5e-5 to 3e-4"
 
     def script(self) -> str:
         """The commands that check and train."""
@@ -272,6 +297,20 @@ def _devices(request: InitRequest) -> tuple[int, int, bool]:
         return devices, int(request.gpu * _GIB), True
     memory = memory_total_bytes()
     return devices, memory if is_here else memory // devices, is_here
+
+
+def _holds_pairs(data: Path) -> bool:
+    """Whether the first row has a worse answer beside its answer; rows that cannot be opened are the check's."""
+    from mindspeed_mm.fsdp.data.data_utils.rows.formats import PAIRS
+    from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
+    from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
+
+    basic = BasicParameters(dataset=str(data), dataset_dir=str(data if data.is_dir() else data.parent))
+    try:
+        row = open_rows(basic, DatasetAttr()).row(0)
+    except MMError:
+        return False
+    return any(row.get(column) for column in PAIRS["rejected"])
 
 
 def _sizes(model: Path) -> dict[str, int]:

@@ -108,8 +108,9 @@ class TestValidation:
         assert str(validation.place(0)) == names(validation)[0]
         assert train.fingerprint() != validation.fingerprint()
         assert len(build_mm_dataset(param(path, val_rate=0.25, val_max_samples=2))[1]) == 2
+        assert len(build_mm_dataset(param(path, val_rate=0.01))[1]) == 1  # at least one, as other trainers
         with pytest.raises(ConfigError, match="leaves one side empty"):
-            build_mm_dataset(param(path, val_rate=0.01))
+            build_mm_dataset(param(path, val_rate=1.0))
 
     @pytest.mark.edge("R10")
     def test_no_rows_at_most_are_no_validation(self, tmp_path: Path, param: Param) -> None:

@@ -12,7 +12,8 @@ from mindspeed_mm.fsdp.data.data_utils.encode import Tokens
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, build_template, register_template
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from tests.helpers.family_templates import QWEN3_VL
-from tests.helpers.tiny_models import CHAT_TEMPLATE
+from tests.helpers.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from tests.helpers.tiny_processors import build_processor
 
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
@@ -236,3 +237,38 @@ class TestTokenSpans:
 
         with pytest.raises(ModelFolderError, match="no character positions"):
             Tokens(Slow(), of_processor=False)
+
+
+@pytest.mark.parametrize("system", ["Be brief.", 'Say "no" to {{ all }}\n\\ \U0001f600 {% if %}'])
+def test_a_system_prompt_of_rows_without_one(system: str) -> None:
+    """The same tokens and spans as rows with the prompt; rows with one of their own keep it."""
+    tokenizer = build_tokenizer()
+    given = [{"role": "system", "content": system}, *CHAT[1:]]
+    plain = build_template(tokenizer, BasicParameters())
+    added = build_template(tokenizer, BasicParameters(default_system=system))
+    marks = [message["role"] == "assistant" for message in given]
+    expected = plain.render_with_spans(given, marks)
+    assert added.render_with_spans(CHAT[1:], marks[1:]) == expected
+    assert added.render_with_spans(given, marks) == expected
+    tokenizer.chat_template = added.source  # what an export writes: no second prompt
+    assert build_template(tokenizer, BasicParameters(default_system=system)).source == added.source
+
+
+def test_a_system_prompt_in_parts() -> None:
+    """Templates of processors read contents as lists of parts."""
+    processor = build_processor("qwen3_vl")
+    added = build_template(processor, BasicParameters(default_system="Be brief."))
+    given = [{"role": "system", "content": "Be brief."}, *CHAT[1:]]
+    marks = [message["role"] == "assistant" for message in given]
+    expected = build_template(processor, BasicParameters()).render_with_spans(given, marks)
+    assert added.render_with_spans(CHAT[1:], marks[1:]) == expected
+
+
+def test_the_prompts_of_alpaca() -> None:
+    """Of a base model: the format of LLaMA-Factory's template and of axolotl's `type: alpaca`."""
+    tokenizer = build_tokenizer()
+    template = build_template(tokenizer, BasicParameters(template="alpaca"))
+    text, spans = template.render_with_spans(CHAT[1:3], [False, True])
+    begins = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    assert text == f"{begins}\n\n### Instruction:\none?\n\n### Response:\n two {tokenizer.eos_token}\n\n"
+    assert [text[start:end] for start, end in spans] == [f" two {tokenizer.eos_token}"]

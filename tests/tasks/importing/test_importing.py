@@ -239,6 +239,12 @@ def test_what_only_a_shell_knows_and_paths_of_windows_are_named(work: Path) -> N
     assert sections(text)["model"]["model_name_or_path"] == "C:\\models\\text"
 
 
+def test_an_option_without_its_value_is_named(work: Path) -> None:
+    text = imported("swift", "sft", "--model", "--dataset", "data/rows.jsonl", "--output_dir")
+    assert "no value is given; set training.save" in text
+    assert sections(text)["model"]["model_name_or_path"] == "models/model"
+
+
 def test_secrets_are_not_copied(work: Path) -> None:
     token = "hf_" + "a" * 30
     text = f"base_model: models/text\nsequence_len: 9\nhf_token: {token}\nwandb_project: {token}\n"

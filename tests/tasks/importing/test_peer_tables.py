@@ -91,3 +91,18 @@ def test_the_sign_of_the_logit_mean() -> None:
     there = steps[(torch.sigmoid(normal + 0.5) * 1000).long().clamp(max=999)]
     here = torch.sigmoid(-normal - 0.5)
     assert abs(float(there.mean() - here.mean())) < 0.005
+
+
+def test_the_end_of_a_turn() -> None:
+    """LLaMA-Factory's `format_assistant` of Qwen is the answer, its end mark and a line break, all of them trained."""
+    from mindspeed_mm.fsdp.data.data_utils.template import build_template
+    from mindspeed_mm.fsdp.params.data_args import BasicParameters
+    from tests.helpers.tiny_models import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    template = build_template(tokenizer, BasicParameters())
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    text, ((start, end),) = template.render_with_spans(chat, [False, True])
+    ours, theirs = text[start:end], "two<|im_end|>\n"
+    assert (ours, text[start : end + 1]) == ("two<|im_end|>", theirs)
+    assert len(tokenizer.encode(theirs)) - len(tokenizer.encode(ours)) == 1

@@ -17,7 +17,7 @@ import jinja2
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
-from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import ALPACA, EMPTY, FORMATS, whisper_format
 from mindspeed_mm.fsdp.data.data_utils.turns import joined, words_said
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.rules.path import missing_input
@@ -319,8 +319,21 @@ def build_template(processor: object, basic: BasicParameters) -> ChatTemplate:
         source = named.source or own_template(processor) or named.stand_in or whisper_format(processor) or ""
     if not source:
         raise _no_template(processor, basic.template)
+    if basic.default_system:
+        source = _with_system(source, basic.default_system, in_parts=tokenizer_of(processor) is not processor)
     thinking = basic.enable_thinking if named.enable_thinking is None else named.enable_thinking
     return ChatTemplate(processor, source, enable_thinking=thinking, ends_turns=named.ends_turns)
+
+
+def _with_system(source: str, system: str, *, in_parts: bool) -> str:
+    """A template that begins conversations without a system prompt with this one; `in_parts`: contents are lists."""
+    text = system.encode("unicode_escape").decode("ascii").replace('"', "\\x22").replace("{", "\\x7b")
+    content = f'[{{"type": "text", "text": "{text}"}}]' if in_parts else f'"{text}"'
+    begins = '{%- if not messages or messages[0].role not in ["system", "developer"] %}'
+    begins += (
+        f'{{%- set messages = [{{"role": "system", "content": {content}}}] + messages %}}{{%- endif %}}{{{{- "" }}}}'
+    )
+    return source if source.startswith(begins) else begins + source
 
 
 def _read_template(path: Path) -> str:
@@ -363,6 +376,7 @@ def _register_builtin() -> None:
         thinking = False if name.endswith("_nothink") else None
         TEMPLATES.register(name)(NamedTemplate(None, thinking, stand_in=source))
     register_template("empty", EMPTY, ends_turns=False)
+    register_template("alpaca", ALPACA)
 
 
 _register_builtin()

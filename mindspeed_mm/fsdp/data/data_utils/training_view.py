@@ -273,8 +273,8 @@ def view_of_adapters(folder: Path) -> DatasetParam:
 
 def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
     is_given = any(view_of(param).values()) or (model_folder / VIEW_FILE).is_file()
-    names_template = param.basic_parameters.template or param.basic_parameters.chat_template
-    if not is_given and not names_template:
+    basic = param.basic_parameters
+    if not is_given and not (basic.template or basic.chat_template or basic.default_system):
         return
     preprocess = param.preprocess_parameters
     processor = view_processor(model_folder, preprocess)

@@ -37,7 +37,9 @@ class RowsView:
     def mark(self) -> str:
         """Changes when rows are shown in another way."""
         basic = self.param.basic_parameters
-        shown = (view_of(self.param), basic.template, basic.chat_template)
+        shown: tuple[object, ...] = (view_of(self.param), basic.template, basic.chat_template)
+        if basic.default_system:
+            shown = (*shown, basic.default_system)
         return f"-{hashlib.sha256(repr(shown).encode()).hexdigest()[:8]}"
 
     def of_people(self) -> RowsView:

@@ -101,6 +101,20 @@ _PLAIN = """\
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif -%}
 """
 
+_ALPACA = """\
+{{- bos_token -}}
+{%- if not messages or messages[0].role != 'system' -%}
+{{- 'Below is an instruction that describes a task. Write a response that appropriately completes the request.' -}}
+{{- '\\n\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' %}{{ '### Instruction:\\n' + show(message.content) + '\\n\\n' }}
+{%- elif message.role == 'assistant' %}{{ '### Response:\\n' + show(message.content) + eos_token + '\\n\\n' }}
+{%- else %}{{ show(message.content) + '\\n\\n' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '### Response:\\n' }}{% endif -%}
+"""
+
 _CONCATENATION = "{%- for message in messages %}{{ show(message.content) }}{% endfor -%}"
 
 _WHISPER = """\
@@ -131,6 +145,9 @@ _KIMI_MEDIA = ("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
 EMPTY = _format(_CONCATENATION)
 """The texts of the messages, one after the other."""
+
+ALPACA = _format(_ALPACA)
+"""The prompts of Stanford Alpaca, as LLaMA-Factory's template of this name writes them."""
 
 FORMATS: dict[str, str | None] = {
     "default": _format(_PLAIN),

@@ -304,12 +304,13 @@ class Qwen2VLDataset(MMDataset):
         raise first
 
 
-_ADDED = (*TOKEN_KEYS, "image_max_tiles")
+_ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system")
 """Keys that older runs did not have: unset, they are no part of what is compared."""
 _SHAPING_BASIC = {
     "template",
     "chat_template",
     "enable_thinking",
+    "default_system",
     "cutoff_len",
     "train_on_prompt",
     "mask_history",
