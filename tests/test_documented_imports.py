@@ -32,6 +32,10 @@ from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.models.vl_model import VLModel
 from mindspeed_mm.models.sora_model import SoRAModel
+from mindspeed_mm.models.ae import AEModel
+from mindspeed_mm.models.text_encoder import TextEncoder, Tokenizer
+from mindspeed_mm.models.predictor import PredictModel
+from mindspeed_mm.models.diffusion import DiffusionModel
 from mindspeed_mm.training import pretrain, train, train_step, get_args
 from mindspeed_mm.data import build_mm_dataset, build_mm_dataloader
 from mindspeed_mm.models.model_registry import ModelRegistry

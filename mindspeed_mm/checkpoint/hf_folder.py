@@ -15,12 +15,12 @@ import torch
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
 from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_file import write_safetensors
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
-from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -194,21 +194,15 @@ def model_config(folder: Path, way_out: str = "Name the model's own folder.") ->
 
     Args:
         folder: As a person named it.
-        way_out: What to do where it is no such folder.
+        way_out: What to do where it holds no config.json.
 
     Raises:
         ModelFolderError: It is not a folder, has no config.json, or a damaged one; or an entry of it is a link that
             leads out of the folder or nowhere, or not a file.
     """
-    heal_missing(folder)
+    check_folder_exists(folder, ModelFolderError)
     if not (folder / "config.json").is_file():
-        if folder.is_dir():
-            what = "has no config.json"
-        elif folder.exists():
-            what = "is a file, not a folder"
-        else:
-            what = "does not exist"
-        raise ModelFolderError(what, where=str(folder), way_out=way_out)
+        raise ModelFolderError("has no config.json", where=str(folder), way_out=way_out)
     check_links(folder)
     return read_json_object(folder / "config.json", ModelFolderError)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_mm.checkpoint import layout
-from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS
 from mindspeed_mm.core.suggest import where_else
@@ -19,8 +19,8 @@ Layout = Literal["hf", "dcp", "megatron", "diffusers", "original"]
 """What a conversion writes."""
 WAYS: Mapping[str, tuple[Layout, ...]] = {
     "hf": ("dcp", "megatron"),
-    "dcp": ("hf",),
-    "run": ("hf",),
+    "dcp": ("hf", "megatron"),
+    "run": ("hf", "megatron"),
     "megatron": ("hf", "dcp", "megatron"),
     "generator": ("diffusers", "original", "megatron"),
     "gguf": ("hf",),
@@ -88,15 +88,19 @@ def is_torch_dist(path: Path) -> bool:
     return (path / DIST_SETTINGS).is_file() and ((path / layout.METADATA).is_file() or (path / DIST_COMMON).is_file())
 
 
-def check_folder_exists(path: Path) -> None:
-    """Raise `CheckpointError` unless there is a folder, perhaps after a killed writer's swap was taken back."""
+def check_folder_exists(path: Path, error: type[MMError] = CheckpointError) -> None:
+    """Raise an error unless there is a folder, perhaps after a killed writer's swap was taken back.
+
+    Args:
+        path: What somebody named.
+        error: The class to raise.
+    """
     heal_missing(path)
     if path.is_dir():
         return
     if path.exists():
-        way_out = "Name the folder that holds it; of files alone, those of text models in GGUF are read."
-        raise CheckpointError("is a file, not a folder", where=str(path), way_out=way_out)
-    raise CheckpointError("does not exist", where=str(path), way_out=where_else(path))
+        raise error("is a file, not a folder", where=str(path), way_out="Name the folder that holds it.")
+    raise error("does not exist", where=str(path), way_out=where_else(path))
 
 
 def _unknown(path: Path) -> CheckpointError:

@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, TensorReader
 from mindspeed_mm.checkpoint.pt_files import find_unsafe_globals
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_file import TensorEntry, read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, first_problems
 from mindspeed_mm.core.folder_links import check_links
-from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import expert_folders
 
@@ -31,12 +31,11 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     both, behind the names of their folders.
 
     Raises:
-        ModelFolderError: There are no safetensors, a file is damaged or a link out of the folder, or index and shards
-            disagree.
+        ModelFolderError: There is no such folder, or no safetensors in it; a file is damaged or a link out of the
+            folder, or index and shards disagree.
     """
-    heal_missing(folder)
-    if folder.is_dir():
-        check_links(folder)
+    check_folder_exists(folder, ModelFolderError)
+    check_links(folder)
     if parts := expert_folders(folder):
         found: dict[str, TensorEntry] = {}
         for part in parts:

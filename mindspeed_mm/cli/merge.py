@@ -36,7 +36,4 @@ def command(request: MergeRequest) -> None:
     if request.as_json:
         say_json(dataclasses.asdict(merged))
         return
-    say(
-        f"{merged.folder}: {merged.tensors:,} tensors, {merged.size_bytes / 2**20:,.1f} MiB, with "
-        f"{', '.join(merged.merged)}"
-    )
+    say("\n".join(merged.lines()))

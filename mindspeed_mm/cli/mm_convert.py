@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,14 +27,15 @@ from mindspeed_mm.cli.converter_flags import (
     taken,
     validated,
 )
-from mindspeed_mm.core.errors import ExitCode, UsageError, told_as
+from mindspeed_mm.core.errors import CollectedErrors, ExitCode, UsageError, told_as
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.core.terminal import say
+from mindspeed_mm.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.checkpoint.common.converter import Converter
     from mindspeed_mm.checkpoint.conversion.run import Conversion
 
+_JSON = "--json"
 _HELP_WORDS = {"-h", "--help", "help"}
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
@@ -80,7 +82,7 @@ PLANNED = (
 
 USAGE = """\
 Usage: mm-convert CONVERTER [--version t2v] SUBCOMMAND [--flag value]... [--config file.yaml] [--print_config]
-                  [--plugin PACKAGE]
+                  [--plugin PACKAGE] [--json]
 
 Convert checkpoints between layouts. The output folder appears when it is complete and was read back.
 """
@@ -98,6 +100,7 @@ Environment variables give flags too, as MM_CONVERT_WANCONVERTER__HF_TO_MM__CFG_
 JSONARGPARSE_DEFAULT_ENV is true; files and flags override them.
 A converter of your own: a subclass of mindspeed_mm.checkpoint.common.converter.Converter in a package that
 --plugin names, as training.plugin does in a YAML file.
+--json prints what was written as JSON, as mm convert --json does; an error, too.
 """
 
 
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from mindspeed_mm.cli.main import guarded, without_traceback_word
 
     words = without_traceback_word(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(guarded(lambda: run(words)))
+    sys.exit(guarded(lambda: run(words), as_json=_JSON in words))
 
 
 def run(words: list[str]) -> int:
@@ -116,7 +119,8 @@ def run(words: list[str]) -> int:
         UsageError: A word is unknown.
         ConfigError: A value is missing, unknown or of the wrong type.
     """
-    plugins, words = taken("--plugin", words)
+    as_json = _JSON in words
+    plugins, words = taken("--plugin", [word for word in words if word != _JSON])
     _import_plugins(plugins)
     wants_help = not _HELP_WORDS.isdisjoint(words)
     words = [word for word in words if word not in _HELP_WORDS]
@@ -134,7 +138,7 @@ def run(words: list[str]) -> int:
         return ExitCode.OK
     built = converter(**built_with)
     built.examine = _same_logits
-    return _call(built, name, method, words[2:])
+    return _call(built, name, method, words[2:], as_json=as_json)
 
 
 def _same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
@@ -161,9 +165,7 @@ def _constructor_words(converter: type[Converter], words: list[str]) -> tuple[Va
     return validated(build, given, command), [words[0], *words[end:]]
 
 
-def _call(converter: Converter, name: str, method: Subcommand, words: list[str]) -> int:
-    from mindspeed_mm.checkpoint.conversion.run import Converted
-
+def _call(converter: Converter, name: str, method: Subcommand, words: list[str], *, as_json: bool) -> int:
     flags_given = [word for word in words if word.partition("=")[0] != "--print_config"]
     printing = len(flags_given) < len(words)
     files, words = taken("--config", flags_given)
@@ -178,11 +180,43 @@ def _call(converter: Converter, name: str, method: Subcommand, words: list[str])
         say(as_yaml(fields, given), end="")
         return ExitCode.OK
     values = validated(method, given, command)
+    if type(converter).__name__ in CONVERTERS:  # another's may mean something else by the names of its flags
+        _check_inputs(name, values)
     with told_as(lambda problem: as_flag(problem, fields)):
         done = method(converter, **values)
-    if isinstance(done, Converted):
-        say("\n".join(done.lines()))
+    if as_json:
+        written = asdict(done) if is_dataclass(done) and not isinstance(done, type) else {}
+        say_json({"converter": type(converter).__name__, "subcommand": name, **written})
+    elif (lines := getattr(done, "lines", None)) is not None:  # a converter of somebody's own may return nothing
+        say("\n".join(lines()))
     return ExitCode.OK
+
+
+def _check_inputs(subcommand: str, values: Values) -> None:
+    """Raise an error for the inputs that are not there, before any of them is read."""
+    from mindspeed_mm.checkpoint.common.converter import MAY_BE_FILES, reads
+
+    errors = CollectedErrors()
+    for flag, path in _paths(values):
+        if reads(subcommand, flag) and not (path.is_file() and flag.rpartition(".")[2] in MAY_BE_FILES):
+            errors.attempt(_check_folder, path, f"--{flag}")
+    errors.raise_all("inputs cannot be read")
+
+
+def _check_folder(path: Path, flag: str) -> None:
+    from mindspeed_mm.checkpoint.recognise import check_folder_exists
+
+    with told_as(lambda problem: replace(problem, key=flag)):
+        check_folder_exists(path)
+
+
+def _paths(values: Mapping[str, object], section: str = "") -> Iterator[tuple[str, Path]]:
+    """Flags that were given a path; those of sections, which are models of pydantic, are dotted."""
+    for name, value in values.items():
+        if isinstance(value, Path):
+            yield f"{section}{name}", value
+        elif isinstance(fields := getattr(value, "__dict__", None), dict):
+            yield from _paths(fields, f"{section}{name}.")
 
 
 # --- which converter, which subcommand --------------------------------------------------------------------------------

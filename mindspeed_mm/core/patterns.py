@@ -17,6 +17,11 @@ _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 _LONGEST_RANGE = 100_000
 
 
+def pattern_of(name: str) -> str:
+    """A module's name with `{*}` for the numbers in it: the pattern of all modules like it, as plans take it."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "{*}", name)
+
+
 def resolve_patterns(
     patterns: Sequence[str], names: Iterable[str], *, key: str, allow_suffix: bool = False
 ) -> list[str]:

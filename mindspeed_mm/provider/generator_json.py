@@ -31,6 +31,19 @@ WAN_SIZES: dict[str, tuple[str, ...]] = {
 }
 """Key of `predictor` → keys of the transformer's config.json; `hidden_size` is heads x their width there."""
 _NOISE = "training.diffusion"
+_SCORED_BY = {
+    "i2v": (
+        "VBench's package vbench2_beta_i2v",
+        "vbench2_beta_i2v.VBenchI2V(device, 'vbench2_i2v_full_info.json', OUT).evaluate(videos_path=CLIPS, name='i2v', "
+        "dimension_list=[…], resolution='16-9') beside its pictures, vbench2_beta_i2v/data/crop/16-9.",
+    ),
+    "long": (
+        "VBench's package vbench2_beta_long",
+        "vbench2_beta_long/eval_long.py --videos_path CLIPS --dimension … --mode long_vbench_standard of its "
+        "repository, which cuts each clip into short ones.",
+    ),
+}
+"""`eval_type` → what scores it, and how it is called (VBench's repository)."""
 
 
 def put_generator(reading: Reading, root: Node) -> None:
@@ -57,10 +70,14 @@ def put_generator(reading: Reading, root: Node) -> None:
     _put_samples(reading, root)
     put_media_pairs(reading, root)
     scored = text_at(root, "eval_config.eval_type")
-    if scored not in (None, "t2v"):
-        what = f"'{scored}' is scored by another package than VBench's own, which is not asked here"
-        way_out = "Draw the clips with inference_sora.py, and score them with that package."
+    if scored in _SCORED_BY:
+        package, call = _SCORED_BY[scored]
+        what = f"'{scored}' is scored by {package}, which is not called here"
+        way_out = f"Draw clips named <prompt>-<number>.mp4 with inference_sora.py, and run {call}"
         reading.draft.problem(what, place_at(root, "eval_config.eval_type"), way_out)
+    elif scored not in (None, "t2v"):
+        way_out = f"Write t2v; {' and '.join(_SCORED_BY)} are scored by packages of their own."
+        reading.draft.problem(f"'{scored}' is not known", place_at(root, "eval_config.eval_type"), way_out)
 
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -154,8 +155,11 @@ def test_environment_variables_give_flags_and_files_and_words_override_them(
 
 
 def test_errors_of_a_conversion_name_the_flag(tmp_path: Path) -> None:
-    words = ["--cfg.mm_dir", str(tmp_path), "--cfg.hf_config.hf_dir", str(tmp_path), "--cfg.llm_hf_config.hf_dir", "x"]
-    words += ["--cfg.common_model_config.llm_hf_dir", "y"]
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    words = ["--cfg.mm_dir", str(tmp_path), "--cfg.hf_config.hf_dir", str(tmp_path)]
+    words += ["--cfg.llm_hf_config.hf_dir", str(tmp_path / "x")]
+    words += ["--cfg.common_model_config.llm_hf_dir", str(tmp_path / "y")]
     with pytest.raises(UsageError) as caught:
         mm_convert.run(["GlmConverter", "hf_to_mm", *words])
     assert caught.value.problems[0].key == "--cfg.llm_hf_config.hf_dir"
@@ -246,7 +250,7 @@ def test_mm_convert_says_what_is_missing_or_does_not_go_together(
     assert mm.run(["convert", source, out, "--to", "hf"]) == 2
     told = capsys.readouterr().err
     assert "nothing to convert from a folder of kind 'hf' to 'hf'" in told
-    assert "hf → dcp or megatron, dcp → hf" in told and "by way of hf" in told
+    assert "hf → dcp or megatron, dcp → hf or megatron" in told and "by way of hf" in told
     assert mm.run(["convert", source, out, "--model", source]) == 2
     assert "--model  is not used" in capsys.readouterr().err
     assert mm.run(["convert", source, out, "--tp", "2"]) == 2
@@ -258,7 +262,9 @@ def test_mm_convert_says_what_is_missing_or_does_not_go_together(
     assert mm.run(["convert", str(tmp_path / "dcp"), out]) == 2
     assert "--model FOLDER" in capsys.readouterr().err
     assert mm.run(["convert", str(tmp_path / "dcp"), out, "--to", "megatron", "--tp", "2"]) == 2
-    assert "from a folder of kind 'run' to 'megatron'. Possible are" in capsys.readouterr().err
+    assert "does not say which model it holds" in capsys.readouterr().err
+    assert mm.run(["convert", str(tmp_path / "dcp"), out, "--to", "dcp"]) == 2
+    assert "from a folder of kind 'dcp' to 'dcp'. Possible are" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -267,9 +273,13 @@ def test_a_wrong_model_folder_is_named_with_the_way_out(tmp_path: Path, capsys: 
     dcp, out = str(tmp_path / "dcp"), str(tmp_path / "out")
     assert mm.run(["convert", str(tmp_path / "hf"), dcp]) == 0
     (tmp_path / "empty").mkdir()
-    for name, what in (("nowhere", "does not exist"), ("empty", "has no config.json"), ("dcp", "has no config.json")):
+    for name, what in (
+        ("nowhere", "does not exist. Relative paths start at"),
+        ("empty", "has no config.json. Name the folder with its config.json"),
+        ("dcp", "has no config.json. Name the folder with its config.json"),
+    ):
         assert mm.run(["convert", dcp, out, "--model", str(tmp_path / name)]) == 4
-        assert f"{tmp_path / name}  {what}. Name the folder with its config.json" in capsys.readouterr().err
+        assert f"{tmp_path / name}  {what}" in capsys.readouterr().err
     plain_folder(tmp_path / "other")
     save_file(
         {f"{i}.weight": torch.ones(i) for i in range(1, 9)} | {"a.weight": torch.ones(1)},
@@ -343,3 +353,27 @@ def test_experts_one_by_one_are_stacked_and_come_back(tmp_path: Path) -> None:
     assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
     with pytest.raises(UsageError, match="no key begins with 'talker"):
         mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words[:-1], "x", "--dcp_prefix", "talker."])
+
+
+def test_both_commands_answer_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors, too; and a folder that a conversion wrote is a checkpoint, not a run."""
+    plain_folder(tmp_path / "hf")
+    words = ["hf_to_dcp", "--hf_dir", str(tmp_path / "hf"), "--dcp_dir", str(tmp_path / "dcp")]
+    assert mm_convert.run([GENERIC, *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["converter"], told["subcommand"], told["folder"]) == (GENERIC, "hf_to_dcp", str(tmp_path / "dcp"))
+    assert told["tensors"] == 2 and told["verify_s"] > 0
+    with pytest.raises(SystemExit) as ended:
+        mm_convert.main([GENERIC, "--json", "hf_to_dcp", "--hf_dir", str(tmp_path / "none"), "--dcp_dir", "out"])
+    said = capsys.readouterr()
+    (problem,) = json.loads(said.out)["error"]["problems"]
+    assert ended.value.code == 4 and problem["key"] == "--hf_dir" and problem["what"] == "does not exist"
+    assert "does not exist" in said.err
+    back = ["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--model", str(tmp_path / "hf"), "--json"]
+    assert mm.run(back) == 0
+    assert json.loads(capsys.readouterr().out)["source_kind"] == "dcp"
+
+
+def test_a_converter_that_returns_nothing_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    mm_convert.run(["RecordingConverter", "hf_to_mm", *REQUIRED, "--json"])
+    assert json.loads(capsys.readouterr().out) == {"converter": "RecordingConverter", "subcommand": "hf_to_mm"}

@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import holding_others, resolve_patterns
+from mindspeed_mm.core.patterns import holding_others, pattern_of, resolve_patterns
 
 NAMES = [
     "",
@@ -75,3 +75,11 @@ def test_malformed_braces_are_named(pattern: str) -> None:
 def test_modules_that_hold_others() -> None:
     names = ["", "model", "model.layers.1", "model.layers.10", "model.layers.11"]
     assert holding_others(names, ["model.layers.1", "model.layers.11.self_attn"]) == ["model", "model.layers.11"]
+
+
+def test_the_pattern_of_a_name_matches_all_names_like_it() -> None:
+    assert pattern_of("model.layers.11.self_attn.q_proj") == "model.layers.{*}.self_attn.q_proj"
+    assert (pattern_of("0.conv1.2"), pattern_of("lm_head")) == ("{*}.conv1.{*}", "lm_head")
+    assert resolve_patterns([pattern_of("model.layers.1")], NAMES, key="k") == [
+        "model.layers.0", "model.layers.1", "model.layers.10", "model.layers.11"
+    ]  # fmt: skip

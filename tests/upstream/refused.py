@@ -21,7 +21,7 @@ class Refused(NamedTuple):
 
 REFUSED = (
     Refused("/mindspore/", "msrun starts it, which is MindSpore's", "MindSpore's: the suite runs on PyTorch"),
-    Refused("/eval_.*i2v", "is scored by another package than VBench", "VBench has a package of its own for it"),
+    Refused("/eval_.*i2v", "is scored by VBench's package vbench2_beta_i2v", "VBench has a package of its own for it"),
     Refused(
         "qwen2vl/finetune_qwen2vl_72b_dpo", "are not the numbers of layers of 4 stages",
         "model.json cuts the layers into 8 stages, and a comment of the script asks to change that",

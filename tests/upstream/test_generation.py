@@ -150,7 +150,9 @@ def test_clips_that_are_there_are_scored(
     ("values", "message"),
     [
         ({"dimensions": ["subject_consistenc"]}, "is no dimension of VBench. Did you mean 'subject_consistency'?"),
-        ({"eval_type": "i2v"}, "'i2v' is scored by another package than VBench's own"),
+        ({"eval_type": "i2v"}, "run vbench2_beta_i2v.VBenchI2V(device, 'vbench2_i2v_full_info.json', OUT).evaluate("),
+        ({"eval_type": "long"}, "vbench2_beta_long/eval_long.py --videos_path CLIPS"),
+        ({"eval_type": "i2"}, "'i2' is not known. Write t2v; i2v and long are scored by packages of their own."),
         ({"vbench_python": "none/bin/python"}, "is not a Python that can be run"),
         ({"dataset": {"basic_param": {"data_folder": "none"}}}, "none/prompts_per_dimension/subject_consistency.txt"),
     ],

@@ -36,6 +36,21 @@ SUBCOMMANDS = {
 """The documents' subcommands → help line."""
 ALIASES = {"hf2mg": "hf_to_mm", "mg2hf": "mm_to_hf"}
 """Older names of subcommands."""
+_FOLDERS_READ = {
+    *("hf_dir", "load_dir", "model_assets_dir", "base_hf_dir", "lora_dcp_dir", "source_dir", "llm_hf_dir", "lora_dir"),
+    *("source_path", "lora_path"),
+}
+"""Last parts of the flags that name an input in every subcommand that has them."""
+MAY_BE_FILES = {"source_path", "lora_path", "lora_dir"}
+"""Those of them that a file may be named in."""
+
+
+def reads(subcommand: str, flag: str) -> bool:
+    """Whether a flag names an input of a subcommand, by the documents' names: `mm_dir` is one of `mm_to_hf`."""
+    name = flag.rpartition(".")[2]
+    if name in ("mm_dir", "dcp_dir"):
+        return f"{name.removesuffix('_dir')}_to_" in subcommand
+    return name in _FOLDERS_READ
 
 
 class Converter:

@@ -16,7 +16,9 @@ from mindspeed_mm.checkpoint.dcp_folder.index_check import filled_chunks
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
 from mindspeed_mm.checkpoint.dcp_folder.storage import read_chunk, read_tree
 from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import read_json_object
 
 MODEL = "model"
 _OTHER_PREFIXES = ("optimizer.", "ema.", "extra_state.", "rng_state.", "lr_scheduler.")
@@ -186,6 +188,7 @@ def find_step(folder: Path) -> Path:
     Raises:
         CheckpointError: There is none, or the tracker names something else.
     """
+    check_folder_exists(folder)
     if (folder / layout.METADATA).is_file():
         return folder
     named = layout.read_tracker(folder)
@@ -208,3 +211,16 @@ def find_step(folder: Path) -> Path:
         where=str(folder),
         way_out=f"Name the folder with {layout.TRACKER}, its {layout.RELEASE}/ or an iter_*/.",
     )
+
+
+def model_noted_in(step: Path) -> Path | None:
+    """The model folder that the manifest of a run's checkpoint names, if it is there.
+
+    Raises:
+        CheckpointError: The manifest is broken.
+    """
+    file = step / layout.MANIFEST
+    content: object = read_json_object(file, CheckpointError) if file.is_file() else {}
+    for key in ("context", "config", "model", "model_name_or_path"):
+        content = content.get(key) if isinstance(content, dict) else None
+    return Path(content) if isinstance(content, str) and Path(content).is_dir() else None

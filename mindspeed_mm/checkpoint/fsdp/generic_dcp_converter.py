@@ -163,7 +163,7 @@ class GenericDCPConverter(Converter):
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         with _own_weights(model_assets_dir) as stored:
             if outline is not None:
-                on_hub = _by_class(outline, ledger.tensors, stored, step, allow_unused=allow_unused)
+                on_hub = hub_folder(outline, ledger.tensors, stored, step, allow_unused=allow_unused)
             else:
                 check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
                 _check_fused(fused, ledger.tensors, step, dims=2)
@@ -305,7 +305,7 @@ class HubFolder:
     """Name → text; of a name in `copies`, in place of that file."""
 
 
-def _by_class(
+def hub_folder(
     outline: TransformersOutline,
     tensors: Mapping[str, Stored],
     stored: Mapping[str, Stored] | None,
@@ -313,7 +313,18 @@ def _by_class(
     *,
     allow_unused: bool,
 ) -> HubFolder:
-    """What the model's class says; what it has no place for is taken over from the model's own folder."""
+    """What the model's class says; what it has no place for is taken over from the model's own folder.
+
+    Args:
+        outline: The model.
+        tensors: Of a checkpoint, by its names.
+        stored: What the model's own folder holds; None: it has no weights, or they are not asked.
+        step: Where the checkpoint is, for errors.
+        allow_unused: Leave out tensors that the model has no place for.
+
+    Raises:
+        ModelFolderError: Weights are missing or surplus, or have another shape.
+    """
     taken_over: list[str] = []
     if stored is not None:  # read first: it finds out which keys of the folder are tied
         _, taken_over = outline.own_tensors(stored)

@@ -27,7 +27,7 @@ from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.megatron.sharding import Shards, divide, join, with_one_head
 from mindspeed_mm.checkpoint.megatron.spelling import OF_KERNELS, usual_names
 from mindspeed_mm.checkpoint.megatron.torch_dist import WholeWeights, read_whole
-from mindspeed_mm.checkpoint.recognise import is_megatron_step, is_torch_dist
+from mindspeed_mm.checkpoint.recognise import check_folder_exists, is_megatron_step, is_torch_dist
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 
@@ -115,6 +115,7 @@ def find_step(folder: Path) -> Path:
     Raises:
         CheckpointError: There is none.
     """
+    check_folder_exists(folder)
     if is_megatron_step(folder):
         return folder
     named = tracker_text(folder)

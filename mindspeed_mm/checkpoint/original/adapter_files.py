@@ -29,6 +29,7 @@ from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming
 from mindspeed_mm.checkpoint.original.lora import ADAPTER_CONFIG, LoraScaling, alphas_of, lora_modules
 from mindspeed_mm.checkpoint.original.reading import open_file
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError, first_problems
 
 _KOHYA = re.compile(r"(?:lora_unet|\w+?_lora)_(?P<layer>\w+)")
@@ -68,6 +69,8 @@ def open_adapter(adapter: Adapter, *, needs_alphas: bool = True) -> Iterator[Ope
         CheckpointError: The checkpoint is damaged or divided.
     """
     path, scaling = adapter.path, adapter.scaling
+    if not path.is_file():
+        check_folder_exists(path)
     found = tensors_of_checkpoint(path) if path.is_dir() else None
     if found is not None:
         tensors = {name: tensor for name, tensor in found.items() if ".lora_" in name}

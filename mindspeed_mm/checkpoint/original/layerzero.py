@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, Concatenated, LazyTens
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, weights_of_run
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.core.errors import CheckpointError
 
 _FILE = re.compile(r"model_(\d+)\.pt")
@@ -95,6 +96,7 @@ def open_trained(
         CheckpointError: There is no such step, or it is damaged.
         ModelFolderError: The weights are of no family here.
     """
+    check_folder_exists(path)
     step = path if iteration is None else checkpoint_folder(path, iteration)
     files = _files_of(step)
     if not files and iteration is None and (steps := list_iterations(path)):

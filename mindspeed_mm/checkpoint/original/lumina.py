@@ -26,6 +26,7 @@ class LuminaConverter(Converter):
     def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
         """Write a Hugging Face folder as MindSpeed-MM's folder of one rank."""
         _refuse_division(cfg)
+        _refuse_unused(cfg, "lora_path", "hf_dir")
         with open_weights(cfg.source_path) as stored:
             ledger = SourceLedger(stored, cfg.source_path)
             files = {f"{RELEASE}/{_RANK}/{WEIGHTS_FILE}": _pt_file(ledger)}
@@ -36,6 +37,7 @@ class LuminaConverter(Converter):
         """Write MindSpeed-MM's folder as a Hugging Face folder; `hf_dir` gives configuration and tokenizer."""
         if cfg.hf_dir is None:
             raise UsageError("is needed", key="--cfg.hf_dir", way_out="Name the folder of the original model.")
+        _refuse_unused(cfg, "lora_path")
         step = find_step(cfg.source_path)
         ranks = sorted(path.name for path in step.glob("mp_rank_*/"))
         if ranks != [_RANK]:
@@ -57,6 +59,12 @@ def _refuse_division(cfg: ConvertGeneratorConfig) -> None:
     parallel = cfg.target_parallel_config
     if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
         raise UsageError("MindSpeed-MM does not divide Lumina-mGPT", key="--cfg.target_parallel_config")
+
+
+def _refuse_unused(cfg: ConvertGeneratorConfig, *keys: str) -> None:
+    for key in keys:
+        if getattr(cfg, key) is not None:
+            raise UsageError("is not used here", key=f"--cfg.{key}", way_out="Leave it out.")
 
 
 def _run(conversion: Conversion, cfg: ConvertGeneratorConfig) -> Converted:

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from safetensors import safe_open
 
-from mindspeed_mm.checkpoint.dcp_folder.reading import MODEL, DcpReader, step_in
+from mindspeed_mm.checkpoint.dcp_folder.reading import MODEL, DcpReader, model_noted_in, step_in
 from mindspeed_mm.checkpoint.keymap import names_behind
-from mindspeed_mm.checkpoint.layout import MANIFEST, TRACKER
+from mindspeed_mm.checkpoint.layout import TRACKER
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.megatron.folder import find_step, read_divided
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Json, Naming, to_diffusers
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
-from mindspeed_mm.checkpoint.recognise import is_megatron_folder
+from mindspeed_mm.checkpoint.recognise import check_folder_exists, is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_file import read_header
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
@@ -138,6 +138,8 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     elif path.is_file():
         with open_file(path) as (stored, _):
             yield _recognised(path, stored)
+    elif not path.exists():
+        check_folder_exists(path)
     elif _has_ranks(path):
         yield _mm_weights(path)
     elif not is_megatron_folder(path) and (step := step_in(path)) is not None:
@@ -260,20 +262,10 @@ def weights_of_run(step: Path, *, average: bool = False) -> GeneratorWeights:
             raise CheckpointError("keeps no average of the weights", where=str(step), key="ema_model")
         tensors |= averages
     family, naming = generator_of(tensors, str(step))
-    home = _home_of(step)
+    home = model_noted_in(step)
     config = _config_of(transformer_folder(home)) if home is not None else {}
     config = config or _config_of(step.parent)
     return GeneratorWeights(step, family, naming, tensors, config, is_of_run=True, home=home)
-
-
-def _home_of(step: Path) -> Path | None:
-    """The model folder that the manifest of our own checkpoints names, if it is there."""
-    file = step / MANIFEST
-    content: object = read_json_object(file, CheckpointError) if file.is_file() else {}
-    for key in ("context", "config", "model"):
-        content = content.get(key) if isinstance(content, dict) else {}
-    named = content.get("model_name_or_path") if isinstance(content, dict) else None
-    return Path(named) if isinstance(named, str) and Path(named).is_dir() else None
 
 
 def _depth(contents: Sequence[PtContent], layers: str) -> int:

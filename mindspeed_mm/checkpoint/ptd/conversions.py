@@ -116,7 +116,7 @@ def hf_to_megatron(
         conversion = Conversion(
             sources=sources,
             ledgers=ledgers,
-            **_megatron_output(divided_files(whole, model, layout), layout),
+            **megatron_output(divided_files(whole, model, layout), layout),
             times=times_written(whole, model, layout),
             left_out=left_out,
             incomparable=incomparable,
@@ -311,7 +311,7 @@ def divide_anew(
     conversion = Conversion(
         sources=[source_dir],
         ledgers=[ledger],
-        **_megatron_output(divided_files(whole, model, layout), layout),
+        **megatron_output(divided_files(whole, model, layout), layout),
         times=times_written(whole, model, layout),
         left_out=found.left_out,
         dropped=found.padding(ledger.tensors),
@@ -351,7 +351,7 @@ def adapters_to_megatron(
         conversion = Conversion(
             sources=[hf_dir],
             ledgers=[ledger],
-            **_megatron_output(files, layout),
+            **megatron_output(files, layout),
             times=times_written(whole, model, layout),
             incomparable=_ADAPTERS,
             copies=_adapter_config(hf_dir),
@@ -423,7 +423,7 @@ class _MegatronOutput(TypedDict):
     texts: dict[str, str]
 
 
-def _megatron_output(
+def megatron_output(
     files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]], layout: MegatronLayout
 ) -> _MegatronOutput:
     """Files and texts of a step called `release`, as arguments of `Conversion`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig
+from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig, ParallelConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
 from mindspeed_mm.checkpoint.dcp_folder.reading import step_in
@@ -35,6 +35,7 @@ from mindspeed_mm.checkpoint.ptd.conversions import (
     megatron_to_hf,
 )
 from mindspeed_mm.checkpoint.ptd.division import check_facts
+from mindspeed_mm.checkpoint.ptd.trained import divide_trained
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.terminal import say
@@ -69,7 +70,7 @@ class _Megatron(Converter):
             )
         if cfg.save_vit_only:
             raise UsageError("a Hugging Face folder of a vision tower alone is not written", key="cfg.save_vit_only")
-        if not is_megatron_folder(cfg.mm_dir) and step_in(cfg.mm_dir) is not None:
+        if _holds_whole_tensors(cfg.mm_dir):
             return self._of_whole_tensors(cfg, overwrite, verify)
         return megatron_to_hf(
             self.family,
@@ -84,8 +85,7 @@ class _Megatron(Converter):
     def _of_whole_tensors(self, cfg: ConvertHFConfig, overwrite: bool, verify: Verify) -> Converted:
         config = model_config(cfg.hf_config.hf_dir)
         check_facts(cfg.common_model_config, self.family.model(config), config, cfg.hf_config.hf_dir)
-        if cfg.parallel_config is not None:
-            say(f"note: cfg.parallel_config has no effect: {cfg.mm_dir} holds whole tensors", err=True)
+        _note_no_effect(cfg.parallel_config, "parallel_config", cfg.mm_dir)
         distributed = GenericDCPConverter()
         distributed.examine = self.examine
         return distributed.dcp_to_hf(
@@ -93,21 +93,26 @@ class _Megatron(Converter):
         )
 
     def resplit(self, cfg: ResplitConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
-        """Divide a Megatron-style checkpoint anew.
+        """Divide a Megatron-style checkpoint anew, or a run, whose checkpoints hold whole tensors.
 
         Args:
             cfg: The checkpoint, the folder to write and both divisions.
             overwrite: Replace what an earlier conversion wrote to target_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
         """
+        writing, hf_dir = Writing(overwrite, verify, self.examine), cfg.hf_config.hf_dir if cfg.hf_config else None
+        if _holds_whole_tensors(cfg.source_dir):
+            _note_no_effect(cfg.source_parallel_config, "source_parallel_config", cfg.source_dir)
+            wanted = cfg.target_parallel_config
+            return divide_trained(self.family, cfg.source_dir, cfg.target_dir, hf_dir, wanted, writing=writing)
         return divide_anew(
             self.family,
             cfg.source_dir,
             cfg.target_dir,
-            cfg.hf_config.hf_dir if cfg.hf_config else None,
+            hf_dir,
             cfg.source_parallel_config,
             cfg.target_parallel_config,
-            writing=Writing(overwrite, verify, self.examine),
+            writing=writing,
         )
 
     def _divided(self, cfg: ConvertMMConfig, writing: Writing, *, u_shape: bool = False) -> Converted:
@@ -122,6 +127,16 @@ class _Megatron(Converter):
             u_shape=u_shape,
             writing=writing,
         )
+
+
+def _holds_whole_tensors(folder: Path) -> bool:
+    """Whether a folder is a run or holds a distributed checkpoint, and is not divided among ranks."""
+    return not is_megatron_folder(folder) and step_in(folder) is not None
+
+
+def _note_no_effect(said: ParallelConfig | None, key: str, folder: Path) -> None:
+    if said is not None:
+        say(f"note: cfg.{key} has no effect: {folder} holds whole tensors", err=True)
 
 
 class _WithAdapters(_Megatron):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, check_untouched, named_output
 from mindspeed_mm.fsdp.loss.sliced_head import LogProbRequest, LossRequest, SlicedHead
 from mindspeed_mm.fsdp.ops.forward_stack import Args
@@ -51,27 +51,37 @@ class LabelledRowsHead:
 
     def __init__(self, head: nn.Module) -> None:
         self._rows: torch.Tensor | None = None
+        self._labelled: torch.Size | None = None
         self._request: tuple[object, ...] = ()
         head.register_forward_pre_hook(self._keep_rows)
 
     @contextmanager
-    def select(self, rows: torch.Tensor, *request: object) -> Iterator[None]:
+    def select(self, rows: torch.Tensor, *request: object, labelled: torch.Size | None = None) -> Iterator[None]:
         """While inside, the head sees only `rows` (n,) of the flattened tokens and returns logits (1, n, V).
 
         Args:
             rows: Their indices.
             request: A further argument for the head, which may ask for something else than logits.
+            labelled: The shape of the labels that the indices were found in; None: it is known to fit.
         """
-        self._rows, self._request = rows, request
+        self._rows, self._request, self._labelled = rows, request, labelled
         try:
             yield
         finally:
-            self._rows, self._request = None, ()
+            self._rows, self._request, self._labelled = None, (), None
 
     def _keep_rows(self, _module: nn.Module, inputs: Args) -> Args | None:
         if self._rows is None:
             return None
         hidden, *rest = inputs
+        tokens = hidden.shape[:-1]
+        if self._labelled is not None and self._labelled.numel() != tokens.numel():
+            raise DataError(
+                f"labels of shape {tuple(self._labelled)} do not fit the model's outputs, of shape {tuple(tokens)}",
+                key="labels",
+                way_out="Let the data set's collate_fn give a label for each token that the model gives logits for, "
+                "-100 where it is not trained.",
+            )
         kept = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows)
         if not self._request:  # models that change their logits expect as many dims as there were
             kept = kept[(None,) * (hidden.dim() - 2)]
@@ -136,18 +146,21 @@ class HeadLoss:
         rows: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor | None = None,
+        *,
+        labelled: torch.Size | None = None,
     ) -> LossSums:
-        """The sums of a model's own last hidden states; arguments as above.
+        """The sums of a model's own last hidden states; arguments as above, and of `LabelledRowsHead.select`.
 
         Raises:
             ConfigError: The model returns no logits, or changes them in a way that slices cannot follow.
+            DataError: There are more or fewer labels than tokens.
         """
         if self._sliced is None:
-            with self._rows.select(rows):
+            with self._rows.select(rows, labelled=labelled):
                 logits = output_of(model(**inputs), "logits")
             return self._sums(logits, targets, weights, self.z_loss_coef)
         request = LossRequest(targets, weights, self.z_loss_coef, self.vocabulary)
-        with self._rows.select(rows, request):
+        with self._rows.select(rows, request, labelled=labelled):
             returned = output_of(model(**inputs), "logits")
         check_untouched(model, returned, request.sums, self._behind)
         loss, z_loss = returned.as_subclass(torch.Tensor).unbind()

@@ -167,7 +167,10 @@ class TokenCrossEntropy:
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the labelled tokens of this micro-batch."""
-        sums = self._head.of_model(model, self._inputs(batch), batch["_rows"], batch["_targets"], batch.get("_weights"))
+        labels = None if "mm_context" in batch else batch.get("shift_labels")  # in a share, rows are numbered anew
+        labelled = None if labels is None else labels.shape
+        rows, targets, weights = batch["_rows"], batch["_targets"], batch.get("_weights")
+        sums = self._head.of_model(model, self._inputs(batch), rows, targets, weights, labelled=labelled)
         return dict(zip(self._terms(), sums, strict=False))
 
     def describe(self) -> str:

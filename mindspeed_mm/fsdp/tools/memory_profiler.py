@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import operator
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.patterns import pattern_of
 from mindspeed_mm.fsdp.params.tools_args import MemoryProfile
 from mindspeed_mm.fsdp.tools.memory_tracker import CATEGORIES, MemoryPeak, MemoryTracker
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
@@ -180,10 +180,10 @@ def _mib(size: int | None) -> str:
 
 
 def grouped(by_module: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[int, Counter[str]]]:
-    """Modules whose names differ in numbers only, together: `layers.*.mlp` → how many, category → bytes."""
+    """Modules whose names differ in numbers only, together: `layers.{*}.mlp` → how many, category → bytes."""
     groups: dict[str, tuple[int, Counter[str]]] = {}
     for name, kinds in by_module.items():
-        key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        key = pattern_of(name)
         count, total = groups.get(key, (0, Counter()))
         groups[key] = (count + 1, total + Counter(kinds))
     return groups

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 
+from mindspeed_mm.core.patterns import pattern_of
 from mindspeed_mm.fsdp.tools.trace_analysis import (
     COMMUNICATION,
     COMPUTE,
@@ -196,5 +196,5 @@ def _grouped(modules: Seconds) -> Seconds:
     """Modules whose names differ in numbers only, added up."""
     groups = Seconds()
     for name, seconds in modules.items():
-        groups[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += seconds
+        groups[pattern_of(name)] += seconds
     return groups

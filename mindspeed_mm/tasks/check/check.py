@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -450,6 +449,7 @@ class _Check:
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
         from mindspeed_mm.fsdp.loss.objectives import is_models_own
+        from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
 
         model = self.outline.model
@@ -470,7 +470,7 @@ class _Check:
         if too_many or missing:
             raise ConfigError(
                 f"{type(model).__name__}.forward {_unfit(too_many, missing)}",
-                key="data.dataloader_param.collate_param.model_name",
+                key=COLLATOR_KEY,
                 way_out=_fitting(parameters, too_many),
             )
         if has_tokens:
@@ -492,6 +492,8 @@ class _Check:
         What cannot be computed without data is not looked at."""
         import torch
 
+        from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
+
         model = self.outline.model
         inputs = dict(self.batch)
         for key in inputs.keys() - given:
@@ -500,17 +502,9 @@ class _Check:
             if isinstance(value, torch.Tensor):
                 inputs[key] = value.to("meta")
         try:
-            with torch.no_grad():
+            with refusals_explained(model, given), torch.no_grad():
                 model(**inputs)
-        except (TypeError, ValueError) as error:
-            if not _ABOUT_KEYS.search(str(error)):
-                return
-            raise ConfigError(
-                f"{type(model).__name__}.forward refuses the batch: {str(error).splitlines()[-1]}",
-                key="data.dataloader_param.collate_param.model_name",
-                way_out=f"The batch holds {', '.join(sorted(given))}. Choose the collator of this model.",
-            ) from error
-        except (RuntimeError, IndexError, KeyError, AttributeError):
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
             return  # an operator that needs data
 
     @property
@@ -568,12 +562,6 @@ def in_one_process(arguments: Arguments) -> Arguments:
     alone = {"num_workers": 0, "prefetch_factor": None}
     loader = arguments.data.dataloader_param.model_copy(update=alone)
     return arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataloader_param": loader})})
-
-
-_ABOUT_KEYS = re.compile(
-    r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
-)
-"""What a `forward` says of arguments that it lacks or does not know."""
 
 
 def _unfit(too_many: Sequence[str], missing: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
 from mindspeed_mm.checkpoint.dcp_folder.reading import find_step as find_distributed_step
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.hf_folder import model_config
+from mindspeed_mm.checkpoint.layout import RELEASE, list_iterations, read_tracker
 from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
 from mindspeed_mm.checkpoint.megatron.folder import find_step, step_files
@@ -24,6 +25,7 @@ from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
 from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_dcp, megatron_to_hf
+from mindspeed_mm.checkpoint.ptd.trained import divide_trained
 from mindspeed_mm.checkpoint.recognise import Layout, is_gguf, is_torch_dist, recognise, told_ways
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
@@ -91,7 +93,7 @@ def run(
     distributed.examine = same_logits
     if to in ("diffusers", "original"):
         return "generator", _generator(source, target, Naming(to), model_folder, writing)
-    kind = "generator" if source.is_file() else recognise(source)
+    kind = "generator" if source.is_file() else _kind_of(source)
     wanted = to or ("dcp" if kind == "hf" else "hf")
     if allow_unused and kind not in ("hf", "dcp", "run"):
         raise UsageError(
@@ -124,6 +126,13 @@ def run(
     raise _no_way(source, kind, wanted)
 
 
+def _kind_of(source: Path) -> str:
+    """As `recognise`; a folder with the checkpoint of a conversion, and no step of a run, is of kind `dcp`."""
+    kind = recognise(source)
+    is_converted = kind == "run" and not list_iterations(source) and read_tracker(source) == RELEASE
+    return "dcp" if is_converted else kind
+
+
 def _from_gguf(source: Path, target: Path, *, overwrite: bool) -> Converted:
     """A text model in GGUF as a model folder, by transformers' reader."""
     start = time.perf_counter()
@@ -148,7 +157,7 @@ def _to_megatron(
 ) -> tuple[str, Converted]:
     if _is_generator(source, kind):
         return "generator", _divided_generator(source, target, division, model_folder, writing)
-    if kind not in ("hf", "megatron"):
+    if kind not in ("hf", "dcp", "run", "megatron"):
         raise _no_way(source, kind, "megatron")
     return kind, _divided(source, target, kind, division, model_folder, writing)
 
@@ -198,12 +207,14 @@ def _divided(
     said = ParallelConfig(llm_pp_layers=list(map(list, layers)), tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
         return hf_to_megatron(family, source, target, said, facts=CommonModelConfig(), writing=writing)
+    if kind in ("dcp", "run"):
+        return divide_trained(family, source, target, assets, said, writing=writing)
     return divide_anew(family, source, target, assets, None, said, writing=writing)
 
 
 def _is_generator(source: Path, kind: str) -> bool:
-    """Whether the weights are those of a generator: a file of its authors, a folder of diffusers or of its authors, or
-    MindSpeed-MM's ranks."""
+    """Whether the weights are those of a generator: a file of its authors, a folder of diffusers or of its authors,
+    MindSpeed-MM's ranks, or a run."""
     if kind == "generator" or (source / "model_index.json").is_file():
         return True
     if kind == "megatron":
@@ -217,6 +228,8 @@ def _is_generator(source: Path, kind: str) -> bool:
         for content in contents:
             names.update(*content.tensors.values())
         return recognise_generator(names) is not None
+    if kind in ("dcp", "run"):
+        return recognise_generator(DcpReader(find_distributed_step(source)).model_tensors()) is not None
     return kind == "hf" and (source / "config.json").is_file() and "_class_name" in model_config(source)
 
 
@@ -258,6 +271,8 @@ def _model_of(source: Path, told: Path | None) -> Path:
 def _family_of(folder: Path, kind: str) -> MegatronFamily:
     """The family of the model whose folder was named."""
     way_out = "Any other trains from a distributed checkpoint: --to dcp."
-    if kind == "megatron":
+    if kind in ("dcp", "run"):
+        way_out = "Write any other as a Hugging Face folder: --to hf."
+    elif kind == "megatron":
         way_out = "Name the folder of the model that was divided: --model FOLDER."
     return family_of(model_config(folder, NAME_MODEL), str(folder / "config.json"), way_out)

@@ -18,9 +18,9 @@ from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_
 from mindspeed_mm.checkpoint.key_ops import Concat, Stack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, in_natural_order, made_by
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.recognise import check_folder_exists
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
-from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.tasks.convert.adapter_checkpoint import merge_checkpoint
 from mindspeed_mm.tasks.export import merge
@@ -44,6 +44,7 @@ class _FamilyConverter(GenericDCPConverter):
             overwrite: Replace what an earlier conversion wrote to dcp_dir.
             verify: Read everything back and compare.
         """
+        check_folder_exists(hf_dir, ModelFolderError)
         if not (hf_dir / _ADAPTER_CONFIG).is_file():
             raise ModelFolderError(f"has no {_ADAPTER_CONFIG}", where=str(hf_dir), way_out="Name a folder of PEFT.")
         with open_weights(hf_dir, MAPPED_BYTES) as stored:
@@ -66,7 +67,7 @@ class _FamilyConverter(GenericDCPConverter):
         save_merged_hf_dir: Path,
         scaling: float = 1.0,
         overwrite: bool = False,
-    ) -> None:
+    ) -> merge.Merged:
         """Add adapters to a model's weights and write the whole model.
 
         Args:
@@ -77,10 +78,9 @@ class _FamilyConverter(GenericDCPConverter):
             overwrite: Replace what an earlier merge wrote there.
         """
         self._check_family(base_hf_dir)
-        done = merge.run(
+        return merge.run(
             MergeRequest(base_hf_dir, (lora_dir,), out=save_merged_hf_dir, scales=(scaling,), overwrite=overwrite)
         )
-        say(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
 
     def merge_mm_lora_dcp_weight_to_base_hf(
         self,
@@ -90,7 +90,7 @@ class _FamilyConverter(GenericDCPConverter):
         lora_target_modules: str = "",
         scaling: float | None = None,
         overwrite: bool = False,
-    ) -> None:
+    ) -> merge.Merged:
         """Add the adapters of a run, or of a distributed checkpoint, to a model's weights and write the whole model.
 
         Args:
@@ -106,7 +106,7 @@ class _FamilyConverter(GenericDCPConverter):
         self._check_family(base_hf_dir)
         words = [part.strip() for part in lora_target_modules.split(",") if part.strip()]
         done = merge_checkpoint(base_hf_dir, lora_dcp_dir, save_merged_hf_dir, words, scaling, overwrite=overwrite)
-        say(f"{save_merged_hf_dir}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
+        return merge.Merged(save_merged_hf_dir, (str(lora_dcp_dir),), done.tensors, done.size_bytes)
 
     def _check_family(self, folder: Path) -> None:
         if (found := model_config(folder).get("model_type")) not in self.model_types:

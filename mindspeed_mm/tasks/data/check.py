@@ -110,7 +110,8 @@ def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: 
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
         tally.leave_out(data.dataset.left_out)
         return tally
-    look = RowLook(data.dataset, decode=decode, specials=special_texts(data.tokenizer()))
+    specials = special_texts(data.tokenizer())
+    look = RowLook(data.dataset, decode=decode, specials=specials, check_sample=data.sample_check())
     return RowStatistics.of(scan(rows, look, workers=workers))
 
 

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays, token_arrays
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -49,6 +50,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("placeholders and media differ", r"placeholders? in the text|^the rendered text has .* tokens? for"),
     ("the model takes no such media", r"but the model takes"),
     ("preference pairs", r"^chosen and rejected|^nothing comes before the answers"),
+    ("samples of the plugin", r"^the sample (is|has) (a|no) |values for \d+ input_ids$|^are .*numbers|^are no array"),
     ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
     ("fields", r"the field is missing|has the fields|is not a message|is not a number from|neither true nor false"),
     ("fields", r"is not (text|a list|a document|messages)|question, answer"),
@@ -237,10 +239,18 @@ class RowLook:
             that only has samples is read through these.
         decode: Decode every medium as well; otherwise headers are read.
         specials: Special tokens of the tokenizer, which a text should not hold.
+        check_sample: See `OpenedData.sample_check`.
     """
 
-    def __init__(self, dataset: MMDataset, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
-        self.dataset, self._decode = dataset, decode
+    def __init__(
+        self,
+        dataset: MMDataset,
+        *,
+        decode: bool,
+        specials: tuple[str, ...] = (),
+        check_sample: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.dataset, self._decode, self._check_sample = dataset, decode, check_sample
         self._are_prompts = dataset.basic_parameters.stage == "prompt"
         """The model answers the rows itself: nothing of them is trained."""
         # Of no special tokens a pattern that matches nothing.
@@ -296,14 +306,19 @@ class RowLook:
             if self._decode and facts.media:
                 _ = self.dataset[index]
             return
-        for sample in as_pair(self.dataset.item(index, 0)):
-            if isinstance(sample, dict) and "input_ids" in sample:
-                length = len(sample["input_ids"])
+        item = self.dataset.item(index, 0)
+        if self._check_sample is not None:
+            self._check_sample(item)
+        for sample in as_pair(item):
+            arrays = readable_arrays(sample)
+            if isinstance(arrays, TokenArrays):
+                length = len(arrays.ids)
                 facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
-                facts.trained += trained_tokens(sample.get("labels"), sample.get("loss_weights"))
+                facts.trained += trained_tokens(arrays.labels, arrays.weights)
+            if isinstance(sample, dict):
                 facts.shrunk |= bool(sample.get("shrunk"))
-                for item in sample.get("media") or ():
-                    kind = item.kind if isinstance(item, MediaFeatures) else "medium"
+                for medium in sample.get("media") or ():
+                    kind = medium.kind if isinstance(medium, MediaFeatures) else "medium"
                     facts.media += (MediumFacts(kind),)
 
     def _header(self, item: MediaItem) -> MediumFacts:
@@ -318,6 +333,15 @@ def as_pair(sample: Any) -> list[Any]:
     if isinstance(sample, dict) and {"chosen", "rejected"} <= sample.keys():
         return [sample["chosen"], sample["rejected"]]
     return list(sample) if type(sample) is tuple else [sample]
+
+
+def readable_arrays(sample: Any) -> TokenArrays | str:
+    """The arrays of a sample along its tokens; or why there are none that can be read. A plugin's own collator may take
+    such a sample."""
+    try:
+        return token_arrays(sample)
+    except DataError as error:
+        return " ".join(part for part in (error.problems[0].key, error.problems[0].what) if part)
 
 
 def both(sample: Sample) -> list[Sample]:

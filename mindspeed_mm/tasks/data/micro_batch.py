@@ -75,23 +75,28 @@ def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
 
 def _padded(batch: Batch) -> Iterator[PackedDocument]:
     mask, labels = batch.get("attention_mask"), _labels(batch)
-    length = batch["input_ids"].shape[1]
-    names = batch["sample_ids"]
+    rows, length = batch["input_ids"].shape
+    names = list(map(str, batch["sample_ids"]))
     if "pairs" in batch:
         names = names * 2  # the better answers, then the worse ones
+    if len(names) != rows:  # a plugin's collator has joined samples in rows
+        names = [", ".join(names)] * rows
     for row, name in enumerate(names):
         end = length
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if isinstance(mask, torch.Tensor) and mask.shape == (rows, length):
             end = int(mask[row].sum())
-        yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED_LABEL).sum()))
+        yield PackedDocument(row, 0, end, name, int((labels[row] != IGNORED_LABEL).sum()))
         if end < length:
             yield PackedDocument(row, end, length, "", 0)
 
 
 def _labels(batch: Batch) -> torch.Tensor:
-    """Return the (rows, length) labels of the loss; without `shift_labels` in the batch, all are `IGNORED_LABEL`."""
-    found = batch.get("shift_labels")
-    return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED_LABEL)
+    """Return the labels of the loss, a row for each of the batch; without such `shift_labels`, all are
+    `IGNORED_LABEL`."""
+    found, ids = batch.get("shift_labels"), batch["input_ids"]
+    if isinstance(found, torch.Tensor) and found.dim() == 2 and len(found) == len(ids):
+        return found
+    return torch.full_like(ids, IGNORED_LABEL)
 
 
 def _shape(value: object) -> str:

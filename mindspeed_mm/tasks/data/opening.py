@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -17,6 +18,7 @@ from mindspeed_mm.fsdp.params.rules.posttrain import draws_samples
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.data import prompts_of
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
@@ -74,6 +76,23 @@ class OpenedData:
         """The tokenizer, or None as above."""
         processor = self.processor()
         return tokenizer_of(processor) if processor is not None else None
+
+    def sample_check(self) -> Callable[[Any], None] | None:
+        """What raises `DataError` for a sample that training's collator cannot join; None: the collator is a plugin's,
+        which takes what it takes, or the rows are read here."""
+        if self.dataset.has_rows:
+            return None
+        try:
+            collate = collator_of(
+                self.dataset,
+                self.arguments.data.dataloader_param,
+                processor=self.processor(),
+                dataset_param=self.param,
+            )
+        except ConfigError:  # there is none, which is said where a batch is made
+            return None
+        check: Callable[[Any], None] | None = attribute_at(collate, "check_sample")
+        return check
 
     def global_batch(self, ranks: int) -> int:
         """Samples of an optimizer step over so many ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import TokenArrays
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
-from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
+from mindspeed_mm.tasks.data.facts import as_pair, both, readable_arrays, trained_tokens
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.tokens import TokenReader, TokenSpan
@@ -166,22 +167,34 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     if is_denoised(data.dataset):
         show = partial(_show_denoised, data.dataset, lengths=lengths_of(data.dataset))
     else:
-        show = partial(_show_row, data.dataset, reader=TokenReader(data.tokenizer()))
+        show = partial(_show_row, data.dataset, data.sample_check(), reader=TokenReader(data.tokenizer()))
     return list(map(show, chosen))
 
 
-def _show_row(dataset: MMDataset, index: int, reader: TokenReader) -> ShownRow:
+def _show_row(
+    dataset: MMDataset, check_sample: Callable[[Any], None] | None, index: int, reader: TokenReader
+) -> ShownRow:
     row = ShownRow(index, str(dataset.place(index)))
     try:
         row.row_id = _row_id(dataset, index)
-        encoded = as_pair(dataset.item(index, 0))
+        item = dataset.item(index, 0)
+        if check_sample is not None:
+            check_sample(item)
+        encoded = as_pair(item)
         names = ("chosen", "rejected") if len(encoded) > 1 else ("",)
         for name, sample in zip(names, encoded, strict=False):
-            if isinstance(sample, dict) and "input_ids" in sample:
-                row.answers.append(_answer(name, sample, reader))
+            arrays = readable_arrays(sample)
+            if isinstance(arrays, TokenArrays):
+                row.answers.append(_answer(name, arrays, bool(sample.get("shrunk")), reader))
+            elif isinstance(sample, dict) and "input_ids" in sample:
+                row.notes.append(f"its tokens are not shown: {arrays}")
         row.media = _media(dataset, index, encoded)
     except MMError as error:
         row.fault = str(error)
+    except Exception as error:  # a plugin's data set is foreign code: whatever it raises is the row's
+        if dataset.has_rows:
+            raise
+        row.fault = f"the data set failed: {type(error).__name__}: {error}"
     return row
 
 
@@ -202,17 +215,17 @@ def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | Non
     return row
 
 
-def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> TokenizedConversation:
-    labels, weights = sample.get("labels"), sample.get("loss_weights")
-    ids = list(map(int, sample["input_ids"]))
+def _answer(name: str, arrays: TokenArrays, shrunk: bool, reader: TokenReader) -> TokenizedConversation:
+    ids = arrays.ids.tolist()
+    labels = None if arrays.labels is None else arrays.labels.tolist()
     return TokenizedConversation(
         name,
         ids,
-        list(map(int, labels)) if labels is not None else [],
-        list(map(float, weights)) if weights is not None else None,
-        reader.stretches(ids, labels, weights),
-        trained_tokens(labels, weights),
-        bool(sample.get("shrunk")),
+        labels or [],
+        None if arrays.weights is None else arrays.weights.astype(float).tolist(),
+        reader.stretches(ids, labels, arrays.weights),
+        trained_tokens(arrays.labels, arrays.weights),
+        shrunk,
     )
 
 

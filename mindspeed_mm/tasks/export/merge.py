@@ -41,6 +41,11 @@ class Merged:
     size_bytes: int
     """Size of the weights."""
 
+    def lines(self) -> list[str]:
+        """For a person: the folder, what is in it, and what was merged."""
+        size = f"{self.tensors:,} tensors, {self.size_bytes / 2**20:,.1f} MiB"
+        return [f"{self.folder}: {size}, with {', '.join(self.merged)}"]
+
 
 def run(request: MergeRequest) -> Merged:
     """Write a folder like `base` with adapters merged. It appears when it is complete; memory holds one file of it.

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch, check_batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import BESIDE, trainable_arrays
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -29,6 +30,7 @@ from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 Collator = Callable[[Sequence[Any]], Batch]
+"""One with a `check_sample(sample)`, which raises `DataError`, is asked about each sample of a plugin's data set."""
 CollatorClass = TypeVar("CollatorClass", bound=Callable[..., Collator])
 
 PADDING_ON_ACCELERATORS = 8
@@ -159,6 +161,10 @@ class GenericCollator:
         self._pad_id = tokenizer_of(processor).pad_token_id
         self._positions = positions
 
+    def check_sample(self, sample: Any) -> None:
+        """Raise `DataError` for a sample, a plugin's, that cannot be joined with others."""
+        trainable_arrays(sample)
+
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
         media = self._plugin.collate(_media_of(samples))
@@ -180,15 +186,19 @@ class GenericCollator:
 
     def _documents(self, samples: Sequence[EncodedSample]) -> list[dict[str, np.ndarray]]:
         """The arrays of each sample along its tokens (L,), under the names of batch keys."""
-        is_weighted = any("loss_weights" in sample for sample in samples)
+        arrays = [trainable_arrays(sample) for sample in samples]
+        is_weighted = any(each.weights is not None for each in arrays)
+        beside = [name for name in BESIDE if any(name in each.beside for each in arrays)]
         documents = []
-        for sample in samples:
-            ids = np.asarray(sample["input_ids"], dtype=np.int64)
-            labels = np.asarray(sample["labels"], dtype=np.int64)
+        for ids, labels, weights, own in arrays:
+            assert labels is not None
             document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED_LABEL)}
             if is_weighted:
-                document["loss_weights"] = _weights_of(sample)
-            documents.append(document | self._plugin.token_marks(ids))
+                document["loss_weights"] = _weights_of(labels, weights)
+            document |= self._plugin.token_marks(ids)
+            for name in beside:
+                document[name] = own.get(name, np.full_like(ids, BESIDE[name]))
+            documents.append(document)
         return documents
 
 
@@ -207,7 +217,7 @@ def padding_multiple(collate_param: CollateParam) -> int:
 def padded_rows(
     documents: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float], multiple: int
 ) -> dict[str, torch.Tensor]:
-    """(B, L) tensors, right-padded, and `attention_mask`.
+    """(B, L) tensors, right-padded, and `attention_mask`, unless documents have one.
 
     Args:
         documents: Arrays along tokens, of each sample.
@@ -222,7 +232,8 @@ def padded_rows(
         for row, document, length in zip(rows, documents, lengths, strict=True):
             row[:length] = document[name]
         batch[name] = torch.from_numpy(rows)
-    batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    if "attention_mask" not in fills:  # else padding has 0 already
+        batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     return batch
 
 
@@ -258,6 +269,15 @@ class PairwiseCollator:
     def __init__(self, processor: object, plugin: MediaPlugin, collate_param: CollateParam) -> None:
         self._collate = GenericCollator(processor, plugin, collate_param)
         self._plugin = plugin
+
+    def check_sample(self, sample: Any) -> None:
+        """Raise `DataError` for a sample that is no pair of answers that can be joined with others."""
+        if not (isinstance(sample, Mapping) and {"chosen", "rejected"} <= sample.keys()):
+            told = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            way_out = "Let the data set give a dict of two samples, chosen and rejected."
+            raise DataError(f"the sample is no preference pair: {told}", key="chosen", way_out=way_out)
+        trainable_arrays(sample["chosen"])
+        trainable_arrays(sample["rejected"])
 
     def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
         """Rows n and B + n answer the same prompt."""
@@ -307,22 +327,31 @@ def _names(samples: Sequence[Mapping[str, object]]) -> Batch:
     return {"sample_ids": names} if len(names) == len(samples) else {}
 
 
-def _weights_of(sample: EncodedSample) -> np.ndarray:
+def _weights_of(labels: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """(L,) float32 of the token behind each one; 0 where it is not trained."""
-    shift_labels = shifted(np.asarray(sample["labels"]), IGNORED_LABEL)
-    own = sample.get("loss_weights")
-    weights = np.ones(len(shift_labels)) if own is None else shifted(np.asarray(own), 0.0)
-    return np.where(shift_labels == IGNORED_LABEL, 0.0, weights).astype(np.float32)
+    shift_labels = shifted(labels, IGNORED_LABEL)
+    of_next = np.ones(len(labels)) if weights is None else shifted(weights, 0.0)
+    return np.where(shift_labels == IGNORED_LABEL, 0.0, of_next).astype(np.float32)
 
 
 def _further_arrays(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
-    """What a plugin's data set adds to its samples."""
-    found: dict[str, list[torch.Tensor]] = {}
+    """What a plugin's data set adds to its samples. Raises `DataError` for what cannot be joined."""
+    found: dict[str, list[Any]] = {}
     for sample in samples:
         for name, value in sample.items():
-            if name not in _SAMPLE_KEYS:
-                found.setdefault(name, []).append(torch.as_tensor(value))
-    return {name: torch.cat(values) for name, values in found.items()}
+            if name not in _SAMPLE_KEYS and name not in BESIDE:
+                found.setdefault(name, []).append(value)
+    joined = {}
+    for name, values in found.items():
+        try:
+            joined[name] = torch.cat([torch.as_tensor(value) for value in values])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the samples' arrays cannot be joined along their first axis: {str(error).splitlines()[0]}",
+                key=name,
+                way_out="Leave it out of the samples, or give the data set its own `collate_fn(samples) -> batch`.",
+            ) from error
+    return joined
 
 
 _SAMPLE_KEYS = EncodedSample.__annotations__.keys()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, TRAINED_KEYS, Batch
-from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.core.errors import DataError, MMError, told_as
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError, offer_skipping
@@ -82,6 +83,8 @@ class BatchMaker(Dataset[Delivery]):
     ) -> None:
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
         self._replaces = replaces
+        # Samples of our own rows are as collators want them.
+        self._check_sample = None if dataset.has_rows else getattr(collate, "check_sample", None)
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._peers = SamplePeers(seed, dataset)
 
@@ -176,6 +179,9 @@ class BatchMaker(Dataset[Delivery]):
             with seeded(self._seed, pick):
                 sample = self.dataset.item(pick.row, pick.epoch)
         name = self.name(pick.row)
+        if self._check_sample is not None:
+            with told_as(lambda problem: replace(problem, where=problem.where or name)):
+                self._check_sample(sample)
         if not isinstance(sample, dict):
             return Taken(sample, name)
         if sample.get("shrunk"):
@@ -327,11 +333,12 @@ def completed(batch: Any, names: Sequence[str]) -> Batch:
         names: Of its samples, in order.
 
     Returns:
-        The same with `sample_ids`, and with `shift_labels` made of `labels`, where it had none.
+        The same with tensors in place of numpy arrays, with `sample_ids`, and with `shift_labels` made of `labels`,
+        where it had none.
 
     Raises:
-        DataError: It is not a mapping, holds nothing that a loss can be computed from, or holds labels that are not a
-            tensor of rows.
+        DataError: It is not a mapping, holds nothing that a loss can be computed from, holds labels that are not a
+            tensor of rows, or token ids that are not a tensor of whole numbers.
     """
     if not isinstance(batch, Mapping):
         raise DataError(
@@ -340,10 +347,20 @@ def completed(batch: Any, names: Sequence[str]) -> Batch:
             way_out="Let `collate_fn(samples)` give a dict with the arguments of the model's forward, and `labels`.",
         )
     found: Batch = dict(batch)
+    for key, value in found.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            found[key] = torch.as_tensor(value)
     found.setdefault("sample_ids", list(names))
     # Labels are for a language model, whatever else a plugin calls its inputs.
     if "shift_labels" not in found and ("labels" in found or not TRAINED_KEYS & found.keys()):
         found["shift_labels"] = shift_by_document(_labels_of(found), found)
+    ids = found.get("input_ids")
+    if ids is not None and not (isinstance(ids, torch.Tensor) and not ids.is_floating_point()):
+        raise DataError(
+            f"input_ids are {_described(ids)}, not a tensor of whole numbers",
+            key=_TYPE_KEY,
+            way_out="Let `collate_fn` give `input_ids` as a tensor of token ids, (B, L).",
+        )
     return found
 
 

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, told_as
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
+from mindspeed_mm.fsdp.data.data_utils.token_arrays import token_arrays
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 
@@ -187,7 +189,9 @@ class Measurer:
         if size is not None:
             return size
         with seeded(self._seed, Pick(0, row)):
-            return SampleSize(len(self.dataset[row]["input_ids"]), 0)
+            sample = self.dataset[row]
+        with told_as(lambda problem: replace(problem, where=problem.where or str(self.dataset.place(row)))):
+            return SampleSize(len(token_arrays(sample).ids), 0)
 
 
 class MeasuringProcess:

@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried, Loss, Passed
 from mindspeed_mm.fsdp.distributed.pipeline.cut import arguments_of, entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import Args, CallArguments, Kwargs
 from mindspeed_mm.fsdp.ops.stages import StageExit
@@ -90,7 +91,8 @@ class StageModule(nn.Module):
         self._entering = received[:hidden]
         self._carried.begin(received[hidden:])
         try:
-            terms = self.work.objective.terms(self.model, batch)
+            with refusals_explained(self.model, batch):
+                terms = self.work.objective.terms(self.model, batch)
         except StageExit as end:
             return self._leaving(end.streams, self.work.crossings[int(mb)][self.index + 1])
         finally:

@@ -166,8 +166,20 @@ def load_component(adapter: DiffusionAdapter, name: str, dtype: torch.dtype | No
     Raises:
         ModelFolderError: As `load_encoders`.
     """
-    folder = adapter.folder / name
-    component = _component_class(adapter, name)
+    return load_class(_component_class(adapter, name), adapter.folder / name, dtype)
+
+
+def load_class(component: Any, folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """A component of a class of transformers or diffusers, on the CPU.
+
+    Args:
+        component: The class.
+        folder: As its `save_pretrained` writes it.
+        dtype: Of its weights; None: as they are stored.
+
+    Raises:
+        ModelFolderError: The folder is not there, or holds something else.
+    """
     if not folder.is_dir():
         raise absent_component(folder)
     check_links(folder)

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
+from mindspeed_mm.fsdp.models.forward_arguments import list_arguments, refusals_explained
 from mindspeed_mm.fsdp.models.structure.positions import longest_of, rope_border
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder
 from mindspeed_mm.fsdp.sampling.answers.choosing import RowChoices, RowStart, Sampling, TokenChoice
@@ -47,6 +48,7 @@ LIKELIEST = {"do_sample": False, "temperature": None, "top_p": None, "top_k": No
 ONE_BY_ONE = {**LIKELIEST, "num_beams": 1, "repetition_penalty": 1.0}
 """`generate` itself takes the likeliest token, whatever the model's generation configuration says: `RowChoices` sees to
 it that the likeliest is the one that is chosen."""
+_FORWARD_WAY_OUT = "Let the forward of the plugin's model take these arguments, or any keyword (**kwargs)."
 SOUNDS = "input_features"
 """What models call the spectra of sounds."""
 
@@ -272,12 +274,14 @@ class Generator:
             return answers
         batch = self.encoder.collate([row.question for row in rows])
         inputs = in_dtype_of(self.model, move_to(batch, self.model.device))
-        if is_whisper(self.encoder.processor):
-            self._transcribe(inputs, rows)
-        elif beams > 1:
-            self._search(inputs, rows, beams)
-        else:
-            self._generate(inputs, rows)
+        list_arguments(self.model, inputs)
+        with refusals_explained(self.model, inputs, "question", key="model.model_id", way_out=_FORWARD_WAY_OUT):
+            if is_whisper(self.encoder.processor):
+                self._transcribe(inputs, rows)
+            elif beams > 1:
+                self._search(inputs, rows, beams)
+            else:
+                self._generate(inputs, rows)
         answers = []
         for row in rows:
             if row.ending != "failed":

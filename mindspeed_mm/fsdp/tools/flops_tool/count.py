@@ -7,12 +7,12 @@ kernel computes twice by itself is not counted either.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.patterns import pattern_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import Lengths, WorkUnit
 
 
@@ -87,10 +87,10 @@ class FlopCount:
         return _sum(self.works, lengths)
 
     def by_module(self, lengths: Lengths) -> dict[tuple[str, str], ByConvention]:
-        """(module with `*` for numbers of blocks, kind) → its part, in the order of the model."""
+        """(module with `{*}` for numbers of blocks, kind) → its part, in the order of the model."""
         groups: dict[tuple[str, str], list[ModuleFlops]] = {}
         for work in self.works:
-            groups.setdefault((collapsed(work.module), work.kind), []).append(work)
+            groups.setdefault((pattern_of(work.module), work.kind), []).append(work)
         return {group: _sum(works, lengths) for group, works in groups.items()}
 
     def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]]:
@@ -115,11 +115,6 @@ class FlopCount:
 
 METERED = ("causal", "full", "recompute", "recompute_full")
 """What a meter tells of a step."""
-
-
-def collapsed(name: str) -> str:
-    """A module's name with `*` for the numbers of blocks."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _sum(works: Iterable[ModuleFlops], lengths: Lengths) -> ByConvention:

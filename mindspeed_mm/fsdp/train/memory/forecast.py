@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.media_roles import REJECTED, REJECTED_LATENTS, SOUND
+from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.posttrain import has_moving_reference, reference_kind
@@ -129,7 +130,8 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
 
 
 def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    return torch.stack(list(objective.terms(model, batch).values())).sum()
+    with refusals_explained(model, batch):
+        return torch.stack(list(objective.terms(model, batch).values())).sum()
 
 
 # --- the frozen reference ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.models.forward_arguments import refusals_explained
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.ranges import named
 
@@ -57,7 +58,8 @@ class PlainForwardBackward:
             if len(micro_batches) > 1:
                 self._set_gradient_sync(self._model, index == len(micro_batches) - 1)
             with named(ranges.FORWARD):
-                terms = self._objective.terms(self._model, batch)
+                with refusals_explained(self._model, batch):
+                    terms = self._objective.terms(self._model, batch)
                 normalised = {name: value / denominators[name] for name, value in terms.items()}
             with named(ranges.BACKWARD):
                 torch.stack(list(normalised.values())).sum().backward()
@@ -68,7 +70,8 @@ class PlainForwardBackward:
         """Return each term's sum over the micro-batches; the caller switches gradients off."""
         sums: Terms = {}
         for batch in micro_batches:
-            add_terms(sums, self._objective.terms(self._model, batch))
+            with refusals_explained(self._model, batch):
+                add_terms(sums, self._objective.terms(self._model, batch))
         return sums
 
 

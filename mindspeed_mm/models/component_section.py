@@ -1,0 +1,56 @@
+"""A section of model.json that describes one component of a generator (`ae`, `text_encoder`, `predictor`), read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
+
+_DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+"""Other names of types in model.json → ours."""
+
+
+def section_of(config: Any) -> dict[str, Any]:
+    """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`."""
+    return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+
+
+def needed(section: Mapping[str, Any], key: str, name: str) -> Any:
+    """The value of a key. Raises `ConfigError` where it is not given."""
+    if section.get(key) is None:
+        raise ConfigError("is not given", key=f"{name}.{key}", way_out="Add it to model.json.")
+    return section[key]
+
+
+def folder_of(section: Mapping[str, Any], name: str) -> Path:
+    """The folder that `from_pretrained` names. Raises `ConfigError` where it names none."""
+    return Path(str(needed(section, "from_pretrained", name)))
+
+
+def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:
+    """The type that `dtype` names; None where it is not given: as the weights are stored.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    said = section.get("dtype")
+    if said is None or isinstance(said, torch.dtype):
+        return said
+    found = TORCH_DTYPES.get(_DTYPES.get(str(said), str(said)))
+    if found is None:
+        way_out = f"Write one of {', '.join((*TORCH_DTYPES, *_DTYPES))}."
+        raise ConfigError(f"'{said}' is not a type of weights", key=f"{name}.dtype", way_out=way_out)
+    return found
+
+
+def note_unread(section: Mapping[str, Any], read: Collection[str], name: str) -> None:
+    """Warn of keys that are given and have no effect."""
+    unread = sorted(key for key, value in section.items() if key not in read and value is not None)
+    if unread:
+        warnings.warn(f"{name} of model.json: {', '.join(unread)}: no effect here", stacklevel=3)
