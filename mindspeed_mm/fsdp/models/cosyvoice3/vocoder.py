@@ -257,10 +257,11 @@ class CosyVoice3Vocoder(nn.Module):
         return self._decode(mel_BMT, self.m_source(pitch_BT))[0]
 
     def _pitch(self, mel_BMT: torch.Tensor) -> torch.Tensor:
-        """In fp64, as the release does: phases add up what is wrong with a pitch."""
-        predictor = self.f0_predictor.to(torch.float64)
-        pitch: torch.Tensor = predictor(mel_BMT.double())
-        return pitch.to(mel_BMT.dtype)
+        """In fp64, as the release does: phases add up what is wrong with a pitch. On the CPU, as not all devices have
+        fp64."""
+        predictor = self.f0_predictor.to("cpu", torch.float64)
+        pitch: torch.Tensor = predictor(mel_BMT.to("cpu", torch.float64))
+        return pitch.to(mel_BMT)
 
     def _decode(self, mel_BMT: torch.Tensor, source_B1W: torch.Tensor) -> torch.Tensor:
         sizes, kinds = self.sizes, len(self.sizes.resblock_kernel_sizes)

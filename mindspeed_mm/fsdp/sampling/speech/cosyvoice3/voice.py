@@ -1,0 +1,226 @@
+"""The voice of CosyVoice3: its language model, flow and vocoder from one model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+from typing_extensions import override
+
+from mindspeed_mm.checkpoint.pt_files import load_weights
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow
+from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
+from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.finite import not_finite
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import Guide, Listener
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, Talker, without_long_silence
+from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice
+from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.fsdp.utils.quiet import quiet
+
+FLOW, VOCODER = "flow.pt", "hift.pt"
+"""Files of the release, as they are."""
+END_OF_PROMPT = "<|endofprompt|>"
+_ASSISTANT = "You are a helpful assistant."
+"""What the published prompts begin with."""
+_OF_TRAINING = "generator."
+"""What names begin with in a vocoder that was saved beside its discriminators."""
+_Sizes = TypeVar("_Sizes")
+
+
+class CosyVoice3Voice(Voice):
+    """Says a text by the voice of a recording, or by one that was saved in the folder.
+
+    A recording with its words is gone on from (published as zero-shot); one without them, or with instructions, lends
+    the flow its voice, and the language model knows the instructions alone (cross-lingual, instruct).
+
+    Args:
+        folder: The model folder, with `flow.pt` and `hift.pt`.
+        view: Not used: the model answers nothing.
+
+    Raises:
+        ModelFolderError: Weights, configuration or tokenizer are missing or broken.
+    """
+
+    usual_tokens = NOISE_FRAMES // 2
+    copies = reads_reference = follows_instructions = True
+
+    def __init__(self, folder: Path, view: RowsView | None = None) -> None:
+        config = load_model_config(folder)
+        flow_sizes = _sizes(FlowSizes, config, "flow_config", folder)
+        vocoder_sizes = _sizes(VocoderSizes, config, "hift_config", folder)
+        with torch.device("meta"):
+            flow, vocoder = CosyVoice3Flow(flow_sizes), CosyVoice3Vocoder(vocoder_sizes)
+        self._flow: CosyVoice3Flow = _part(flow, folder / FLOW)
+        self._vocoder: CosyVoice3Vocoder = _part(vocoder, folder / VOCODER)
+        self._talker = Talker(_language_model(folder, config))
+        _check_fit(config.speech_token_size, flow_sizes, vocoder_sizes, folder)
+        self._tokenizer: Any = load_processor(folder)
+        self._check_tokenizer(folder)
+        self.rate = vocoder_sizes.sampling_rate
+        self._listener = Listener(folder, flow_sizes, self.rate, vocoder_sizes.samples_a_frame)
+        self._saved = self._listener.saved()
+        self.names = {name.lower(): name for name in self._saved}
+        self.usual_name = next(iter(self._saved), None)
+
+    @property
+    @override
+    def parts(self) -> Mapping[str, nn.Module]:
+        return {"": self._talker.model, f"{FLOW}: ": self._flow, f"{VOCODER}: ": self._vocoder}
+
+    @override
+    def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
+        guide = self._guide(job)
+        prompt, spoken = self._prompt(job, guide)
+        choice = RepetitionAware.of(job.sampling)
+        left = min(job.sampling.max_new_tokens, NOISE_FRAMES // self._flow.sizes.token_mel_ratio - len(guide.tokens))
+        waves: list[np.ndarray] = []
+        is_whole = True
+        for passage in passages(job.text.strip(), lambda text: len(self._ids(text))):
+            tokens, is_whole = self._talker.talk(prompt, self._ids(passage), spoken, choice, left, job.is_given_up)
+            left -= len(tokens)
+            if tokens:
+                waves.append(self._wave(without_long_silence(tokens), guide))
+            if not is_whole:
+                break
+        return np.concatenate(waves) if waves else np.zeros(0, dtype=np.float32), is_whole
+
+    def _guide(self, job: SpeechJob) -> Guide:
+        """What is known of the voice of a job.
+
+        Raises:
+            UsageError: It names none, and the folder has none.
+            DataError: The recording cannot be heard.
+        """
+        if job.reference is None:
+            if job.name is not None:
+                return self._saved[job.name]
+            way_out = "Give some seconds of speech: --audio recording.wav, with its words in --audio-text."
+            raise UsageError("the model has no voice of its own", key="--audio", way_out=way_out)
+        guide = self._listener.hear(job.reference)
+        words = (job.reference.words or "").strip()
+        return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}")) if words else guide
+
+    def _prompt(self, job: SpeechJob, guide: Guide) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens of text and of speech that come before what is said."""
+        if job.instructions:
+            return self._ids(f"{_ASSISTANT} {job.instructions.strip()}{END_OF_PROMPT}"), ()
+        if guide.prompt is None:
+            return self._ids(f"{_ASSISTANT}{END_OF_PROMPT}"), ()
+        return guide.prompt, guide.tokens
+
+    def _wave(self, tokens: Sequence[int], guide: Guide) -> np.ndarray:
+        """Samples (N,) of speech tokens.
+
+        Raises:
+            NotFiniteError: The mel is not finite.
+        """
+        device = current_device()
+        mel_TM = self._flow(
+            torch.tensor(tokens, device=device),
+            guide.vector_S.to(device),
+            torch.tensor(guide.tokens, dtype=torch.long, device=device),
+            guide.mel_TM.to(device),
+        )
+        if not mel_TM.isfinite().all():
+            raise not_finite("the mel frames of the voice", self.parts)
+        wave: np.ndarray = self._vocoder(mel_TM).float().cpu().numpy()
+        return wave
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        """Raise `ModelFolderError` for the tokenizer of the language model's base, which the release adds tokens to."""
+        if len(self._ids(END_OF_PROMPT)) != 1:
+            what = f"the tokenizer has no token '{END_OF_PROMPT}', which ends each prompt"
+            way_out = "Make the folder of the release: mm convert RELEASE FOLDER."
+            raise ModelFolderError(what, where=str(folder), way_out=way_out)
+
+
+def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Sizes:
+    """Sizes of a part, the release's where config.json has no such section.
+
+    Raises:
+        ModelFolderError: It has one with other keys or of other types.
+    """
+    given = getattr(config, section, None) or {}
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    where, way_out = str(folder / "config.json"), "Compare it with the model's YAML."
+    if not isinstance(given, dict):
+        raise ModelFolderError(f"{given!r:.80} is not a section", where=where, key=section, way_out=way_out)
+    for key in given:
+        if key not in known:
+            raise ModelFolderError("unknown key", where=where, key=f"{section}.{key}", way_out=did_you_mean(key, known))
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, (section, *first["loc"])))
+        raise ModelFolderError(first["msg"], where=where, key=key, way_out=way_out) from error
+
+
+def _language_model(folder: Path, config: Any) -> CosyVoice3LM:
+    try:
+        with quiet("transformers"):
+            model, report = CosyVoice3LM.from_pretrained(
+                folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        what, way_out = f"the model cannot be loaded: {first_line}", "Make the folder of the release: mm convert."
+        raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
+    check_all_loaded(report, folder)
+    found: CosyVoice3LM = model.to(current_device())
+    return found
+
+
+def _part(module: nn.Module, path: Path) -> Any:
+    """A part of the model with the weights of its file, on this process's device.
+
+    Raises:
+        CheckpointError: The file is broken.
+        ModelFolderError: There is none, or it does not belong to the sizes.
+    """
+    if not path.is_file():
+        way_out = "The language model alone makes no sound: copy flow.pt and hift.pt of the release into the folder."
+        raise ModelFolderError("does not exist", where=str(path), key="--speak", way_out=way_out)
+    stored = load_weights(path)
+    tensors = stored.items() if isinstance(stored, dict) else ()
+    weights = {name.removeprefix(_OF_TRAINING): value for name, value in tensors if isinstance(value, torch.Tensor)}
+    try:
+        report = module.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2] or [str(error)]
+        what, way_out = (
+            f"weights do not fit: {first[0].strip()}",
+            "Give the sizes in config.json, or the release's file.",
+        )
+        raise ModelFolderError(what, where=str(path), way_out=way_out) from error
+    check_all_loaded(report._asdict(), path)
+    return module.eval().requires_grad_(False).to(current_device())
+
+
+def _check_fit(codec: int, flow: FlowSizes, vocoder: VocoderSizes, folder: Path) -> None:
+    """Raise `ModelFolderError` for parts of different models."""
+    for what, one, other in (
+        ("speech tokens of the language model and of the flow", codec, flow.vocab_size),
+        ("mel bins of the flow and of the vocoder", flow.mel_dim, vocoder.in_channels),
+    ):
+        if one != other:
+            way_out = "Use the parts of one release."
+            raise ModelFolderError(f"{what} differ: {one} and {other}", where=str(folder), way_out=way_out)
