@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow
 from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, without_long_silence
 from tests.helpers.tiny_processors import byte_tokenizer
 
 CODEC, EXTRA = 50, 8
@@ -78,6 +81,16 @@ def make_tiny_cosyvoice3(folder: Path, *, dtype: torch.dtype = torch.float32) ->
     torch.save(vocoder, folder / "hift.pt")
     torch.save({"Vera": recorded_voice(tokenizer), "anna": {"embedding": torch.randn(1, 12)}}, folder / "spk2info.pt")
     return folder
+
+
+def sound_by_parts(voice: Any, text: str, prompt: str | list[int], spoken: list[int], guide: Any) -> np.ndarray:
+    """What the language model says after a prompt, through a flow and a vocoder that this test made."""
+    ids = voice._tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+    words = voice._tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens, _ = voice._talker.talk(ids, words, spoken, RepetitionAware.of(Sampling(99, seed=7)), 99)
+    vector, told, mel = guide
+    made = small_flow()(torch.tensor(without_long_silence(tokens)), vector, torch.tensor(told, dtype=torch.long), mel)
+    return small_vocoder()(made).numpy()
 
 
 def recorded_voice(tokenizer: Any) -> dict[str, torch.Tensor]:

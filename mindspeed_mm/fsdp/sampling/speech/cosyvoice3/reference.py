@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed_mm.checkpoint.cosyvoice3_release import CAMPPLUS, SAVED_VOICES, SPEECH_TOKENIZER
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import DataError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
 from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference
 
-CAMPPLUS, TOKENIZER, SAVED = "campplus.onnx", "speech_tokenizer_v3.onnx", "spk2info.pt"
-"""Files of the release: what hears a speaker, what hears speech tokens, and voices that were saved."""
 LONGEST_S = 30
 """Of a recording."""
 _RATE = 16_000
@@ -79,7 +78,7 @@ class Listener:
         count = min(len(mel_TM) // ratio, len(tokens))
         tokens, mel_TM = tokens[:count], mel_TM[: ratio * count]
         guide = Guide(self._vector(heard), tokens, mel_TM)
-        _check(guide, self._sizes, str(self._folder / TOKENIZER), "Use the ONNX files of the model's release.")
+        _check(guide, self._sizes, str(self._folder / SPEECH_TOKENIZER), "Use the ONNX files of the model's release.")
         return guide
 
     def _vector(self, heard: np.ndarray) -> torch.Tensor:
@@ -90,7 +89,7 @@ class Listener:
     def _tokens(self, heard: np.ndarray) -> list[int]:
         spectrum = tokenizer_spectrum(heard)
         frames = np.array([spectrum.shape[-1]], dtype=np.int32)
-        (made, *_) = self._run(TOKENIZER, self._tokenizer, [spectrum[None], frames])
+        (made, *_) = self._run(SPEECH_TOKENIZER, self._tokenizer, [spectrum[None], frames])
         return [int(token) for token in np.asarray(made).reshape(-1)]
 
     def _run(self, name: str, session: Any, inputs: Sequence[np.ndarray]) -> Sequence[Any]:
@@ -107,7 +106,7 @@ class Listener:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return self._session(TOKENIZER)
+        return self._session(SPEECH_TOKENIZER)
 
     def _session(self, name: str) -> Any:
         try:
@@ -141,7 +140,7 @@ class Listener:
             CheckpointError: The file is broken.
             ModelFolderError: A voice lacks its vector, or does not fit the model.
         """
-        path = self._folder / SAVED
+        path = self._folder / SAVED_VOICES
         if not path.is_file():
             return {}
         content = load_weights(path)

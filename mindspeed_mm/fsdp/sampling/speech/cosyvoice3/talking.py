@@ -66,8 +66,7 @@ class RepetitionAware:
 
     def _from_nucleus(self, scores_V: torch.Tensor) -> int:
         shares, tokens = scores_V.softmax(dim=0).sort(descending=True, stable=True)
-        before = shares.cumsum(dim=0) - shares
-        kept = max(1, int((before < self.top_p).sum()))
+        kept = 1 + int((shares.cumsum(dim=0)[:-1] < self.top_p).sum())  # the last of them reaches the border
         kept = min(kept, self.top_k or kept)
         return int(tokens[self._drawn(shares[:kept])])
 

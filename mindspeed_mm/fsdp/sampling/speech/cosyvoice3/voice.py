@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from typing_extensions import override
 
+from mindspeed_mm.checkpoint.cosyvoice3_release import FLOW, VOCODER
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
@@ -31,8 +32,6 @@ from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
-FLOW, VOCODER = "flow.pt", "hift.pt"
-"""Files of the release, as they are."""
 END_OF_PROMPT = "<|endofprompt|>"
 _ASSISTANT = "You are a helpful assistant."
 """What the published prompts begin with."""
