@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config
+from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator, in_dtype_of, move_to
@@ -26,7 +26,6 @@ from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.questions import ask
 from mindspeed_mm.fsdp.sampling.speech.voice import AnsweringVoice, SpeechJob, Utterance
 from mindspeed_mm.fsdp.utils.device import current_device
-from mindspeed_mm.fsdp.utils.quiet import quiet
 
 _USUAL_NAME = "ethan"
 """That of transformers' `generate`."""
@@ -53,19 +52,10 @@ class OmniVoice(AnsweringVoice):
 
         self._encoder = QuestionEncoder(folder, view)
         config = load_model_config(folder)
-        try:
-            with quiet("transformers"):
-                model, report = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
-                    folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
-                )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            what, way_out = f"the model cannot be loaded: {first_line}", "Take the folder as it was published."
-            raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
-        check_all_loaded(report, folder)
+        model = load_pretrained(Qwen3OmniMoeForConditionalGeneration, folder, config)
         # transformers 5.23 lets the talker count the positions of sounds by a section that it lacks.
         model.talker.config.audio_config = config.thinker_config.audio_config
-        self.model: Any = model.eval().to(current_device())
+        self.model: Any = model.to(current_device())
         self.thinker = Generator(self.model.thinker, self._encoder)
         self.names = {name.lower(): name for name in config.talker_config.speaker_id}
         self.usual_name = self.names.get(_USUAL_NAME) or next(iter(self.names.values()), None)

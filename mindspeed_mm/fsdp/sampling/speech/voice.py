@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.models.loading.folder import read_config
 from mindspeed_mm.fsdp.params.cards import voices
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
@@ -202,7 +203,13 @@ class Voice(ABC):
 
 
 class AnsweringVoice(Voice):
-    """A model that answers questions and speaks its answers. A plain job is spoken as if the text were its answer."""
+    """A model that answers questions and speaks its answers. A plain job is spoken as if the text were its answer.
+
+    Attributes:
+        thinker: Answers in text alone, with the same weights: not while it speaks.
+    """
+
+    thinker: Generator
 
     @abstractmethod
     def answer(
