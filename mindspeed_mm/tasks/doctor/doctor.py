@@ -109,6 +109,7 @@ _EXTRAS = {
     "gguf": "models in GGUF",
     "cuda": "fused kernels",
     "npu": "Ascend",
+    "speech": "voices of recordings for CosyVoice3",
     "eval": "LPIPS and accuracies by classifiers",
 }
 

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
 from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config
+from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
@@ -30,7 +31,6 @@ from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
-from mindspeed_mm.fsdp.utils.quiet import quiet
 
 END_OF_PROMPT = "<|endofprompt|>"
 _ASSISTANT = "You are a helpful assistant."
@@ -65,7 +65,7 @@ class CosyVoice3Voice(Voice):
             flow, vocoder = CosyVoice3Flow(flow_sizes), CosyVoice3Vocoder(vocoder_sizes)
         self._flow: CosyVoice3Flow = _part(flow, folder / FLOW)
         self._vocoder: CosyVoice3Vocoder = _part(vocoder, folder / VOCODER)
-        self._talker = Talker(_language_model(folder, config))
+        self._talker = Talker(load_pretrained(CosyVoice3LM, folder, config).to(current_device()))
         _check_fit(config.speech_token_size, flow_sizes, vocoder_sizes, folder)
         self._tokenizer: Any = load_processor(folder)
         self._check_tokenizer(folder)
@@ -171,21 +171,6 @@ def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Size
         first = error.errors()[0]
         key = ".".join(map(str, (section, *first["loc"])))
         raise ModelFolderError(first["msg"], where=where, key=key, way_out=way_out) from error
-
-
-def _language_model(folder: Path, config: Any) -> CosyVoice3LM:
-    try:
-        with quiet("transformers"):
-            model, report = CosyVoice3LM.from_pretrained(
-                folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        what, way_out = f"the model cannot be loaded: {first_line}", "Make the folder of the release: mm convert."
-        raise ModelFolderError(what, where=str(folder), way_out=way_out) from error
-    check_all_loaded(report, folder)
-    found: CosyVoice3LM = model.to(current_device())
-    return found
 
 
 def _part(module: nn.Module, path: Path) -> Any:
