@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import DynamicCache
 
 from mindspeed_mm.fsdp.data.datasets.cosyvoice.sequences import SpeechRows
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
@@ -110,12 +111,10 @@ class Talker:
         Raises:
             NotFiniteError: Scores are not finite.
         """
-        from transformers import DynamicCache  # seconds
-
         ids, _ = self._rows.whole(prompt, text, reference).arrays()
         ids_1L = torch.from_numpy(ids[None, :-1])  # without the end, which is to come
         least, most = LEAST_PER_TOKEN * len(text), min(MOST_PER_TOKEN * len(text), most)
-        cache, said = DynamicCache(), list[int]()
+        cache, said = DynamicCache(config=self.model.config.llm_config), list[int]()
         while len(said) < most and not is_given_up():
             inputs = ids_1L.to(self.model.device)
             logits_1LV = self.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits

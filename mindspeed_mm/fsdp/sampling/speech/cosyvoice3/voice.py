@@ -85,11 +85,14 @@ class CosyVoice3Voice(Voice):
         guide = self._guide(job)
         prompt, spoken = self._prompt(job, guide)
         choice = RepetitionAware.of(job.sampling)
-        left = min(job.sampling.max_new_tokens, NOISE_FRAMES // self._flow.sizes.token_mel_ratio - len(guide.tokens))
+        longest = NOISE_FRAMES // self._flow.sizes.token_mel_ratio - len(guide.tokens)
+        left = job.sampling.max_new_tokens
         waves: list[np.ndarray] = []
         is_whole = True
         for passage in passages(job.text.strip(), lambda text: len(self._ids(text))):
-            tokens, is_whole = self._talker.talk(prompt, self._ids(passage), spoken, choice, left, job.is_given_up)
+            tokens, is_whole = self._talker.talk(
+                prompt, self._ids(passage), spoken, choice, min(left, longest), job.is_given_up
+            )
             left -= len(tokens)
             if tokens:
                 waves.append(self._wave(without_long_silence(tokens), guide))

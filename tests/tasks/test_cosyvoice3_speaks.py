@@ -1,0 +1,65 @@
+"""CosyVoice3 by the doors that speak: `mm infer --speak` and `/v1/audio/speech`."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from pathlib import Path
+
+import httpcore2
+import numpy as np
+import pytest
+
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
+from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice
+from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
+from tests.helpers.runs import mm
+from tests.helpers.served import served
+from tests.helpers.tiny_cosyvoice3 import make_tiny_cosyvoice3
+
+TEXT = "seven one two"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_cosyvoice3(tmp_path_factory.mktemp("cosyvoice3") / "model")
+
+
+def heard(file: bytes) -> np.ndarray:
+    with wave.open(io.BytesIO(file)) as sound:
+        assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (24_000, 1, 2)
+        return np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
+
+
+def test_both_doors_say_the_same(folder: Path, tmp_path: Path) -> None:
+    voice = load_voice(folder)
+    said = voice.speak(SpeechJob(TEXT, Sampling(99, seed=3), name="anna", instructions="Whisper."))
+    expected = (said.sound.samples[0] * 32767).round()
+
+    words = ["--prompt", TEXT, "--speak", tmp_path / "said.wav", "--speaker", "Anna", "--instructions", "Whisper."]
+    done = mm("infer", folder, *words, "--seed", 3, "--max-new-tokens", 99, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["seconds"] == pytest.approx(len(expected) / 24_000)
+    assert np.array_equal(heard((tmp_path / "said.wav").read_bytes()), expected)
+
+    asked = {"input": TEXT, "voice": "anna", "instructions": "Whisper.", "response_format": "wav", "seed": 3}
+    with served(SpeechEngine(voice)) as address:
+        content = json.dumps(asked | {"max_new_tokens": 99})
+        answer = httpcore2.request("POST", f"{address}/v1/audio/speech", content=content.encode())
+        unknown = json.dumps(asked | {"voice": "Otto"})
+        refused = httpcore2.request("POST", f"{address}/v1/audio/speech", content=unknown.encode())
+    assert answer.status == 200, answer.content
+    assert np.array_equal(heard(answer.content), expected)
+    assert refused.status == 400 and b"Vera, anna" in refused.content
+
+
+def test_what_it_cannot_say_is_told(folder: Path, tmp_path: Path) -> None:
+    for words, says in (
+        (("--speaker", "Otto"), "no voice 'Otto'"),
+        (("--beams", 3), "not searched by beams"),
+        (("--prompt", " "), "nothing to say"),
+    ):
+        done = mm("infer", folder, "--prompt", TEXT, *words, "--speak", tmp_path / "said.wav")
+        assert done.code and says in done.err, done.err
+    assert not (tmp_path / "said.wav").exists()
