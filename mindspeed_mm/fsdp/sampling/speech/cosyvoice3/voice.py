@@ -90,14 +90,14 @@ class CosyVoice3Voice(Voice):
         waves: list[np.ndarray] = []
         is_whole = True
         for passage in passages(job.text.strip(), lambda text: len(self._ids(text))):
-            tokens, is_whole = self._talker.talk(
-                prompt, self._ids(passage), spoken, choice, min(left, longest), job.is_given_up
-            )
-            left -= len(tokens)
+            if left <= 0 or job.is_given_up():
+                is_whole = False
+                break
+            most = min(left, longest)
+            tokens, ended = self._talker.talk(prompt, self._ids(passage), spoken, choice, most, job.is_given_up)
+            left, is_whole = left - len(tokens), is_whole and ended
             if tokens:
                 waves.append(self._wave(without_long_silence(tokens), guide))
-            if not is_whole:
-                break
         return np.concatenate(waves) if waves else np.zeros(0, dtype=np.float32), is_whole
 
     def _guide(self, job: SpeechJob) -> Guide:
