@@ -1,4 +1,4 @@
-"""CosyVoice3's release → a model folder, and a model folder's language model → the release's `llm.pt`."""
+"""Converts CosyVoice3's release to a model folder, and a model folder back to the release's `llm.pt`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from mindspeed_mm.fsdp.utils.processor import load_processor
 HEAD, EMBEDDING = "llm.model.lm_head.weight", "llm.model.model.embed_tokens.weight"
 _SPEECH = "speech_embedding.weight"
 EXTRA_ROWS = 200
-"""Rows of the speech embedding behind the tokens of the codec, as the release has them."""
+"""Rows of the released speech embedding after the tokens of the codec."""
 _SPECIAL_TOKENS = Path(family.__file__).with_name("special_tokens.txt")
-"""What the release's tokenizer adds to that of Qwen2, in the order of their ids (FunAudioLLM/CosyVoice,
-`tokenizer/tokenizer.py`): marks of prompts, sounds that are no words, phonemes of English, initials and finals of
-Chinese."""
+"""Tokens that the release adds to Qwen2's tokenizer, in the order of their ids (FunAudioLLM/CosyVoice,
+`tokenizer/tokenizer.py`): prompt marks, sounds, English phonemes, Chinese initials and finals."""
 _END, _PADDING = "<|endoftext|>", "<|endoftext|>"
 
 
 def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
-    """Write the release as a model folder: safetensors, config.json and the tokenizer; what makes sound is copied.
+    """Write the release as a model folder: safetensors, config.json and the tokenizer. Files of sound are copied.
 
     Args:
-        release: The folder as it was downloaded.
+        release: The folder as downloaded.
         target: The folder to write.
-        writing: How.
+        writing: How to write and verify.
 
     Raises:
         CheckpointError: `llm.pt` is broken.
         ModelFolderError: A file is missing, or the weights are of another model.
-        UsageError: The target is none that may be written.
+        UsageError: The target must not be written.
     """
     path = release / LANGUAGE_MODEL
     ledger = SourceLedger(pt_tensors(path), path)
@@ -79,12 +78,12 @@ def hf_to_release(folder: Path, target: Path, release: Path | None, writing: Wri
     Args:
         folder: The model folder.
         target: The folder to write.
-        release: A release whose other files go into the target, too; None: those that make sound, of the model folder.
-        writing: How.
+        release: A release whose other files are copied; None: only the files of sound of the model folder.
+        writing: How to write and verify.
 
     Raises:
-        ModelFolderError: The folder has no weights, or another model's.
-        UsageError: The target is none that may be written, or `release` is none.
+        ModelFolderError: The folder has no weights.
+        UsageError: The target must not be written, or `release` is not the release.
     """
     if release is not None and not is_cosyvoice3_release(release):
         what, way_out = "is not CosyVoice3's release", "Name the folder as it was downloaded, or leave it out."
@@ -115,7 +114,7 @@ def _sound_files(folder: Path) -> dict[str, Path]:
 
 
 def _config(release: Path, tensors: Mapping[str, LazyTensor], *, tied: bool) -> dict[str, Any]:
-    """`config.json`: the sizes of speech are those of the weights."""
+    """`config.json`, with sizes taken from the weights."""
     base = read_json_object(release / BASE / "config.json", ModelFolderError)
     kept = {name: value for name, value in base.items() if not name.startswith("_")}
     return {
@@ -131,7 +130,7 @@ def _config(release: Path, tensors: Mapping[str, LazyTensor], *, tied: bool) -> 
 
 
 def _write_tokenizer(base: Path, drawer: Path) -> dict[str, Path]:
-    """The files of the release's tokenizer by name: that of its base with more tokens."""
+    """Write the release's tokenizer; returns its files by name."""
     tokenizer: Any = load_processor(base)
     tokenizer.add_tokens(_SPECIAL_TOKENS.read_text(encoding="utf-8").split(), special_tokens=True)
     tokenizer.eos_token, tokenizer.pad_token = _END, _PADDING

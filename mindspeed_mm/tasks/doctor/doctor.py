@@ -109,7 +109,7 @@ _EXTRAS = {
     "gguf": "models in GGUF",
     "cuda": "fused kernels",
     "npu": "Ascend",
-    "speech": "voices of recordings for CosyVoice3",
+    "speech": "CosyVoice3 with the voice of a recording",
     "eval": "LPIPS and accuracies by classifiers",
 }
 

@@ -1,6 +1,6 @@
 """CosyVoice3's flow: from speech tokens, a speaker vector and the mel of a reference to the mel of speech.
 
-Modules are named as in the released `flow.pt`. Conditional flow matching (arXiv:2210.02747) with classifier-free
+Module names are those of the released `flow.pt`. Conditional flow matching (arXiv:2210.02747) with classifier-free
 guidance; constants are those of the released YAML and code (FunAudioLLM/CosyVoice, `flow/flow_matching.py`). Shapes:
 N speech tokens, T mel frames, M mel bins, S width of a speaker vector.
 """
@@ -16,16 +16,16 @@ from torch import nn
 from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes, FlowTransformer
 
 STEPS = 10
-"""Of Euler's method."""
+"""Euler steps."""
 GUIDANCE = 0.7
-"""How far the velocity is moved away from that without tokens, speaker and reference."""
+"""Scale of classifier-free guidance; the unconditional pass has no tokens, speaker or reference."""
 NOISE_FRAMES = 15_000
-"""Five minutes. The release starts all speech from the same noise, drawn once with seed 0."""
+"""Five minutes. The release starts every generation from the same noise, drawn once with seed 0."""
 _NOISE_SEED = 0
 
 
 class LookAhead(nn.Module):
-    """Each embedded token with some that follow it, then with two before it.
+    """Residual convolutions: one over following tokens, then one over two previous ones.
 
     Args:
         sizes: Of the model.
@@ -38,7 +38,7 @@ class LookAhead(nn.Module):
         self.conv2 = nn.Conv1d(sizes.pre_lookahead_channels, sizes.mel_dim, 3)
 
     def forward(self, tokens_BNM: torch.Tensor) -> torch.Tensor:
-        """(B, N, M) → (B, N, M); after the last token there are zeros."""
+        """(B, N, M) → (B, N, M), padded with zeros after the last token."""
         hidden = self.conv1(F.pad(tokens_BNM.transpose(1, 2), (0, self._after)))
         hidden = self.conv2(F.pad(F.leaky_relu(hidden), (self.conv2.kernel_size[0] - 1, 0)))
         mixed: torch.Tensor = hidden.transpose(1, 2) + tokens_BNM
@@ -46,7 +46,7 @@ class LookAhead(nn.Module):
 
 
 class CosyVoice3Flow(nn.Module):
-    """Makes mel frames of speech tokens.
+    """Generates mel frames from speech tokens.
 
     Args:
         sizes: Of the model.
@@ -78,13 +78,13 @@ class CosyVoice3Flow(nn.Module):
 
         Args:
             tokens_N: Speech tokens from 0 to `vocab_size` - 1.
-            speaker_S: Speaker vector; its length does not matter.
+            speaker_S: Speaker vector; it is normalised to length 1.
             reference_tokens: Speech tokens of the reference, empty without one.
             reference_mel_TM: Its mel, at most `token_mel_ratio` frames a token.
-            noise_TM: Noise of the reference's frames and of those to be made; None: that of the release.
-            steps: Of Euler's method.
-            guidance: 0 is none.
-            by_chunks: Frames see no further than the end of their chunk.
+            noise_TM: Noise for the frames of the reference and the new ones; None: that of the release.
+            steps: Number of Euler steps.
+            guidance: Guidance scale; 0 switches guidance off.
+            by_chunks: As of `FlowTransformer`.
 
         Raises:
             ValueError: Reference and tokens together last longer than the noise.
@@ -112,7 +112,7 @@ class CosyVoice3Flow(nn.Module):
         guidance: float,
         by_chunks: bool,
     ) -> torch.Tensor:
-        """Follow the velocity from noise at time 0 to speech at time 1, in steps that grow."""
+        """Integrate from noise at time 0 to speech at time 1, with the published cosine schedule."""
         times = 1 - torch.cos(torch.linspace(0, 1, steps + 1, dtype=torch.float64) * (math.pi / 2))
         conditions = [torch.cat((part, torch.zeros_like(part))) for part in (known_BTM, embedded_BTM, speaker_BM)]
         for now, then in zip(times[:-1].tolist(), times[1:].tolist(), strict=True):
@@ -127,7 +127,7 @@ def released_noise(frames: int, mel_dim: int) -> torch.Tensor:
     """The first frames (T, M) of the noise that the release starts from.
 
     Raises:
-        ValueError: There are not as many.
+        ValueError: More than `NOISE_FRAMES` are asked for.
     """
     if frames > NOISE_FRAMES:
         raise ValueError(f"{frames} mel frames; the model makes up to {NOISE_FRAMES} at a time")

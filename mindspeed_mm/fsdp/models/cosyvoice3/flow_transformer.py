@@ -1,7 +1,7 @@
 """The transformer that predicts the flow of CosyVoice3's mel frames, on the blocks of F5-TTS (arXiv:2410.06885).
 
-Modules are named as in the released `flow.pt`. Shapes: B rows, T frames, M mel bins, D width, H heads, E width of a
-head, K channels that turn.
+Module names are those of the released `flow.pt`. Shapes: B rows, T frames, M mel bins, D width, H heads, E width of a
+head, K rotated channels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _TIME_SCALE = 1000
-"""Times from 0 to 1 are embedded as positions up to here."""
+"""Times from 0 to 1 are scaled by this before they are embedded."""
 _LONGEST_PERIOD = 10_000
 _EPSILON = 1e-6
 """Of layer norms."""
@@ -35,7 +35,7 @@ class FlowSizes:
     token_mel_ratio: int = 2
     """Mel frames of a speech token."""
     pre_lookahead_len: int = 3
-    """Tokens after its own that a frame depends on."""
+    """Number of following tokens that a frame depends on."""
     pre_lookahead_channels: int = 1024
     dim: int = 1024
     depth: int = 22
@@ -45,13 +45,13 @@ class FlowSizes:
     conv_pos_groups: int = 16
     conv_pos_kernel: int = 31
     time_dim: int = 256
-    """Width of the sinusoids that a time is embedded as."""
+    """Width of the sinusoidal embedding of time."""
     static_chunk_size: int = 50
-    """Frames of a chunk, where speech is made chunk by chunk."""
+    """Frames of a chunk, if speech is generated chunk by chunk."""
 
 
 class TimeEmbedding(nn.Module):
-    """The time of a step, as sinusoids and through two linear layers.
+    """Embeds the time of a step: sinusoids, then two linear layers.
 
     Args:
         sizes: Of the model.
@@ -72,7 +72,7 @@ class TimeEmbedding(nn.Module):
 
 
 class CausalPositions(nn.Module):
-    """Where a frame is, told by two grouped convolutions over it and the frames before it.
+    """Positional embedding: two grouped causal convolutions.
 
     Args:
         sizes: Of the model.
@@ -97,7 +97,7 @@ class CausalPositions(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """All that is known of a frame in one vector: its noise, the reference's mel, its token and the speaker.
+    """Projects noisy frame, reference mel, token and speaker to one vector per frame.
 
     Args:
         sizes: Of the model.
@@ -119,10 +119,10 @@ class InputEmbedding(nn.Module):
 
 
 class RotaryAngles(nn.Module):
-    """Angles of rotary positions. The release stores the frequencies among its weights.
+    """Rotary position angles. The release stores the frequencies among its weights.
 
     Args:
-        dim_head: Channels that turn, two by two.
+        dim_head: Number of rotated channels.
     """
 
     inv_freq: torch.Tensor
@@ -133,26 +133,26 @@ class RotaryAngles(nn.Module):
         self.register_buffer("inv_freq", 1.0 / _LONGEST_PERIOD**exponents)
 
     def forward(self, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines (T, K) of this many frames; channels 2i and 2i + 1 turn together."""
+        """Cosines and sines (T, K) for this many frames; channels 2i and 2i + 1 form a pair."""
         places = torch.arange(frames, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
         angles_TK = torch.outer(places, self.inv_freq).repeat_interleave(2, dim=-1)
         return angles_TK.cos(), angles_TK.sin()
 
 
-def turn(channels_BTD: torch.Tensor, cosines_TK: torch.Tensor, sines_TK: torch.Tensor) -> torch.Tensor:
-    """Turn the first K of D channels, before these are divided among the heads.
+def rotate(channels_BTD: torch.Tensor, cosines_TK: torch.Tensor, sines_TK: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to the first K of D channels, before the channels are split into heads.
 
-    K is the width of one head, so that only the first head knows positions: published so, and trained so.
+    K is the width of one head, so only the first head gets positions. The released model was trained this way.
     """
-    turned, unturned = channels_BTD.tensor_split((cosines_TK.shape[-1],), dim=-1)
-    pairs = turned.unflatten(-1, (-1, 2))
+    rotated, rest = channels_BTD.tensor_split((cosines_TK.shape[-1],), dim=-1)
+    pairs = rotated.unflatten(-1, (-1, 2))
     crossed = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-    turned = turned * cosines_TK.to(turned) + crossed * sines_TK.to(turned)
-    return torch.cat((turned, unturned), dim=-1)
+    rotated = rotated * cosines_TK.to(rotated) + crossed * sines_TK.to(rotated)
+    return torch.cat((rotated, rest), dim=-1)
 
 
 class SelfAttention(nn.Module):
-    """Attention among frames.
+    """Multi-head attention over frames.
 
     Args:
         sizes: Of the model.
@@ -176,9 +176,9 @@ class SelfAttention(nn.Module):
         Args:
             frames_BTD: Normalised frames.
             rotation: Of `RotaryAngles`.
-            seen_TT: True where a frame (row) sees another one (column); None: everywhere.
+            seen_TT: True where a frame (row) attends to another one (column); None: everywhere.
         """
-        query, key = (turn(project(frames_BTD), *rotation) for project in (self.to_q, self.to_k))
+        query, key = (rotate(project(frames_BTD), *rotation) for project in (self.to_q, self.to_k))
         heads = (part.unflatten(-1, (self._heads, -1)).transpose(1, 2) for part in (query, key, self.to_v(frames_BTD)))
         mixed_BHTE = F.scaled_dot_product_attention(*heads, attn_mask=seen_TT)
         mixed: torch.Tensor = self.to_out[0](mixed_BHTE.transpose(1, 2).flatten(-2))
@@ -186,11 +186,11 @@ class SelfAttention(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Scales, shifts and gates that depend on the time of a step (adaptive layer norm, arXiv:2212.09748).
+    """Scales, shifts and gates computed from the time of a step (adaptive layer norm, arXiv:2212.09748).
 
     Args:
-        dim: Width.
-        parts: Vectors of that width.
+        dim: Model width.
+        parts: Number of vectors to compute.
     """
 
     def __init__(self, dim: int, parts: int) -> None:
@@ -205,7 +205,7 @@ class Modulation(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, with the approximation of GELU by tanh between them.
+    """Two linear layers with GELU (tanh approximation) between them.
 
     Args:
         sizes: Of the model.
@@ -215,7 +215,7 @@ class FeedForward(nn.Module):
         super().__init__()
         inner = sizes.dim * sizes.ff_mult
         widen = nn.Sequential(nn.Linear(sizes.dim, inner), nn.GELU(approximate="tanh"))
-        # The place between them is of a dropout, which is off where speech is made.
+        # The identity stands for the release's dropout, so that weights keep their names.
         self.ff = nn.Sequential(widen, nn.Identity(), nn.Linear(inner, sizes.dim))
 
     def forward(self, frames_BTD: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised, modulated and gated by the time.
+    """Attention and feed-forward, each with modulated layer norm and a gate.
 
     Args:
         sizes: Of the model.
@@ -252,7 +252,7 @@ class Block(nn.Module):
 
 
 class FlowTransformer(nn.Module):
-    """Predicts how noisy mel frames move towards speech.
+    """Predicts the velocity of noisy mel frames.
 
     Args:
         sizes: Of the model.
@@ -281,12 +281,12 @@ class FlowTransformer(nn.Module):
         """The velocity (B, T, M) of each mel bin.
 
         Args:
-            noisy_BTM: Mel frames, noise at time 0 and speech at 1.
+            noisy_BTM: Mel frames: noise at time 0, speech at time 1.
             time_B: From 0 to 1.
             known_BTM: Mel of the reference, zeros after it.
             tokens_BTM: Embedded speech tokens, one vector a frame.
             speaker_BM: The projected speaker vector.
-            by_chunks: A frame sees the frames up to the end of its chunk only, as for speech that is still being made.
+            by_chunks: Frames attend only up to the end of their chunk, as the release does in streaming.
         """
         time_BD = self.time_embed(time_B)
         frames_BTD = self.input_embed(noisy_BTM, known_BTM, tokens_BTM, speaker_BM)

@@ -1,8 +1,9 @@
 """CosyVoice3's vocoder: from mel frames to a wave, by a causal HiFT (HiFTNet, arXiv:2309.09493).
 
-A predictor reads the pitch of each frame; harmonics of it are a source that is mixed into an upsampling network, which
-ends in an inverse short-time Fourier transform. Modules are named as in the released `hift.pt`, whose convolutions are
-parametrised by weight norm. Shapes: T mel frames, M mel bins, C channels, L places of a signal, W samples, H harmonics.
+A predictor estimates the pitch of each frame. Its harmonics form a source signal, which is added at each stage of an
+upsampling network that ends in an inverse short-time Fourier transform. Module names are those of the released
+`hift.pt`, whose convolutions are parametrised by weight norm. Shapes: T mel frames, M mel bins, C channels, L length of a
+signal, W samples, H harmonics.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 _LOUDEST = 1e2
-"""Largest magnitude of a frequency in the inverse transform."""
+"""Upper limit of magnitudes in the inverse transform."""
 _LAST_SLOPE = 0.01
-"""Of the leaky ReLU in front of the last convolution: PyTorch's default, in the release too."""
+"""Slope of the last leaky ReLU. The release uses PyTorch's default there."""
 _LEAST_FREQUENCY = 1e-9
-"""Added to Snake's frequency, by which it divides."""
+"""Added to the frequency that Snake divides by."""
 _NOISE_SEED = 0
 
 
@@ -36,14 +37,14 @@ class VocoderSizes:
     """Mel bins."""
     base_channels: int = 512
     nb_harmonics: int = 8
-    """Multiples of the pitch beside itself."""
+    """Number of overtones."""
     sampling_rate: int = 24_000
     nsf_alpha: float = 0.1
     """Amplitude of the source."""
     nsf_sigma: float = 0.003
-    """Amplitude of its noise where there is a voice."""
+    """Amplitude of its noise in voiced frames."""
     nsf_voiced_threshold: float = 10
-    """Least pitch of a voice, in Hz."""
+    """Lowest pitch of a voiced frame, in Hz."""
     upsample_rates: Sequence[int] = (8, 5, 3)
     upsample_kernel_sizes: Sequence[int] = (16, 11, 7)
     n_fft: int = 16
@@ -54,24 +55,24 @@ class VocoderSizes:
     lrelu_slope: float = 0.1
     audio_limit: float = 0.99
     conv_pre_look_right: int = 4
-    """Mel frames after its own that a wave depends on."""
+    """Number of following mel frames that the wave depends on."""
     f0_cond_channels: int = 512
 
     @property
     def samples_a_frame(self) -> int:
-        """Samples of the wave for each mel frame."""
+        """Number of samples per mel frame."""
         return math.prod(self.upsample_rates) * self.hop_len
 
 
 class CausalConv(nn.Conv1d):
-    """A convolution over each place and those before it, or those after it; as long as its input.
+    """A convolution that sees only the past, or only the future, and keeps the length.
 
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        kernel: Places.
-        dilation: From one of them to the next.
-        ahead: Over places after each one.
+        kernel: Kernel size.
+        dilation: Step between kernel elements.
+        ahead: See the future instead of the past.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, dilation: int = 1, ahead: bool = False) -> None:
@@ -85,13 +86,13 @@ class CausalConv(nn.Conv1d):
 
 
 class CausalUpsampling(nn.Conv1d):
-    """Repeats each place, then convolves it with those before it.
+    """Nearest-neighbour upsampling, then a causal convolution.
 
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        kernel: Places.
-        rate: Times that a place is repeated.
+        kernel: Kernel size.
+        rate: Upsampling factor.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, rate: int) -> None:
@@ -105,27 +106,27 @@ class CausalUpsampling(nn.Conv1d):
 
 
 class CausalDownsampling(nn.Conv1d):
-    """One place of several, over these and as many before them.
+    """A causal convolution with a stride.
 
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        rate: Places that become one.
+        rate: Downsampling factor.
     """
 
     def __init__(self, inputs: int, outputs: int, rate: int) -> None:
         super().__init__(inputs, outputs, kernel_size=1 if rate == 1 else 2 * rate, stride=rate)
 
     def forward(self, signal_BCL: torch.Tensor) -> torch.Tensor:
-        """(B, C, L + 1) → (B, C', L / rate), or without a rate as long as its input."""
+        """(B, C, L + 1) → (B, C', L / rate); with rate 1 the length stays."""
         return super().forward(F.pad(signal_BCL, (self.stride[0] - 1, 0)))
 
 
 class Snake(nn.Module):
-    """x + sin²(αx) / α with an α a channel (arXiv:2006.08195).
+    """x + sin²(αx) / α with one α per channel (arXiv:2006.08195).
 
     Args:
-        channels: Of the signal.
+        channels: Channels of the signal.
     """
 
     def __init__(self, channels: int) -> None:
@@ -139,12 +140,12 @@ class Snake(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Pairs of convolutions, the first of each dilated, whose results are added to what goes in.
+    """Residual pairs of convolutions; the first one of each pair is dilated.
 
     Args:
-        channels: Of the signal.
-        kernel: Places of a convolution.
-        dilations: One a pair.
+        channels: Channels of the signal.
+        kernel: Kernel size.
+        dilations: Dilation of each pair.
     """
 
     def __init__(self, channels: int, kernel: int, dilations: Sequence[int]) -> None:
@@ -165,7 +166,7 @@ class ResidualBlock(nn.Module):
 
 
 class PitchPredictor(nn.Module):
-    """The pitch of each mel frame, from it, three after it and those before it.
+    """Estimates the pitch of each mel frame, looking three frames ahead.
 
     Args:
         sizes: Of the model.
@@ -187,10 +188,10 @@ class PitchPredictor(nn.Module):
 
 
 class HarmonicSource(nn.Module):
-    """A sum of sines at multiples of the pitch, with a little noise, or of noise alone where there is no voice.
+    """A sum of sines at multiples of the pitch plus a little noise; in unvoiced frames noise alone.
 
-    A sine keeps its value through a frame, and the noise is uniform in 0..1 and the same in each call: so the released
-    model makes its source outside training.
+    As in the release at inference, sines are constant within a frame, and the noise is uniform in 0..1 and the same in
+    each call.
 
     Args:
         sizes: Of the model.
@@ -222,7 +223,7 @@ class HarmonicSource(nn.Module):
 
 
 class CosyVoice3Vocoder(nn.Module):
-    """Makes a wave of mel frames.
+    """Generates a wave from mel frames.
 
     Args:
         sizes: Of the model.
@@ -257,8 +258,8 @@ class CosyVoice3Vocoder(nn.Module):
         return self._decode(mel_BMT, self.m_source(pitch_BT))[0]
 
     def _pitch(self, mel_BMT: torch.Tensor) -> torch.Tensor:
-        """In fp64, as the release does: phases add up what is wrong with a pitch. On the CPU, as not all devices have
-        fp64."""
+        """Pitch in fp64 as in the release, since phases accumulate its errors. It runs on the CPU because not all
+        devices support fp64."""
         predictor = self.f0_predictor.to("cpu", torch.float64)
         pitch: torch.Tensor = predictor(mel_BMT.to("cpu", torch.float64))
         return pitch.to(mel_BMT)
@@ -272,7 +273,7 @@ class CosyVoice3Vocoder(nn.Module):
         for stage, upsample in enumerate(self.ups):
             signal = upsample(F.leaky_relu(signal, sizes.lrelu_slope))
             if stage == len(self.ups) - 1:
-                signal = F.pad(signal, (1, 0), mode="reflect")  # the transform has a place more than hops
+                signal = F.pad(signal, (1, 0), mode="reflect")  # the transform has one frame more than hops
             signal = signal + self.source_resblocks[stage](self.source_downs[stage](spectrum))
             blocks = self.resblocks[stage * kinds : (stage + 1) * kinds]
             signal = torch.stack([block(signal) for block in blocks]).sum(dim=0) / kinds

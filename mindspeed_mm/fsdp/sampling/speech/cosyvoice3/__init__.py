@@ -1,1 +1,1 @@
-"""CosyVoice3 (arXiv:2505.17589) speaks: text to speech tokens, these to mel frames, and these to a wave."""
+"""The voice of CosyVoice3 (arXiv:2505.17589): text → speech tokens → mel frames → wave."""

@@ -1,4 +1,4 @@
-"""Long texts in parts that CosyVoice3 says one after the other: whole sentences of some 60 to 80 tokens, as published
+"""Splits long texts for CosyVoice3 into parts of whole sentences, about 60 to 80 tokens each, as published
 (FunAudioLLM/CosyVoice, `utils/frontend_utils.py`)."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _LONGEST, _LONG_ENOUGH, _TOO_SHORT = 80, 60, 20
 _END = re.compile(r"""[.?!;:。？！；：、]+['"”’)\]]*\s*""")
-"""Of a sentence or clause, with closing quotes."""
+"""End of a sentence or clause, with closing quotes."""
 
 
 def passages(text: str, length: Callable[[str], int]) -> list[str]:
@@ -16,10 +16,10 @@ def passages(text: str, length: Callable[[str], int]) -> list[str]:
 
     Args:
         text: Not empty.
-        length: Tokens of a text.
+        length: Number of tokens of a text.
 
     Returns:
-        Parts of at most 80 tokens, or of one sentence. Together they are the text, without spaces around them.
+        Parts without surrounding spaces. A part exceeds 80 tokens only if a sentence is long.
     """
     if length(text) <= _LONGEST:
         return [text.strip()]

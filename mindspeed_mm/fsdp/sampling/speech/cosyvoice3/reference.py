@@ -1,7 +1,7 @@
-"""What CosyVoice3 has to know of a voice: its speaker vector, and the speech tokens and mel of a recording.
+"""What CosyVoice3 needs to copy a voice: a speaker vector, and the speech tokens and mel of a recording.
 
-Two networks of the release make vector and tokens, CAM++ and the speech tokenizer. They are ONNX files, which the
-package onnxruntime runs; or a saved voice has all that is needed.
+Two networks of the release compute vector and tokens: CAM++ and the speech tokenizer. Both are ONNX files that
+onnxruntime runs. Saved voices need neither.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference
 
 LONGEST_S = 30
-"""Of a recording."""
+"""Maximum length of a recording."""
 _RATE = 16_000
-"""Samples a second of what both networks hear."""
+"""Sampling rate of both networks."""
 _BANDS_OF_TOKENIZER, _BANDS_OF_CAMPPLUS = 128, 80
 _HOPS_OF_WINDOW = 4
 _VECTOR, _VECTOR_ALONE = "flow_embedding", "embedding"
 _TOKENS, _MEL, _WORDS = "flow_prompt_speech_token", "prompt_speech_feat", "prompt_text"
-"""Of a saved voice, as CosyVoice's `add_zero_shot_spk` and `save_spkinfo` write it."""
+"""Keys of a saved voice, as CosyVoice's `add_zero_shot_spk` and `save_spkinfo` write them."""
 
 
 @dataclass(frozen=True)
 class Guide:
-    """A voice, as the model takes it."""
+    """Inputs of the model that describe a voice."""
 
     vector_S: torch.Tensor
     tokens: Sequence[int] = ()
     """Speech tokens of a recording; empty without one."""
     mel_TM: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    """Its mel, with as many frames as the tokens last."""
+    """Its mel, `token_mel_ratio` frames for each token."""
     prompt: Sequence[int] | None = None
-    """Text tokens of the instruction and of what is said in the recording; None: its words are not known."""
+    """Text tokens of the instruction and of the words of the recording; None: the words are unknown."""
 
 
 class Listener:
-    """Hears voices in recordings, and knows those that were saved.
+    """Analyses recordings, and loads saved voices.
 
     Args:
-        folder: The model folder; its ONNX files are opened when the first recording is heard.
-        sizes: Of the flow.
-        rate: Samples a second of the mel.
-        hop: Samples of a mel frame.
+        folder: The model folder. Its ONNX files are opened with the first recording.
+        sizes: Sizes of the flow.
+        rate: Sampling rate of the mel.
+        hop: Samples per mel frame.
     """
 
     def __init__(self, folder: Path, sizes: FlowSizes, rate: int, hop: int) -> None:
         self._folder, self._sizes, self._rate, self._hop = folder, sizes, rate, hop
 
     def hear(self, reference: Reference) -> Guide:
-        """The voice of a recording; its words are left to the caller.
+        """The voice of a recording, without its words.
 
         Raises:
             DataError: It cannot be read, or is too short or too long.
@@ -96,7 +96,7 @@ class Listener:
         names = [each.name for each in session.get_inputs()]
         try:
             outputs: Sequence[Any] = session.run(None, dict(zip(names, inputs, strict=True)))
-        except Exception as error:  # onnxruntime's own classes, which share no base below
+        except Exception as error:  # onnxruntime raises classes without a common base
             raise self._bad_file(name, error) from error
         return outputs
 

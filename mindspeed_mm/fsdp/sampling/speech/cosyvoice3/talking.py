@@ -1,4 +1,4 @@
-"""Speech tokens of a text, by CosyVoice3's language model with the sampling that its authors publish."""
+"""Generates speech tokens with CosyVoice3's language model and the published sampling."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ LEAST_PER_TOKEN, MOST_PER_TOKEN = 2, 20
 """Speech tokens for each token of text."""
 _TOP_P, _TOP_K = 0.8, 25
 _WINDOW, _MOST_ALIKE = 10, 1
-"""A token that occurs so often among the last ones is drawn again, from all."""
+"""A token that occurs this often among the last `_WINDOW` is drawn again, from all tokens."""
 _SILENT = frozenset({1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323})
-"""Tokens of silence and breath, as the release lists them."""
+"""Tokens of silence and breath, as listed in the published code."""
 _MOST_SILENT = 5
 
 
 @dataclass(frozen=True)
 class RepetitionAware:
-    """Draws tokens as VALL-E 2 does (arXiv:2406.05370): from the nucleus, or from all where that repeats itself."""
+    """Repetition aware sampling (VALL-E 2, arXiv:2406.05370): nucleus sampling; a repeated token is drawn again from all
+    tokens."""
 
     temperature: float
-    """0: the likeliest token, without a draw."""
+    """0 always takes the likeliest token."""
     top_p: float
     top_k: int
     """0: all tokens."""
@@ -36,7 +37,7 @@ class RepetitionAware:
 
     @classmethod
     def of(cls, sampling: Sampling) -> RepetitionAware:
-        """How a job asks for it; what it leaves open is as published."""
+        """The sampling of a job, with published defaults."""
         generator = torch.Generator()
         if sampling.seed is None:
             generator.seed()
@@ -53,7 +54,7 @@ class RepetitionAware:
         """The next token.
 
         Args:
-            scores_V: On the CPU; changed.
+            scores_V: Logits on the CPU.
             said: Tokens so far.
         """
         if not self.temperature:
@@ -76,10 +77,10 @@ class RepetitionAware:
 
 
 class Talker:
-    """The language model, ready to make speech tokens.
+    """The language model, ready to generate speech tokens.
 
     Args:
-        model: On its device.
+        model: The model on its device.
     """
 
     def __init__(self, model: CosyVoice3LM) -> None:
@@ -98,21 +99,21 @@ class Talker:
         most: int,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> tuple[list[int], bool]:
-        """Speech tokens of a text, and whether the model ended them itself.
+        """Speech tokens of a text, and whether the model ended by itself.
 
         Args:
-            prompt: Tokens of the instruction, and of what the reference says.
-            text: Tokens of what is to be said.
-            reference: Speech tokens that the model goes on from.
+            prompt: Text tokens of the instruction and of the words of the reference.
+            text: Text tokens to say.
+            reference: Speech tokens of the reference, which are continued.
             choice: How tokens are chosen.
-            most: Number of tokens at which it is cut off, if `MOST_PER_TOKEN` did not do that before.
+            most: Maximum number of tokens; `MOST_PER_TOKEN` for each token of text is another limit.
             is_given_up: Asked between tokens.
 
         Raises:
             NotFiniteError: Scores are not finite.
         """
         ids, _ = self._rows.whole(prompt, text, reference).arrays()
-        ids_1L = torch.from_numpy(ids[None, :-1])  # without the end, which is to come
+        ids_1L = torch.from_numpy(ids[None, :-1])  # without the end mark
         least, most = LEAST_PER_TOKEN * len(text), min(MOST_PER_TOKEN * len(text), most)
         cache, said = DynamicCache(config=self.model.config.llm_config), list[int]()
         while len(said) < most and not is_given_up():
@@ -132,7 +133,7 @@ class Talker:
 
 
 def without_long_silence(tokens: Sequence[int]) -> list[int]:
-    """The tokens, with no more than five of silence or breath in a row, as the release hands them on."""
+    """The tokens, with at most five of silence or breath in a row, as published."""
     kept, silent = list[int](), 0
     for token in tokens:
         silent = silent + 1 if token in _SILENT else 0

@@ -1,4 +1,4 @@
-"""The voice of CosyVoice3: its language model, flow and vocoder from one model folder."""
+"""CosyVoice3 as a voice: language model, flow and vocoder of one model folder."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from mindspeed_mm.fsdp.utils.processor import load_processor
 
 END_OF_PROMPT = "<|endofprompt|>"
 _ASSISTANT = "You are a helpful assistant."
-"""What the published prompts begin with."""
+"""First sentence of the published prompts."""
 _OF_TRAINING = "generator."
-"""What names begin with in a vocoder that was saved beside its discriminators."""
+"""Prefix of weight names in a vocoder that was saved together with its discriminators."""
 _Sizes = TypeVar("_Sizes")
 
 
 class CosyVoice3Voice(Voice):
-    """Says a text by the voice of a recording, or by one that was saved in the folder.
+    """Speaks with the voice of a recording or with a saved voice.
 
-    A recording with its words is gone on from (published as zero-shot); one without them, or with instructions, lends
-    the flow its voice, and the language model knows the instructions alone (cross-lingual, instruct).
+    A recording with its words is continued (published as zero-shot). Without words (cross-lingual) or with
+    instructions (instruct), the language model gets only the prompt, and the flow copies the voice.
 
     Args:
         folder: The model folder, with `flow.pt` and `hift.pt`.
-        view: Not used: the model answers nothing.
+        view: Not used, since the model does not answer.
 
     Raises:
         ModelFolderError: Weights, configuration or tokenizer are missing or broken.
@@ -101,11 +101,11 @@ class CosyVoice3Voice(Voice):
         return np.concatenate(waves) if waves else np.zeros(0, dtype=np.float32), is_whole
 
     def _guide(self, job: SpeechJob) -> Guide:
-        """What is known of the voice of a job.
+        """The voice of a job.
 
         Raises:
-            UsageError: It names none, and the folder has none.
-            DataError: The recording cannot be heard.
+            UsageError: The job names none, and the folder has none.
+            DataError: The recording cannot be used.
         """
         if job.reference is None:
             if job.name is not None:
@@ -117,7 +117,7 @@ class CosyVoice3Voice(Voice):
         return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}")) if words else guide
 
     def _prompt(self, job: SpeechJob, guide: Guide) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens of text and of speech that come before what is said."""
+        """Text and speech tokens of the prompt."""
         if job.instructions:
             return self._ids(f"{_ASSISTANT} {job.instructions.strip()}{END_OF_PROMPT}"), ()
         if guide.prompt is None:
@@ -147,18 +147,18 @@ class CosyVoice3Voice(Voice):
         return ids
 
     def _check_tokenizer(self, folder: Path) -> None:
-        """Raise `ModelFolderError` for the tokenizer of the language model's base, which the release adds tokens to."""
+        """Raise `ModelFolderError` if the tokenizer lacks the tokens that the release adds to Qwen2's."""
         if len(self._ids(END_OF_PROMPT)) != 1:
-            what = f"the tokenizer has no token '{END_OF_PROMPT}', which ends each prompt"
+            what = f"the tokenizer has no token '{END_OF_PROMPT}', which ends every prompt"
             way_out = "Make the folder of the release: mm convert RELEASE FOLDER."
             raise ModelFolderError(what, where=str(folder), way_out=way_out)
 
 
 def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Sizes:
-    """Sizes of a part, the release's where config.json has no such section.
+    """Sizes of a part; defaults are the release's.
 
     Raises:
-        ModelFolderError: It has one with other keys or of other types.
+        ModelFolderError: The section of config.json has unknown keys or wrong types.
     """
     given = getattr(config, section, None) or {}
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
@@ -177,11 +177,11 @@ def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Size
 
 
 def _part(module: nn.Module, path: Path) -> Any:
-    """A part of the model with the weights of its file, on this process's device.
+    """Load the weights of a part, on this process's device.
 
     Raises:
         CheckpointError: The file is broken.
-        ModelFolderError: There is none, or it does not belong to the sizes.
+        ModelFolderError: The file is missing, or its weights do not fit.
     """
     if not path.is_file():
         way_out = "The language model alone makes no sound: copy flow.pt and hift.pt of the release into the folder."
