@@ -50,10 +50,7 @@ def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
     path = release / LANGUAGE_MODEL
     ledger = SourceLedger(pt_tensors(path), path)
     tensors: dict[str, LazyTensor] = dict(ledger.tensors)
-    missing = [name for name in (EMBEDDING, _SPEECH) if name not in tensors]
-    if missing:
-        way_out = "Convert the release of CosyVoice3, Fun-CosyVoice3-0.5B-2512."
-        raise ModelFolderError(f"has no weight {missing[0]}", where=str(path), way_out=way_out)
+    _check_names(tensors, path)
     tied = HEAD not in tensors or torch.equal(tensors[HEAD].read(), tensors[EMBEDDING].read())
     left_out = {}
     if tied and tensors.pop(HEAD, None) is not None:
@@ -95,6 +92,7 @@ def hf_to_release(folder: Path, target: Path, release: Path | None, writing: Wri
     with open_weights(folder, MAPPED_BYTES) as stored:
         ledger = SourceLedger(stored, folder)
         tensors: dict[str, LazyTensor] = dict(ledger.tensors)
+        _check_names(tensors, folder)
         tied = HEAD not in tensors
         if tied:
             tensors[HEAD] = tensors[EMBEDDING]
@@ -107,6 +105,14 @@ def hf_to_release(folder: Path, target: Path, release: Path | None, writing: Wri
             copies=copies,
         )
         return convert(conversion, target, replace(writing, examine=None), stream=sys.stderr)
+
+
+def _check_names(tensors: Mapping[str, LazyTensor], where: Path) -> None:
+    """Raise `ModelFolderError` for the weights of another model."""
+    missing = [name for name in (EMBEDDING, _SPEECH) if name not in tensors]
+    if missing:
+        way_out = "Name weights of CosyVoice3's language model."
+        raise ModelFolderError(f"has no weight {missing[0]}", where=str(where), way_out=way_out)
 
 
 def _sound_files(folder: Path) -> dict[str, Path]:

@@ -2,8 +2,8 @@
 
 A predictor estimates the pitch of each frame. Its harmonics form a source signal, which is added at each stage of an
 upsampling network that ends in an inverse short-time Fourier transform. Module names are those of the released
-`hift.pt`, whose convolutions are parametrised by weight norm. Shapes: T mel frames, M mel bins, C channels, L length of a
-signal, W samples, H harmonics.
+`hift.pt`, whose convolutions are parametrised by weight norm. Shapes: T mel frames, M mel bins, C channels, L length of
+a signal, W samples, H harmonics.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MOST_SILENT = 5
 
 @dataclass(frozen=True)
 class RepetitionAware:
-    """Repetition aware sampling (VALL-E 2, arXiv:2406.05370): nucleus sampling; a repeated token is drawn again from all
+    """Repetition aware sampling (VALL-E 2, arXiv:2406.05370): a token of the nucleus; if it repeats itself, one of all
     tokens."""
 
     temperature: float
