@@ -31,7 +31,8 @@ _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", *SOUND_FILES}
 """The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
-_ASSET_FOLDERS = {"additional_chat_templates"}
+_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer"}
+"""The second: the codec of Qwen3-TTS, with its weights."""
 
 
 @dataclass(frozen=True)

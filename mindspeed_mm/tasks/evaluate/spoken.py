@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
-from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -24,7 +25,6 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
     write_evaluation,
 )
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
-from mindspeed_mm.fsdp.sampling.finite import placed
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, load_voice
 from mindspeed_mm.fsdp.utils.media_files import wave_bytes
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
@@ -74,7 +74,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     questions = [Question(line.row, line.id, line.task, ask(line.job.text).sample, line.job.text) for line in lines]
     others = None if request.against is None else read_others(request.against, questions, comparison)
     for line in lines:
-        with placed(line.place):
+        with _at(line.place):
             voice.checked(line.job)
     make_writable_folder(out / SOUNDS)
     began = time.monotonic()
@@ -149,18 +149,25 @@ def _reference(row: dict[str, Any], place: str, loader: MediaLoader) -> Referenc
         return None
     if not isinstance(given, str):
         raise DataError(f"{given!r:.80} is not the path of one recording", where=place, key="ref_audio")
+    with _at(place), loader.open(given) as file:
+        return Reference(file.read(), given, words)
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Errors that pass through here name a row."""
     try:
-        with loader.open(given) as file:
-            return Reference(file.read(), given, words)
-    except DataError as error:
-        raise DataError(problems=[replace(problem, where=place) for problem in error.problems]) from error
+        yield
+    except MMError as error:
+        error.change_problems(lambda problem: replace(problem, where=place))
+        raise
 
 
 def _speak(voice: Voice, lines: Sequence[Line], folder: Path) -> int:
     """Write what the model says, a file a row; returns how many were cut off."""
     progress, cut_off = WorkProgress("texts", total=len(lines)), 0
     for line in lines:
-        with placed(line.place):
+        with _at(line.place):
             said = voice.speak(line.job)
         atomic_write_bytes(_sound(folder, line), wave_bytes(said.sound))
         cut_off += not said.finished

@@ -245,6 +245,16 @@ def voice_class(folder: Path) -> type[Voice] | None:
     return found if found.can_speak(config) else None
 
 
+def is_speaker(folder: Path) -> bool:
+    """Whether a model folder's model does nothing but speak.
+
+    Raises:
+        ModelFolderError: Its config.json cannot be read.
+    """
+    found = voice_class(folder)
+    return found is not None and not issubclass(found, AnsweringVoice)
+
+
 def load_voice(folder: Path, view: RowsView | None = None) -> Voice:
     """The model of a folder that speaks, on this process's device.
 
