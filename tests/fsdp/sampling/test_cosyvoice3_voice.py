@@ -146,6 +146,8 @@ def test_saved_voices_speak(folder: Path, voice: CosyVoice3Voice) -> None:
     cases = (
         ({}, (vera["prompt_text"][0].tolist(), known[1], known)),
         ({"name": "ANNA"}, (PREFIX, [], alone)),
+        ({"instructions": PREFIX}, (vera["prompt_text"][0].tolist(), known[1], known)),
+        ({"instructions": "Speak slowly.<|endofprompt|>"}, ("Speak slowly.<|endofprompt|>", [], known)),
         ({"instructions": "Whisper."}, (f"You are a helpful assistant. Whisper.{PREFIX[-15:]}", [], known)),
     )
     for job, expected in cases:

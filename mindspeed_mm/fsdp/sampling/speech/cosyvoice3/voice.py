@@ -117,11 +117,14 @@ class CosyVoice3Voice(Voice):
         return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}")) if words else guide
 
     def _prompt(self, job: SpeechJob, guide: Guide) -> tuple[Sequence[int], Sequence[int]]:
-        """Text and speech tokens of the prompt."""
-        if job.instructions:
-            return self._ids(f"{_ASSISTANT} {job.instructions.strip()}{END_OF_PROMPT}"), ()
+        """Text and speech tokens of the prompt. Instructions that are a whole prompt, as in rows for training, are kept
+        as they are."""
+        instructions, usual = job.instructions.strip(), f"{_ASSISTANT}{END_OF_PROMPT}"
+        if instructions and instructions != usual:
+            whole = instructions if END_OF_PROMPT in instructions else f"{_ASSISTANT} {instructions}{END_OF_PROMPT}"
+            return self._ids(whole), ()
         if guide.prompt is None:
-            return self._ids(f"{_ASSISTANT}{END_OF_PROMPT}"), ()
+            return self._ids(usual), ()
         return guide.prompt, guide.tokens
 
     def _wave(self, tokens: Sequence[int], guide: Guide) -> np.ndarray:
