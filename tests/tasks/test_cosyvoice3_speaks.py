@@ -59,10 +59,10 @@ def test_both_doors_say_the_same(folder: Path, tmp_path: Path) -> None:
 
 def test_what_it_cannot_say_is_told(folder: Path, tmp_path: Path) -> None:
     for words, says in (
-        (("--speaker", "Otto"), "no voice 'Otto'"),
-        (("--beams", 3), "not searched by beams"),
-        (("--prompt", " "), "nothing to say"),
+        ((TEXT, "--speaker", "Otto"), "no voice 'Otto'"),
+        ((TEXT, "--beams", 3), "not searched by beams"),
+        ((" ",), "nothing to say"),
     ):
-        done = mm("infer", folder, "--prompt", TEXT, *words, "--speak", tmp_path / "said.wav")
+        done = mm("infer", folder, "--speak", tmp_path / "said.wav", "--prompt", *words)
         assert done.code and says in done.err, done.err
     assert not (tmp_path / "said.wav").exists()
