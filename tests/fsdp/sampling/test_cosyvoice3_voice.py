@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, Talker, without_long_silence
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice
 from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, SPECIAL, VOCODER, make_tiny_cosyvoice3, sound_by_parts
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_published_loop(language_model: CosyVoice3LM, se
     with torch.inference_mode():
         said, finished, redrawn = by_hand(language_model, prompt, text, told, seed)
     choice = RepetitionAware.of(Sampling(1000, seed=seed))
-    assert Talker(language_model).talk(prompt, text, told, choice, 1000) == (said, finished)
+    assert TokenSpeaker(language_model).talk(prompt, text, told, choice, 1000) == (said, finished)
     assert redrawn > 0 and len(said) >= 2 * len(text)
 
 
@@ -100,7 +100,7 @@ def test_lengths_are_kept(language_model: CosyVoice3LM) -> None:
 
     def talk(most: int, **settings: Any) -> tuple[int, bool]:
         choice = RepetitionAware.of(Sampling(most, seed=0, top_p=1.0, top_k=0))
-        said, finished = Talker(model).talk([], [1, 2, 3], [], choice, most, **settings)
+        said, finished = TokenSpeaker(model).talk([], [1, 2, 3], [], choice, most, **settings)
         return len(said), finished
 
     assert talk(4) == (4, False)

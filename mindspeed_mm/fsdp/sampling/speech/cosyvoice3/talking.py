@@ -76,7 +76,7 @@ class RepetitionAware:
         return int(shares.multinomial(1, replacement=True, generator=self.generator))
 
 
-class Talker:
+class TokenSpeaker:
     """The language model, ready to generate speech tokens.
 
     Args:

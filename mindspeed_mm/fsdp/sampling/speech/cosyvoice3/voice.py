@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import Guide, Listener
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, Talker, without_long_silence
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
@@ -65,7 +65,7 @@ class CosyVoice3Voice(Voice):
             flow, vocoder = CosyVoice3Flow(flow_sizes), CosyVoice3Vocoder(vocoder_sizes)
         self._flow: CosyVoice3Flow = _part(flow, folder / FLOW)
         self._vocoder: CosyVoice3Vocoder = _part(vocoder, folder / VOCODER)
-        self._talker = Talker(load_pretrained(CosyVoice3LM, folder, config).to(current_device()))
+        self._talker = TokenSpeaker(load_pretrained(CosyVoice3LM, folder, config).to(current_device()))
         _check_fit(config.speech_token_size, flow_sizes, vocoder_sizes, folder)
         self._tokenizer: Any = load_processor(folder)
         self._check_tokenizer(folder)
