@@ -144,8 +144,11 @@ class Listener:
         if not path.is_file():
             return {}
         content = load_weights(path)
+        if not isinstance(content, dict):
+            what = "holds no voices by name"
+            raise ModelFolderError(what, where=str(path), way_out="Save them again, or remove the file.")
         voices = {}
-        for name, stored in content.items() if isinstance(content, dict) else ():
+        for name, stored in content.items():
             where = f"{path}: {name}"
             vector = _tensor(stored, _VECTOR, where)
             if vector is None:

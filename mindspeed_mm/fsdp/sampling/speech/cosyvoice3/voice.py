@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,10 +61,8 @@ class CosyVoice3Voice(Voice):
         config = load_model_config(folder)
         flow_sizes = _sizes(FlowSizes, config, "flow_config", folder)
         vocoder_sizes = _sizes(VocoderSizes, config, "hift_config", folder)
-        with torch.device("meta"):
-            flow, vocoder = CosyVoice3Flow(flow_sizes), CosyVoice3Vocoder(vocoder_sizes)
-        self._flow: CosyVoice3Flow = _part(flow, folder / FLOW)
-        self._vocoder: CosyVoice3Vocoder = _part(vocoder, folder / VOCODER)
+        self._flow: CosyVoice3Flow = _part(CosyVoice3Flow, flow_sizes, folder / FLOW)
+        self._vocoder: CosyVoice3Vocoder = _part(CosyVoice3Vocoder, vocoder_sizes, folder / VOCODER)
         self._talker = TokenSpeaker(load_pretrained(CosyVoice3LM, folder, config).to(current_device()))
         _check_fit(config.speech_token_size, flow_sizes, vocoder_sizes, folder)
         self._tokenizer: Any = load_processor(folder)
@@ -172,19 +170,24 @@ def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Size
         if key not in known:
             raise ModelFolderError("unknown key", where=where, key=f"{section}.{key}", way_out=did_you_mean(key, known))
     try:
-        return TypeAdapter(kind).validate_python(given)
+        sizes = TypeAdapter(kind).validate_python(given)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, (section, *first["loc"])))
         raise ModelFolderError(first["msg"], where=where, key=key, way_out=way_out) from error
+    for name in known:
+        value = getattr(sizes, name)
+        if min(value if isinstance(value, Sequence) else [value], default=0) <= 0:
+            raise ModelFolderError(f"{value} is not above 0", where=where, key=f"{section}.{name}", way_out=way_out)
+    return sizes
 
 
-def _part(module: nn.Module, path: Path) -> Any:
-    """Load the weights of a part, on this process's device.
+def _part(kind: Callable[[_Sizes], nn.Module], sizes: _Sizes, path: Path) -> Any:
+    """Load a part with its weights, on this process's device.
 
     Raises:
         CheckpointError: The file is broken.
-        ModelFolderError: The file is missing, or its weights do not fit.
+        ModelFolderError: The file is missing, its weights do not fit, or the sizes do not fit together.
     """
     if not path.is_file():
         way_out = "The language model alone makes no sound: copy flow.pt and hift.pt of the release into the folder."
@@ -193,13 +196,17 @@ def _part(module: nn.Module, path: Path) -> Any:
     tensors = stored.items() if isinstance(stored, dict) else ()
     weights = {name.removeprefix(_OF_TRAINING): value for name, value in tensors if isinstance(value, torch.Tensor)}
     try:
+        with torch.device("meta"):
+            module = kind(sizes)
+    except (ValueError, RuntimeError, IndexError) as error:
+        what = f"the sizes of {path.name} do not fit together: {error}"
+        way_out = "Compare the section with the model's YAML."
+        raise ModelFolderError(what, where=str(path.with_name("config.json")), way_out=way_out) from error
+    try:
         report = module.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
         first = str(error).splitlines()[1:2] or [str(error)]
-        what, way_out = (
-            f"weights do not fit: {first[0].strip()}",
-            "Give the sizes in config.json, or the release's file.",
-        )
+        what, way_out = f"weights do not fit: {first[0].strip()}", "Use the file of the release."
         raise ModelFolderError(what, where=str(path), way_out=way_out) from error
     check_all_loaded(report._asdict(), path)
     return module.eval().requires_grad_(False).to(current_device())
