@@ -220,7 +220,7 @@ WRONG = {
     "unknown size": (_config(flow_config={"dims": 64}), r"flow_config.dims(.|\n)*Did you mean 'dim'"),
     "size of no number": (_config(hift_config={"n_fft": "x"}), r"hift_config.n_fft.*valid integer"),
     "size of nothing": (_config(flow_config={"heads": 0}), r"flow_config.heads.*0 is not above 0"),
-    "sizes at odds": (_config(hift_config={"upsample_kernel_sizes": [8, 5]}), r"config.json.*sizes of hift.pt do not fit"),
+    "sizes at odds": (_config(hift_config={"upsample_kernel_sizes": [8, 5]}), r"sizes of hift.pt do not fit"),
     "no voices": (lambda folder: torch.save(torch.ones(2), folder / "spk2info.pt"), r"spk2info.pt.*no voices by name"),
     "no section": (_config(flow_config=3), r"flow_config.*is not a section"),
     "other codec": (_config(speech_token_size=40, extra_speech_rows=18), "language model and of the flow differ: 40"),
