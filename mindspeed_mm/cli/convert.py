@@ -81,8 +81,8 @@ def command(
     """Convert a checkpoint to another layout.
 
     SOURCE is recognised: a Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, a
-    generator's weights, a text model in GGUF or CosyVoice3's release. TARGET appears when it is complete, with a manifest of every tensor's
-    checksum; a folder made from GGUF has none.
+    generator's weights, a text model in GGUF or CosyVoice3's release. TARGET appears when it is complete, with a
+    manifest of every tensor's checksum; a folder made from GGUF has none.
     """
     from mindspeed_mm.tasks.convert import convert  # torch: not for --help
 
