@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
+from mindspeed_mm.checkpoint.cosyvoice3_release import SOUND_FILES
 from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.recognise import check_folder_exists
@@ -26,11 +27,12 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
-_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt"}
-"""The last one: the voices of Qwen2.5-Omni."""
+_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt", *SOUND_FILES}
+"""The fourth: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
-_ASSET_FOLDERS = {"additional_chat_templates"}
+_ASSET_FOLDERS = {"additional_chat_templates", "speech_tokenizer"}
+"""The second: the codec of Qwen3-TTS, with its weights."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.cosyvoice3_release import is_cosyvoice3_release
 from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.core.healing import heal_missing
 from mindspeed_mm.core.model_kinds import EXPERT_PARTS
@@ -24,8 +25,10 @@ WAYS: Mapping[str, tuple[Layout, ...]] = {
     "megatron": ("hf", "dcp", "megatron"),
     "generator": ("diffusers", "original", "megatron"),
     "gguf": ("hf",),
+    "cosyvoice3": ("hf",),
 }
-"""Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts."""
+"""Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts;
+`cosyvoice3`: its release, of which `hf` is made and, with --to original, its language model again."""
 DIST_SETTINGS, DIST_COMMON = "metadata.json", "common.pt"
 """In a folder of Megatron-Core's `dist_checkpointing`."""
 _ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")
@@ -104,7 +107,10 @@ def check_folder_exists(path: Path, error: type[MMError] = CheckpointError) -> N
 
 
 def _unknown(path: Path) -> CheckpointError:
-    if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
+    if is_cosyvoice3_release(path):
+        what = "is the release of CosyVoice3, of which a model folder is made"
+        way_out = f"Make one: mm convert {path} FOLDER."
+    elif any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
         what = "is a DeepSpeed checkpoint"
         way_out = "Turn it into a Hugging Face folder with its own zero_to_fp32.py first."
     else:

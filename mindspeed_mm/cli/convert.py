@@ -22,6 +22,7 @@ Examples:
   mm convert models/ltx-2-19b-dev.safetensors models/LTX-2-transformer --to diffusers
   mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-T2V-1.3B --to original
   mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-mm --to megatron
+  mm convert models/Fun-CosyVoice3-0.5B-2512 models/Fun-CosyVoice3-0.5B
   mm convert --verify-only qwen-tp2-pp2
 
 Ways: {told_ways()}.
@@ -80,8 +81,8 @@ def command(
     """Convert a checkpoint to another layout.
 
     SOURCE is recognised: a Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, a
-    generator's weights or a text model in GGUF. TARGET appears when it is complete, with a manifest of every tensor's
-    checksum; a folder made from GGUF has none.
+    generator's weights, a text model in GGUF or CosyVoice3's release. TARGET appears when it is complete, with a
+    manifest of every tensor's checksum; a folder made from GGUF has none.
     """
     from mindspeed_mm.tasks.convert import convert  # torch: not for --help
 

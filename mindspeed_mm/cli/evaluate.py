@@ -22,6 +22,7 @@ Examples:
   mm evaluate runs/digits/hf --data test.jsonl --out scores --batch-size 128 --max-new-tokens 16
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl --loss
   mm evaluate runs/asr --data spoken.jsonl --metric wer --ignore-case --ignore-punctuation
+  mm evaluate models/Qwen3-TTS-12Hz-1.7B-Base --data texts.jsonl --recogniser models/whisper-small --ignore-case
   mm evaluate runs/vqa --data open.jsonl --judge http://127.0.0.1:8000/v1 --judge-model large
   mm evaluate runs/vqa --benchmark docvqa_val --data sets/DocVQA
   mm evaluate runs/vqa --benchmark mmbench_dev --data MMBench_DEV_EN.tsv --against runs/older/eval/mmbench_dev
@@ -41,6 +42,9 @@ def command(request: EvaluateRequest) -> int:
 
     With --loss the mean cross-entropy of the answers' tokens is measured instead, and its exponential, the perplexity:
     rows are encoded as in training, and every answer of a conversation counts. Writes loss.json and loss_rows.jsonl.
+
+    With --recogniser MODEL speaks: it says the texts of the rows, and the share of words is counted that a speech
+    recogniser hears wrongly.
 
     With --benchmark the questions are those of a published set, and its authors' rule says what is right.
 
@@ -94,6 +98,13 @@ def _score_published(request: EvaluateRequest) -> Result:
     return evaluate.run(request)
 
 
+@collecting_later()
+def _score_speech(request: EvaluateRequest) -> Result:
+    from mindspeed_mm.tasks.evaluate import spoken  # torch: the help does without
+
+    return spoken.run(request)
+
+
 def _measure_loss(request: EvaluateRequest) -> Result:
     from mindspeed_mm.tasks.evaluate import loss  # torch: the help does without
 
@@ -117,6 +128,7 @@ _WAYS: dict[Way, tuple[Callable[[EvaluateRequest], Result], bool]] = {
     "harness": (_ask_by_harness, False),
     "benchmark": (_score_published, True),
     "loss": (_measure_loss, False),
+    "recogniser": (_score_speech, False),
     "rows": (_score_rows, True),
 }
 """Way → what measures so, and whether processes share it."""

@@ -25,6 +25,7 @@ Examples:
   mm infer runs/omni --video walk.mp4 --audio steps.wav --prompt "What is heard, and what is seen?"
   mm infer runs/asr --audio hello.wav
   mm infer models/Qwen3-Omni-30B-A3B-Instruct --audio question.wav --speak answer.wav --speaker Chelsie
+  mm infer models/Qwen3-TTS-12Hz-1.7B-Base --prompt "Mind the gap." --audio voice.wav --speak said.wav
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora exported/lora --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
@@ -147,16 +148,19 @@ def answer_prompt(request: InferRequest) -> None:
 
 @collecting_later()
 def speak_answer(request: InferRequest) -> None:
-    """Answer the one prompt, print what is said, and write it as it is spoken."""
+    """Write the prompt, or the answer to it, as it is spoken; an answer is printed as well."""
     from mindspeed_mm.tasks.answer import speech
 
     said = speech.run(request)
+    seconds, finished = said.utterance.seconds, said.utterance.finished
     if request.as_json:
-        facts = {"file": said.file, "seconds": said.seconds, "speaker": said.speaker}
-        say_json(asdict(said.answer) | facts)
+        answer = asdict(said.answer) if said.answer is not None else {"finished": finished}
+        say_json(answer | {"file": said.file, "seconds": seconds, "speaker": said.utterance.name})
         return
-    say(said.answer.text)
-    say(f"{said.file}: {said.seconds:.1f} s", err=True)
+    if said.answer is not None:
+        say(said.answer.text)
+    cut_off = "" if finished else ", cut off (--max-new-tokens)"
+    say(f"{said.file}: {seconds:.1f} s{cut_off}", err=True)
 
 
 @collecting_later()
@@ -173,7 +177,7 @@ def answer_rows(request: InferRequest) -> None:
     kept = f", {outcome.kept} were already there" if outcome.kept else ""
     say(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
-        longest = request.max_new_tokens
+        longest = request.longest_answer
         say(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
 
 

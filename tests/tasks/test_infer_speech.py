@@ -114,7 +114,7 @@ def test_voice_and_seed_reach_the_model(
     monkeypatch.setattr(kind, "generate", noted)
     other = speech.run(asked_of(folder, sound, seed=4, speak=tmp_path / "said.wav", speaker="ethan"))
     assert asked == ["ethan"]
-    assert other.answer.text == said[0]["text"]
+    assert other.answer is not None and other.answer.text == said[0]["text"]
     assert heard(tmp_path / "said.wav")[1].tolist() != said[1].tolist()
 
 

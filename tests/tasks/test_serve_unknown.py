@@ -18,8 +18,10 @@ import torch
 from openai import OpenAI
 from starlette.routing import Route
 
+from mindspeed_mm.fsdp.sampling.speech.voice import load_voice
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.requests.access import Access
@@ -32,22 +34,27 @@ from tests.helpers.served import NAME, served
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_sounds import sound_bytes, tone
+from tests.helpers.tiny_speech_codec import write_speaker
 from tests.tasks.test_transcripts import TOKENS, make_whisper
 
 UNKNOWN = "no_such_field"
+FIELDS = {"chat": "messages", "speech": "input"}
+"""Part of a route → the field that it needs, where that is no prompt."""
 SOUND = sound_bytes(tone(0.5, 16_000, 220.0), 16_000)
 
 
 def make_engine(kind: str, folder: Path) -> Any:
     if kind == "draws":
         return DrawEngine(*generate.load_generator(make_tiny_flux(folder, identity_vae=True)))
+    if kind == "speaks":
+        return SpeechEngine(load_voice(write_speaker(folder)))
     if kind == "behind":
         return Backend(9, "key", NAME)
     return AnswerEngine(load_generator(make_whisper(folder) if kind == "hears" else make_tiny_qwen3_vl(folder)))
 
 
 @pytest.mark.edge("BR17b")
-@pytest.mark.parametrize("kind", ["talks", "hears", "draws", "behind"])
+@pytest.mark.parametrize("kind", ["talks", "hears", "draws", "speaks", "behind"])
 def test_every_route_names_a_field_that_it_does_not_know(kind: str, tmp_path: Path) -> None:
     engine, asked = make_engine(kind, tmp_path / "model"), set()
     with served(engine) as address:
@@ -60,9 +67,8 @@ def test_every_route_names_a_field_that_it_does_not_know(kind: str, tmp_path: Pa
             elif route.path.endswith("transcriptions"):
                 answer = httpx.post(path, data={UNKNOWN: "1"}, files={"file": ("a.wav", SOUND)})
             else:
-                usual = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
-                needed = usual["messages"] if "chat" in route.path else usual["prompt"]
-                field = "messages" if "chat" in route.path else "prompt"
+                field = next((each for part, each in FIELDS.items() if part in route.path), "prompt")
+                needed = [{"role": "user", "content": "x"}] if field == "messages" else "x"
                 answer = httpx.post(path, json={"model": NAME, field: needed, UNKNOWN: 1})
             error = answer.json()["error"]
             names_it = f"'{UNKNOWN}'" in error["message"] and error["param"] == UNKNOWN

@@ -134,7 +134,7 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     """
     heal_missing(path)
     if path.is_file() and path.suffix in _PT_SUFFIXES:
-        yield _recognised(path, _pt_tensors(path))
+        yield _recognised(path, pt_tensors(path))
     elif path.is_file():
         with open_file(path) as (stored, _):
             yield _recognised(path, stored)
@@ -147,7 +147,7 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
     elif (path / TRACKER).is_file() and not any(path.glob("*.safetensors")):
         yield _mm_weights(path)  # says what is wrong with it
     elif (pickled := _pickled_weights(path)) is not None:
-        yield _recognised(pickled, _pt_tensors(pickled))
+        yield _recognised(pickled, pt_tensors(pickled))
     else:
         folder = transformer_folder(path)
         if folder != path and (path / "transformer_2").is_dir():
@@ -196,7 +196,12 @@ def _pickled_weights(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def _pt_tensors(path: Path) -> dict[str, LazyTensor]:
+def pt_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file as of `torch.save`, by name, without the section that they may stand in.
+
+    Raises:
+        CheckpointError: As `read_pt_files`.
+    """
     (content,) = read_pt_files([path])
     for section in _SECTIONS:
         if section in content.tensors:

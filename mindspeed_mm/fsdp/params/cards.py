@@ -216,6 +216,15 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
 
 
 @cache
+def voices() -> dict[str, str]:
+    """Model type in config.json → the class that speaks for it: a module of `fsdp/sampling/speech` and its class."""
+    found = {}
+    for card, _ in _cards("models"):
+        found.update(card.get("voices") or {})
+    return found
+
+
+@cache
 def dataset_modules() -> dict[str, str]:
     """Built-in dataset type → the module that registers it, which its card names."""
     return {name: f"{_DATASETS}.{folder}.{card['module']}" for name, card, folder in _by_id("data/datasets")}

@@ -7,7 +7,7 @@ import wave
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -65,6 +65,37 @@ def wave_bytes(sound: SoundTrack) -> bytes:
         file.setsampwidth(2)
         file.setframerate(sound.rate)
         file.writeframes(np.ascontiguousarray(_sixteen_bits(sound).T).astype("<i2").tobytes())
+    return data.getvalue()
+
+
+SoundKind = Literal["wav", "pcm", "flac", "mp3", "opus", "aac"]
+_CODECS = {"flac": ("flac", "flac"), "mp3": ("mp3", "libmp3lame"), "opus": ("ogg", "libopus"), "aac": ("adts", "aac")}
+"""Kind → container and encoder of FFmpeg."""
+
+
+def sound_bytes(sound: SoundTrack, kind: SoundKind) -> bytes:
+    """A sound file: WAV or the bare samples (`pcm`) of 16 bits, little end first; or as FFmpeg encodes it.
+
+    Raises:
+        ValueError: The installed FFmpeg lacks the encoder, or the encoder takes no sound of this rate.
+    """
+    if kind == "wav":
+        return wave_bytes(sound)
+    if kind == "pcm":
+        return np.ascontiguousarray(_sixteen_bits(sound).T).astype("<i2").tobytes()
+    import av  # as below
+
+    container_name, encoder = _CODECS[kind]
+    if encoder not in av.codecs_available:
+        raise ValueError(f"the installed FFmpeg has no encoder '{encoder}'")
+    data = io.BytesIO()
+    try:
+        with av.open(data, "w", format=container_name) as container:
+            stream = container.add_stream(encoder, rate=sound.rate)
+            stream.layout = _layout(sound)
+            _encode_sound(container, stream, sound)
+    except av.error.FFmpegError as error:
+        raise ValueError(f"'{encoder}' does not take {sound.rate} samples a second: {error}") from error
     return data.getvalue()
 
 

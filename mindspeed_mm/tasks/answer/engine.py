@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
 from mindspeed_mm.fsdp.sampling.answers.steering import Steering
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
+from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 
 
 class AnswerWorker(Protocol):
@@ -50,6 +51,7 @@ class AnswerEngine:
         most_tokens: Tokens of a batch, prompts and answers, padding included; one question is always taken.
         answer: Answers a batch in the model's stead, where other ranks take part in it.
         worker: Answers in another way than by batches.
+        speech: Speaks with the same model.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class AnswerEngine:
         most_tokens: int = 2**17,
         answer: Callable[[Sequence[LiveAnswer]], Sequence[Answer]] | None = None,
         worker: AnswerWorker | None = None,
+        speech: SpeechEngine | None = None,
     ) -> None:
-        self.generator = generator
+        self.generator, self.speech = generator, speech
         self._most_tokens = most_tokens
         self.transcribes = is_whisper(generator.encoder.processor)
         configured = getattr(getattr(generator, "model", None), "generation_config", None)
@@ -117,6 +120,8 @@ class AnswerEngine:
         """Take nothing more, and finish what is there."""
         self._encoder.shutdown()
         self._worker.close(timeout_s)
+        if self.speech is not None:
+            self.speech.close(timeout_s)
 
     def _answer_each(self, rows: Sequence[LiveAnswer]) -> Sequence[Answer | Exception]:
         """The answer of each row, or why it has none."""

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
 from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.speech.voice import is_speaker
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -43,13 +44,16 @@ def load_generator(
         adapters: Folders of adapters that rows may choose by these names, as PEFT has them.
 
     Raises:
-        UsageError: There are adapters for all rows as well.
+        UsageError: There are adapters for all rows as well, or the model speaks and writes nothing.
         ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
     """
     if lora is not None and adapters:
         raise UsageError(
             "there are adapters for all rows as well", where=str(lora), key="--adapter", way_out="Name them."
         )
+    if is_speaker(folder):
+        way_out = "Let it speak: mm infer --speak FILE; score it: mm evaluate --recogniser FOLDER."
+        raise UsageError("the model speaks, and writes no answers", where=str(folder), way_out=way_out)
     if lora is not None:
         check_peft_folder(lora, "--lora")
     for path in (adapters or {}).values():

@@ -68,7 +68,7 @@ def sampling_of(request: InferRequest) -> Sampling:
         UsageError: Logits cannot be divided by the temperature, or there are more beams than fit.
     """
     seed, top_k, beams = request.seed or 0, request.top_k, request.beams
-    return Sampling(request.max_new_tokens, request.temperature, request.top_p, seed, top_k, beams=beams)
+    return Sampling(request.longest_answer, request.temperature, request.top_p, seed, top_k, beams=beams)
 
 
 def run(request: InferRequest) -> InferOutcome | None:
@@ -94,7 +94,7 @@ def run(request: InferRequest) -> InferOutcome | None:
     view = rows_view(source, request.config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
     _check_adapters(questions, adapters, data)
-    fingerprint = f"{source.fingerprint()}-{request.max_new_tokens}"
+    fingerprint = f"{source.fingerprint()}-{request.longest_answer}"
     if request.config:
         fingerprint += view.mark
     fingerprint += _mark(settings, source, adapters)

@@ -10,6 +10,7 @@ from pathlib import Path
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.manifest import check_converted
 from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
+from mindspeed_mm.checkpoint.cosyvoice3_release import is_cosyvoice3_release
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
 from mindspeed_mm.checkpoint.dcp_folder.reading import find_step as find_distributed_step
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
@@ -33,6 +34,7 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.models.loading.gguf import write_model_folder
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.convert.cosyvoice3 import hf_to_release, release_to_hf
 from mindspeed_mm.tasks.convert.same_logits import same_logits
 from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model, unnamed_model
 
@@ -65,12 +67,12 @@ def run(
 
     Args:
         source: A Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, a generator's weights
-            in any layout, or a text model in GGUF.
+            in any layout, a text model in GGUF, or CosyVoice3's release.
         target: The folder to write.
         to: Its layout; None: `dcp` of a Hugging Face folder, `hf` of anything else. `hf` of a generator is `diffusers`.
         division: Of a Megatron-style target.
         model_folder: Configuration and tokenizer for a checkpoint that does not say what it was trained from; of a
-            generator a diffusers folder of the same model.
+            generator a diffusers folder of the same model; of CosyVoice3 to `original` its release.
         overwrite: Replace what an earlier conversion wrote there.
         verify: Read everything back and compare, also the logits; full: of models of any size.
         allow_unused: Leave out stored tensors that the model has no place for, and name them; else they are an error.
@@ -89,8 +91,13 @@ def run(
         _refuse_model(model_folder)
         return "gguf", _from_gguf(source, target, overwrite=overwrite)
     writing = Writing(overwrite, verify, same_logits, allow_unused)
+    if is_cosyvoice3_release(source) and to in (None, "hf"):
+        _refuse_model(model_folder)
+        return "cosyvoice3", release_to_hf(source, target, writing)
     distributed = GenericDCPConverter()
     distributed.examine = same_logits
+    if to == "original" and _is_cosyvoice3(source):
+        return "hf", hf_to_release(source, target, model_folder, writing)
     if to in ("diffusers", "original"):
         return "generator", _generator(source, target, Naming(to), model_folder, writing)
     kind = "generator" if source.is_file() else _kind_of(source)
@@ -131,6 +138,10 @@ def _kind_of(source: Path) -> str:
     kind = recognise(source)
     is_converted = kind == "run" and not list_iterations(source) and read_tracker(source) == RELEASE
     return "dcp" if is_converted else kind
+
+
+def _is_cosyvoice3(source: Path) -> bool:
+    return (source / "config.json").is_file() and model_config(source).get("model_type") == "cosyvoice3"
 
 
 def _from_gguf(source: Path, target: Path, *, overwrite: bool) -> Converted:

@@ -24,7 +24,6 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 _FAMILY, _BASE = "qwen3_tts", "base"
 _VOICES, _ENCODER = "talker.model.codec_embedding.weight", "speaker_encoder."
 _ROW = 3000
-_SPEECH_TOKENIZER = "speech_tokenizer"
 _LEAST_SECONDS = 0.1
 
 
@@ -78,8 +77,6 @@ class Qwen3TTSConverter(GenericDCPConverter):
         )
 
     def _finish(self, made: HubFolder, model_assets_dir: Path) -> None:
-        if (model_assets_dir / _SPEECH_TOKENIZER).is_dir():
-            made.copies[_SPEECH_TOKENIZER] = model_assets_dir / _SPEECH_TOKENIZER
         if self._voice is not None:
             _give_voice(made, self._voice, model_assets_dir)
 

@@ -109,6 +109,7 @@ _EXTRAS = {
     "gguf": "models in GGUF",
     "cuda": "fused kernels",
     "npu": "Ascend",
+    "speech": "CosyVoice3 with the voice of a recording",
     "eval": "LPIPS and accuracies by classifiers",
 }
 

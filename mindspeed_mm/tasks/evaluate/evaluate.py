@@ -51,7 +51,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     questions = _questions(data, request.media_dir, view)
     others = None
     if request.against is not None:
-        others = _read_others(request.against, questions, comparison)
+        others = read_others(request.against, questions, comparison)
     media_dir = request.media_dir or data.parent
     out = request.out or results_folder(source.run, source.folder)
     with joined_ranks(WAIT_S) as ranks:
@@ -80,7 +80,7 @@ def run(request: EvaluateRequest) -> Evaluation:
         answered = [(question, answers[question.row]) for question in questions]
         evaluation = evaluate_answers(answered, facts, comparison, verdicts)
         if others is not None:
-            evaluation = _compared(evaluation, others)
+            evaluation = compared_with(evaluation, others)
         ranks.first("writing the results", lambda: write_evaluation(evaluation, out))
         if verdicts is not None:
             failures = sum(verdict.said is None for verdict in verdicts.values())
@@ -89,7 +89,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     return evaluation
 
 
-def _read_others(against: Path, questions: list[Question], comparison: Comparison) -> dict[OfQuestion, Any]:
+def read_others(against: Path, questions: list[Question], comparison: Comparison) -> dict[OfQuestion, Any]:
     """What another evaluation of the same rows found, by question.
 
     Raises:
@@ -111,7 +111,8 @@ def _read_others(against: Path, questions: list[Question], comparison: Compariso
     return others
 
 
-def _compared(evaluation: Evaluation, others: dict[OfQuestion, Any]) -> Evaluation:
+def compared_with(evaluation: Evaluation, others: dict[OfQuestion, Any]) -> Evaluation:
+    """An evaluation with a paired test against `read_others`."""
     own = by_question(evaluation.samples)
     test = compare_samples(list(own.values()), [others[question] for question in own])
     remark = f"{evaluation.comparison.title} against the other model: {test}"

@@ -106,11 +106,16 @@ TASKS: dict[str, Topic] = {
         "docs/data.md",
     ),
     "speak": Topic(
-        "Turn text into speech tokens",
+        "Turn text into speech",
         ("tts", "speak", "voice", "synthes", "narrat", "cosyvoice", "talker", "clon"),
-        {**_ROWS, "write a folder of the trained weights": "mm export runs/mine exported"},
+        {
+            **_ROWS,
+            "let it speak": 'mm infer runs/mine --prompt "Mind the gap." --speak gap.wav',
+            "score it by a recogniser": "mm evaluate runs/mine --data texts.jsonl --recogniser models/whisper-small",
+            "write a folder of the trained weights": "mm export runs/mine exported",
+        },
         "docs/data.md",
-        "sound is made of the tokens by the codec of the release; `mm infer` writes none",
+        "sound is made of codes by the codec of the release, which has to be in the model's folder",
     ),
     "text": Topic(
         "Write and reason in text",

@@ -15,7 +15,7 @@ JUDGED = ("mmbench_dev", "mathvista_testmini")
 """Sets whose authors let a language model find answers."""
 QUESTIONS_AT_A_TIME, LOSS_ROWS_AT_A_TIME, FRAMES_AT_A_TIME, MAX_NEW_TOKENS = 64, 8, 32, 512
 
-Way = Literal["generated", "harness", "benchmark", "loss", "rows"]
+Way = Literal["generated", "harness", "benchmark", "loss", "recogniser", "rows"]
 """How a model is measured, by the option that asks for it; `rows` where none does."""
 Benchmark = Literal[
     "ai2d_test",
@@ -76,6 +76,10 @@ class EvaluateRequest(Request):
         "With --generated: .npy file of the same features of real pictures; with Inception's, the distances are FID "
         "and KID."
     )
+    recogniser: Path | None = option(
+        "Folder or run of a speech recogniser. MODEL says the text of each row of --data, the recogniser writes down "
+        "what it hears, and the words that differ are counted."
+    )
     harness: Harness | None = option(
         "Let this harness ask and score; it must be installed. MODEL is served for it, or is the address of a running "
         "server."
@@ -101,11 +105,13 @@ class EvaluateRequest(Request):
         "Number of rows at a time; default: 64, or 8 with --loss, or 32 with --generated or --harness.", least=1
     )
     max_new_tokens: int | None = option(
-        "Maximum length of an answer in tokens; default: 512, or the harness's own.", least=1
+        "Maximum length of an answer in tokens; default: 512, or the harness's own; of speech as the model was "
+        "released.",
+        least=1,
     )
     metric: Metric | None = option(
         "How answers are compared: exact, whether each is the expected one (the default); wer or cer, the share of "
-        "words or characters that are wrong."
+        "words or characters that are wrong; with --recogniser wer is the default."
     )
     ignore_case: bool = option("Ignore upper and lower case when answers are compared.", False)
     ignore_punctuation: bool = option("Ignore punctuation when answers are compared.", False)
@@ -137,7 +143,7 @@ class EvaluateRequest(Request):
     @property
     def way(self) -> Way:
         """How the model is measured."""
-        ways: tuple[Way, ...] = ("generated", "harness", "benchmark", "loss")
+        ways: tuple[Way, ...] = ("generated", "harness", "benchmark", "loss", "recogniser")
         return next((way for way in ways if getattr(self, way)), "rows")
 
     @property
@@ -206,6 +212,7 @@ _TAKEN: dict[Way, set[str]] = {
     "harness": {"lora", "config", "checkpoint", *_ASKING} | _GENERATING,
     "benchmark": {"against", *_JUDGE} | _MODEL | _GENERATING,
     "loss": {"media_dir"} | _MODEL,
+    "recogniser": {"media_dir", "against", "max_new_tokens", *_COMPARED} - _JUDGE | _MODEL - {"lora"},
     "rows": {"media_dir", "against"} | _MODEL | _GENERATING | _COMPARED,
 }
 """Way → its options, beside those of all."""
@@ -214,6 +221,7 @@ _WHY_NOT: dict[str, str] = {
     "generated": "does not go with --generated, which asks no questions",
     "benchmark": "does not go with --benchmark, whose set decides it",
     "loss": "nothing is generated with --loss",
+    "recogniser": "does not go with --recogniser",
 }
 
 
@@ -230,7 +238,7 @@ def _check_given(request: EvaluateRequest, given: set[str]) -> None:
             raise UsageError(_WHY_NOT[way], key=flag, way_out="Leave it out.")
     if request.data is None and way == "benchmark":
         raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
-    if request.data is None and way == "rows":
+    if request.data is None and way in ("rows", "recogniser"):
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
 
 

@@ -49,7 +49,11 @@ class InferRequest(Request):
         "YAML to use instead of the run's. For a language model its data section describes the rows; for a generator "
         "its plugins, model and sampling sections apply."
     )
-    max_new_tokens: int = option("Maximum length of an answer in tokens.", MAX_NEW_TOKENS, least=1, only=LANGUAGE)
+    max_new_tokens: int | None = option(
+        f"Maximum length of an answer in tokens. Default: {MAX_NEW_TOKENS}; of speech as the model was released.",
+        least=1,
+        only=LANGUAGE,
+    )
     temperature: float | None = option(
         "Sampling temperature; 0 is greedy. Default: that of the model's generation_config.json.",
         least=0,
@@ -68,8 +72,15 @@ class InferRequest(Request):
         "Number of beams of a beam search; default: generation_config.json.", least=1, only=LANGUAGE
     )
     hide_thoughts: bool = option("Remove thoughts from the answers.", False, only=LANGUAGE)
-    speak: Path | None = option("Also speak the answer to --prompt, into this WAV file (Qwen3-Omni).", only=LANGUAGE)
-    speaker: str | None = option("Whose voice --speak uses; default: Ethan's.", only=LANGUAGE)
+    speak: Path | None = option(
+        "Speak into this WAV file: the text of --prompt or, if the model answers questions (Qwen3-Omni), its answer.",
+        only=LANGUAGE,
+    )
+    speaker: str | None = option("Name of the voice that --speak uses.", only=LANGUAGE)
+    audio_text: str | None = option(
+        "What is said in --audio, the recording of a voice that --speak copies.", only=LANGUAGE
+    )
+    instructions: str | None = option("How --speak is to sound, in words, for models that follow them.", only=LANGUAGE)
     prompts_file: Path | None = option(
         "File with one prompt per line, or JSON lines.", flag="--prompts", only=GENERATOR
     )
@@ -139,6 +150,8 @@ class InferRequest(Request):
         super().__post_init__()
         check_whole_characters(self.prompts, "--prompt")
         check_whole_characters(self.negative_prompt, "--negative-prompt")
+        check_whole_characters(self.audio_text, "--audio-text")
+        check_whole_characters(self.instructions, "--instructions")
 
     @property
     def media(self) -> list[tuple[Medium, Path]]:
@@ -154,6 +167,11 @@ class InferRequest(Request):
     def prompt(self) -> str:
         """The question for a language model; empty where media ask."""
         return self.prompts[0] if self.prompts else ""
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of an answer in text at most."""
+        return self.max_new_tokens or MAX_NEW_TOKENS
 
     @property
     def sampling_fields(self) -> dict[str, Any]:
@@ -243,11 +261,16 @@ def _check_source(request: InferRequest) -> None:
 def _check_speech(request: InferRequest) -> None:
     """Raise `UsageError` where an answer is to be spoken that cannot be."""
     if request.speak is None:
-        if request.speaker is not None:
-            raise UsageError("nothing is spoken", key="--speaker", way_out="Name the file for the voice: --speak FILE.")
+        for name in ("speaker", "audio_text", "instructions"):
+            if getattr(request, name) is not None:
+                way_out = "Name the file for the voice: --speak FILE."
+                raise UsageError("nothing is spoken", key=f"--{name.replace('_', '-')}", way_out=way_out)
         return
     if request.data is not None:
-        raise UsageError("only the answer to --prompt is spoken", key="--speak", way_out="Ask row by row.")
+        raise UsageError("only --prompt, or the answer to it, is spoken", key="--speak", way_out="Ask row by row.")
+    if request.audio_text is not None and not request.audios:
+        way_out = "Name the recording: --audio FILE."
+        raise UsageError("there is no recording that it could be said in", key="--audio-text", way_out=way_out)
     if request.lora is not None:
         way_out = "Merge the adapters first: mm merge."
         raise UsageError("a model cannot speak with adapters that are not merged", key="--lora", way_out=way_out)

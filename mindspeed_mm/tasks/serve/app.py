@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.serve.backend import Backend
@@ -25,16 +26,17 @@ from mindspeed_mm.tasks.serve.media_gate import MediaGate
 from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
 from mindspeed_mm.tasks.serve.names import Names
 from mindspeed_mm.tasks.serve.passing_on import PassingRoutes
+from mindspeed_mm.tasks.serve.speaking import SpeechRoutes
 
 _PAGE = Path(__file__).with_name("page.html")
-Engine = AnswerEngine | DrawEngine | Backend
+Engine = AnswerEngine | DrawEngine | SpeechEngine | Backend
 
 
 def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guard:
     """The server as an ASGI application; when it ends, the engine finishes what is there.
 
     Args:
-        engine: Of a model that understands, or of a generator; or another server.
+        engine: Of a model that understands, of a generator or of a voice; or another server.
         name: That requests call the model by.
         limits: How much a request may have.
         access: Who may ask.
@@ -47,7 +49,11 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
         answered = ("chat", "completions")
     elif isinstance(engine, AnswerEngine) and engine.transcribes:
         answered = ("chat", "transcriptions")
-    metrics, names = Metrics(), Names(name, adapters, answered)
+    speech = _speech_of(engine)
+    if speech is not None:
+        answered = ("speech",) if speech is engine else (*answered, "speech")
+    voices = tuple(speech.voice.names.values()) if speech is not None else ()
+    metrics, names = Metrics(), Names(name, adapters, answered, voices)
     routes = routes_of(engine, names, limits, access, metrics)
 
     @asynccontextmanager
@@ -59,9 +65,20 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
     return guarded(Starlette(routes=routes, lifespan=lifespan), limits, access, metrics)
 
 
+def _speech_of(engine: Engine) -> SpeechEngine | None:
+    """What speaks; None: nothing."""
+    if isinstance(engine, SpeechEngine):
+        return engine
+    return engine.speech if isinstance(engine, AnswerEngine) else None
+
+
 def routes_of(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
     """Return all routes of the server: those of every engine, and those of this engine's kind."""
-    return [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
+    own = _model_routes(engine, names, limits, access, metrics)
+    answered = {route.path for route in own}
+    lacking = [path for path in _UNSUPPORTED if path not in answered]
+    unsupported = [Route(path, _unsupported, methods=["POST"], name="unsupported") for path in lacking]
+    return [*_common_routes(engine, names, metrics), *unsupported, *own]
 
 
 def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseRoute]:
@@ -101,12 +118,18 @@ def _common_routes(engine: Engine, names: Names, metrics: Metrics) -> list[BaseR
         Route("/metrics", counts, name="metrics"),
         Route("/v1/models", models, name="models"),
         Route("/v1/models/{name:path}", model, name="models"),
-        *(Route(path, _unsupported, methods=["POST"], name="unsupported") for path in _UNSUPPORTED),
     ]
 
 
-def _model_routes(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[BaseRoute]:
-    post = ["POST"]
+def _model_routes(engine: Engine, names: Names, limits: Limits, access: Access, metrics: Metrics) -> list[Route]:
+    post, speaking = ["POST"], []
+    speech = _speech_of(engine)
+    if speech is not None:
+        gate = MediaGate(limits, MediaLimits(), access.media_folder, access.remote_hosts)
+        speak = SpeechRoutes(speech, gate, limits, names, metrics).speak
+        speaking = [Route("/v1/audio/speech", speak, methods=post, name="speech")]
+    if isinstance(engine, SpeechEngine):
+        return speaking
     if isinstance(engine, DrawEngine):
         draw = DrawRoutes(engine, limits, names, metrics)
         return [
@@ -121,6 +144,7 @@ def _model_routes(engine: Engine, names: Names, limits: Limits, access: Access, 
     else:
         chat = ChatRoutes(engine, gate, limits, names, metrics)
     return [
+        *speaking,
         Route("/v1/chat/completions", chat.complete, methods=post, name="chat"),
         Route("/v1/completions", chat.complete_text, methods=post, name="completions"),
         Route("/v1/audio/transcriptions", chat.transcribe, methods=post, name="transcriptions"),
@@ -132,7 +156,7 @@ _UNSUPPORTED = {
     "/v1/embeddings": "models that embed are served by vLLM or text-embeddings-inference",
     "/v1/images/edits": "mm infer edits pictures",
     "/v1/images/variations": "mm infer edits pictures",
-    "/v1/audio/speech": "mm infer --speak speaks answers",
+    "/v1/audio/speech": "this model does not speak, or not as it is served here",
     "/v1/audio/translations": "ask /v1/audio/transcriptions, in the language of the sound",
     "/v1/moderations": "no model is served for it",
 }

@@ -16,7 +16,9 @@ class Names:
     shown: str
     adapters: tuple[str, ...] = ()
     routes: tuple[str, ...] = ()
-    """What it answers: of `chat`, `transcriptions`, `images` and `videos`."""
+    """What it answers: of `chat`, `transcriptions`, `images`, `videos` and `speech`."""
+    voices: tuple[str, ...] = ()
+    """That requests for speech may name."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check(self, asked: str) -> None:
@@ -44,4 +46,6 @@ class Names:
     def listed(self) -> list[dict[str, Any]]:
         """Return an entry of `/v1/models` for the model and for each of its adapters."""
         facts = {"object": "model", "created": self.created, "owned_by": "mindspeed-mm", "routes": list(self.routes)}
+        if self.voices:
+            facts["voices"] = list(self.voices)
         return [{"id": name, **facts} for name in (self.shown, *self.adapters)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from mindspeed_mm.core.garbage import passed_over_by_collection
 from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
+from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
+from mindspeed_mm.fsdp.sampling.speech.voice import AnsweringVoice, Voice, load_voice, voice_class
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -23,13 +25,14 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.continuous import ContinuousWorker
 from mindspeed_mm.tasks.answer.engine import AnswerEngine
 from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.speech_engine import SpeechEngine
 from mindspeed_mm.tasks.answer.view import rows_view
 from mindspeed_mm.tasks.draw.engine import DrawEngine
 from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
 from mindspeed_mm.tasks.model_kind import kind_of_path
-from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.requests.access import Access
-from mindspeed_mm.tasks.requests.serve import CONTINUOUS, OWN, ServeRequest
+from mindspeed_mm.tasks.requests.serve import BATCHES, CONTINUOUS, OWN, ServeRequest
 from mindspeed_mm.tasks.serve.app import Engine, build_app
 from mindspeed_mm.tasks.serve.backend import LONGEST_START_S, Served, running
 from mindspeed_mm.tasks.serve.listening import build_server, listen, shown_host
@@ -107,6 +110,7 @@ def ended_by(is_over: Callable[[], bool], server: uvicorn.Server) -> Iterator[No
 def _shared(request: ServeRequest, plan: Path, ranks: Ranks) -> SharedModel:
     """This rank's part of the model."""
     source = ranks.first("reading the model", lambda: with_adapters(resolve_model(request.model), request.lora))
+    _check_speaking(request, source)
     return load_shared(source, rows_view(source, request.config).of_people(), plan, ranks)
 
 
@@ -137,8 +141,12 @@ def engine_of(request: ServeRequest) -> Iterator[Engine]:
         return
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config).of_people()
+    speaks = _check_speaking(request, source)
     if request.is_own:
-        engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapter_folders))
+        if speaks:
+            engine = _speaking(request, load_voice(source.folder, view))
+        else:
+            engine = _answering(request, load_generator(source.folder, source.lora, view, request.adapter_folders))
         try:
             with passed_over_by_collection():
                 yield engine
@@ -165,6 +173,46 @@ def _answering(request: ServeRequest, generator: Generator) -> AnswerEngine:
             if request.engine == CONTINUOUS:
                 raise
     return AnswerEngine(generator, most_rows=request.batch_size)
+
+
+def _check_speaking(request: ServeRequest, source: ModelSource) -> bool:
+    """Whether a model is loaded with its voice. One that also answers is loaded without, where its voice does not go
+    with what is asked.
+
+    Raises:
+        UsageError: It does nothing but speak, and not so.
+    """
+    kind = voice_class(source.folder)
+    if kind is None:
+        return False
+    answers = issubclass(kind, AnsweringVoice)
+    engines = (OWN, BATCHES) if answers else (OWN,)
+    unfit = {
+        "--plan": request.plan is not None,
+        "--lora": source.lora is not None,
+        "--adapter": bool(request.adapters),
+        "--engine": request.engine not in engines,
+    }
+    key = next((key for key, is_unfit in unfit.items() if is_unfit), None)
+    if key is None or answers:
+        return key is None
+    what = "a model that speaks is served whole, by one process of this package"
+    way_out = "Merge the adapters first: mm merge." if key == "--lora" else "Leave it out."
+    raise UsageError(what, where=str(source.folder), key=key, way_out=way_out)
+
+
+def _speaking(request: ServeRequest, voice: Voice) -> AnswerEngine | SpeechEngine:
+    """A model that speaks; where it answers as well, one thing at a time, as both change the state of its parts."""
+    if not isinstance(voice, AnsweringVoice):
+        return SpeechEngine(voice)
+    alone, thinker = threading.Lock(), voice.thinker
+
+    def answer(rows: Sequence[LiveAnswer]) -> list[Answer]:
+        with alone:
+            return thinker.answer_live(rows)
+
+    speech = SpeechEngine(voice, alone)
+    return AnswerEngine(thinker, most_rows=request.batch_size, answer=answer, speech=speech)
 
 
 def _end_loading(number: int, _frame: Any) -> None:

@@ -167,9 +167,9 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
         """
         talker = self.talker
         frames = SpokenFrames(codec_ids, frame_places, talker.model.codec_embedding, talker.code_predictor)
-        embeds_TD = frames.added_to(talker.text_projection(talker.model.text_embedding(input_ids.flatten())))
+        embeds_TD = frames.added_to(self.text_at(input_ids.flatten()))
         if speaker_places is not None and speaker_features is not None and speaker_frames is not None:
-            heard = self._hear(speaker_features, host_values(speaker_frames))
+            heard = self.hear(speaker_features, host_values(speaker_frames))
             embeds_TD = embeds_TD.index_add(0, speaker_places, heard.to(embeds_TD.dtype))
         hidden_BLD = talker.model(
             inputs_embeds=embeds_TD.unflatten(0, input_ids.shape),
@@ -179,8 +179,13 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
         ).last_hidden_state
         return frames.output(hidden_BLD, talker.codec_head, labels)
 
+    def text_at(self, ids: torch.Tensor) -> torch.Tensor:
+        """What text tokens (…) add to their places: (…, D)."""
+        text: torch.Tensor = self.talker.text_projection(self.talker.model.text_embedding(ids))
+        return text
+
     @torch.no_grad()
-    def _hear(self, features: torch.Tensor, frames: list[int]) -> torch.Tensor:
+    def hear(self, features: torch.Tensor, frames: list[int]) -> torch.Tensor:
         """Embeddings (speakers, D), of one spectrum after the other: padding would be heard."""
         features = features.to(self.speaker_encoder.fc.weight.dtype)
         return torch.cat([self.speaker_encoder(own[None]) for own in features.split(frames)])

@@ -137,6 +137,7 @@ class RowChoices:
         starts: Of each row.
         device: Of the scores.
         grammars: Over the tokens of the model; needed where a row has one.
+        generators: Of each row, where others draw from them as well; None: of its own, by the seed of its choice.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class RowChoices:
         starts: Sequence[RowStart],
         device: torch.device,
         grammars: Grammars | None = None,
+        generators: Sequence[torch.Generator] | None = None,
     ) -> None:
         self._choices, self._starts = choices, starts
         self._filters: list[list[Any]] = []
@@ -153,7 +155,7 @@ class RowChoices:
             self._filters.append(_filters(choice, start, _follower(choice, start, grammars)))
             noted = choice.steering.log_probs
             self._log_probs.append(None if noted is None else LogProbs(noted))
-        self._generators = [_generator(choice, device) for choice in choices]
+        self._generators = generators or [generator_of(choice, device) for choice in choices]
 
     @property
     def changes_scores(self) -> bool:
@@ -279,7 +281,8 @@ def _filters(choice: TokenChoice, start: RowStart, follower: GrammarFollower | N
     return filters
 
 
-def _generator(choice: TokenChoice, device: torch.device) -> torch.Generator:
+def generator_of(choice: TokenChoice, device: torch.device) -> torch.Generator:
+    """What the tokens of a row are drawn by: by its seed, or by chance where it has none."""
     generator = torch.Generator(device)
     if choice.seed is None:
         generator.seed()

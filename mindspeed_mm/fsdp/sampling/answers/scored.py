@@ -21,7 +21,7 @@ SAMPLES = "samples.jsonl"
 EXACT = Comparison()
 _SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
 _KEYS = ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds")
-_OPTIONAL = ("step", "lora", "judge", "against", "measure", "metric", "ignore_case", "ignore_punctuation")
+_OPTIONAL = ("step", "lora", "judge", "recogniser", "against", "measure", "metric", "ignore_case", "ignore_punctuation")
 _is_samples = any_of(
     first_line_has(*_SAMPLE_KEYS),
     first_line_has(*_SAMPLE_KEYS, "errors", "units"),

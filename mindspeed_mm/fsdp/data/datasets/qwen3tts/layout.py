@@ -3,6 +3,8 @@ fine-tuning): every place has a token of text and one of the first codebook, eit
 
     text   role  pad pad pad pad    bos  text …  eos  pad  pad …     pad
     codec        head …      voice  pad  pad …   pad  bos  frames …  eos
+
+What generation goes on from is the same without the last place.
 """
 
 from __future__ import annotations
@@ -32,19 +34,29 @@ class SpokenSequence:
 
 
 def sequence_of(
-    config: Qwen3TTSConfig, role: Sequence[int], text: Sequence[int], codes: np.ndarray, voice: Sequence[int]
+    config: Qwen3TTSConfig,
+    role: Sequence[int],
+    text: Sequence[int],
+    codes: np.ndarray,
+    voice: Sequence[int],
+    language: int | None = None,
 ) -> SpokenSequence:
     """The sequence of one sample.
 
     Args:
         config: Of the model: the marks.
-        role: Tokens that say whose turn it is.
+        role: Tokens that say whose turn it is, behind a turn with instructions if there is one.
         text: Tokens of what is said.
         codes: (frames, G).
         voice: What stands for the voice: `SPEAKER_CODE`, the first codebook's number of a known voice, or nothing.
+        language: The first codebook's number of a language, as generation has it; None: it is heard in the text.
     """
     talker = config.talker_config
-    head = [talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id, *voice]
+    if language is None:
+        head = [talker.codec_nothink_id, talker.codec_think_bos_id, talker.codec_think_eos_id]
+    else:
+        head = [talker.codec_think_id, talker.codec_think_bos_id, language, talker.codec_think_eos_id]
+    head += voice
     silent = [talker.codec_pad_id] * (len(text) + 2)  # from the text's beginning to its end
     first = [NO_CODE] * len(role) + head + silent + [talker.codec_bos_id]
     speech = [*codes[:, 0].tolist(), talker.codec_eos_token_id]

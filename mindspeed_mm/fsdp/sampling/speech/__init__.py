@@ -1,0 +1,1 @@
+"""Models that speak: one room for the voice of each family."""

@@ -1,0 +1,223 @@
+"""CosyVoice3 as a voice: language model, flow and vocoder of one model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+from typing_extensions import override
+
+from mindspeed_mm.checkpoint.cosyvoice3_release import FLOW, VOCODER
+from mindspeed_mm.checkpoint.pt_files import load_weights
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import NOISE_FRAMES, CosyVoice3Flow
+from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
+from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
+from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config
+from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
+from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.finite import not_finite
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import Guide, Listener
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence
+from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice
+from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.processor import load_processor
+
+END_OF_PROMPT = "<|endofprompt|>"
+_ASSISTANT = "You are a helpful assistant."
+"""First sentence of the published prompts."""
+_OF_TRAINING = "generator."
+"""Prefix of weight names in a vocoder that was saved together with its discriminators."""
+_Sizes = TypeVar("_Sizes")
+
+
+class CosyVoice3Voice(Voice):
+    """Speaks with the voice of a recording or with a saved voice.
+
+    A recording with its words is continued (published as zero-shot). Without words (cross-lingual) or with
+    instructions (instruct), the language model gets only the prompt, and the flow copies the voice.
+
+    Args:
+        folder: The model folder, with `flow.pt` and `hift.pt`.
+        view: Not used, since the model does not answer.
+
+    Raises:
+        ModelFolderError: Weights, configuration or tokenizer are missing or broken.
+    """
+
+    usual_tokens = NOISE_FRAMES // 2
+    copies = reads_reference = follows_instructions = True
+
+    def __init__(self, folder: Path, view: RowsView | None = None) -> None:
+        config = load_model_config(folder)
+        flow_sizes = _sizes(FlowSizes, config, "flow_config", folder)
+        vocoder_sizes = _sizes(VocoderSizes, config, "hift_config", folder)
+        self._flow: CosyVoice3Flow = _part(CosyVoice3Flow, flow_sizes, folder / FLOW)
+        self._vocoder: CosyVoice3Vocoder = _part(CosyVoice3Vocoder, vocoder_sizes, folder / VOCODER)
+        self._talker = TokenSpeaker(load_pretrained(CosyVoice3LM, folder, config).to(current_device()))
+        _check_fit(config.speech_token_size, flow_sizes, vocoder_sizes, folder)
+        self._tokenizer: Any = load_processor(folder)
+        self._check_tokenizer(folder)
+        self.rate = vocoder_sizes.sampling_rate
+        self._listener = Listener(folder, flow_sizes, self.rate, vocoder_sizes.samples_a_frame)
+        self._saved = self._listener.saved()
+        self.names = {name.lower(): name for name in self._saved}
+        self.usual_name = next(iter(self._saved), None)
+
+    @property
+    @override
+    def parts(self) -> Mapping[str, nn.Module]:
+        return {"": self._talker.model, f"{FLOW}: ": self._flow, f"{VOCODER}: ": self._vocoder}
+
+    @override
+    def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
+        guide = self._guide(job)
+        prompt, spoken = self._prompt(job, guide)
+        choice = RepetitionAware.of(job.sampling)
+        longest = NOISE_FRAMES // self._flow.sizes.token_mel_ratio - len(guide.tokens)
+        left = job.sampling.max_new_tokens
+        waves: list[np.ndarray] = []
+        is_whole = True
+        for passage in passages(job.text.strip(), lambda text: len(self._ids(text))):
+            if left <= 0 or job.is_given_up():
+                is_whole = False
+                break
+            most = min(left, longest)
+            tokens, ended = self._talker.talk(prompt, self._ids(passage), spoken, choice, most, job.is_given_up)
+            left, is_whole = left - len(tokens), is_whole and ended
+            if tokens:
+                waves.append(self._wave(without_long_silence(tokens), guide))
+        return np.concatenate(waves) if waves else np.zeros(0, dtype=np.float32), is_whole
+
+    def _guide(self, job: SpeechJob) -> Guide:
+        """The voice of a job.
+
+        Raises:
+            UsageError: The job names none, and the folder has none.
+            DataError: The recording cannot be used.
+        """
+        if job.reference is None:
+            if job.name is not None:
+                return self._saved[job.name]
+            way_out = "Give some seconds of speech: --audio recording.wav, with its words in --audio-text."
+            raise UsageError("the model has no voice of its own", key="--audio", way_out=way_out)
+        guide = self._listener.hear(job.reference)
+        words = (job.reference.words or "").strip()
+        return replace(guide, prompt=self._ids(f"{_ASSISTANT}{END_OF_PROMPT}{words}")) if words else guide
+
+    def _prompt(self, job: SpeechJob, guide: Guide) -> tuple[Sequence[int], Sequence[int]]:
+        """Text and speech tokens of the prompt. Instructions that are a whole prompt, as in rows for training, are kept
+        as they are."""
+        instructions, usual = job.instructions.strip(), f"{_ASSISTANT}{END_OF_PROMPT}"
+        if instructions and instructions != usual:
+            whole = instructions if END_OF_PROMPT in instructions else f"{_ASSISTANT} {instructions}{END_OF_PROMPT}"
+            return self._ids(whole), ()
+        if guide.prompt is None:
+            return self._ids(usual), ()
+        return guide.prompt, guide.tokens
+
+    def _wave(self, tokens: Sequence[int], guide: Guide) -> np.ndarray:
+        """Samples (N,) of speech tokens.
+
+        Raises:
+            NotFiniteError: The mel is not finite.
+        """
+        device = current_device()
+        mel_TM = self._flow(
+            torch.tensor(tokens, device=device),
+            guide.vector_S.to(device),
+            torch.tensor(guide.tokens, dtype=torch.long, device=device),
+            guide.mel_TM.to(device),
+        )
+        if not mel_TM.isfinite().all():
+            raise not_finite("the mel frames of the voice", self.parts)
+        wave: np.ndarray = self._vocoder(mel_TM).float().cpu().numpy()
+        return wave
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        """Raise `ModelFolderError` if the tokenizer lacks the tokens that the release adds to Qwen2's."""
+        if len(self._ids(END_OF_PROMPT)) != 1:
+            what = f"the tokenizer has no token '{END_OF_PROMPT}', which ends every prompt"
+            way_out = "Make the folder of the release: mm convert RELEASE FOLDER."
+            raise ModelFolderError(what, where=str(folder), way_out=way_out)
+
+
+def _sizes(kind: type[_Sizes], config: Any, section: str, folder: Path) -> _Sizes:
+    """Sizes of a part; defaults are the release's.
+
+    Raises:
+        ModelFolderError: The section of config.json has unknown keys or wrong types.
+    """
+    given = getattr(config, section, None) or {}
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    where, way_out = str(folder / "config.json"), "Compare it with the model's YAML."
+    if not isinstance(given, dict):
+        raise ModelFolderError(f"{given!r:.80} is not a section", where=where, key=section, way_out=way_out)
+    for key in given:
+        if key not in known:
+            raise ModelFolderError("unknown key", where=where, key=f"{section}.{key}", way_out=did_you_mean(key, known))
+    try:
+        sizes = TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, (section, *first["loc"])))
+        raise ModelFolderError(first["msg"], where=where, key=key, way_out=way_out) from error
+    for name in known:
+        value = getattr(sizes, name)
+        if min(value if isinstance(value, Sequence) else [value], default=0) <= 0:
+            raise ModelFolderError(f"{value} is not above 0", where=where, key=f"{section}.{name}", way_out=way_out)
+    return sizes
+
+
+def _part(kind: Callable[[_Sizes], nn.Module], sizes: _Sizes, path: Path) -> Any:
+    """Load a part with its weights, on this process's device.
+
+    Raises:
+        CheckpointError: The file is broken.
+        ModelFolderError: The file is missing, its weights do not fit, or the sizes do not fit together.
+    """
+    if not path.is_file():
+        way_out = "The language model alone makes no sound: copy flow.pt and hift.pt of the release into the folder."
+        raise ModelFolderError("does not exist", where=str(path), key="--speak", way_out=way_out)
+    stored = load_weights(path)
+    tensors = stored.items() if isinstance(stored, dict) else ()
+    weights = {name.removeprefix(_OF_TRAINING): value for name, value in tensors if isinstance(value, torch.Tensor)}
+    try:
+        with torch.device("meta"):
+            module = kind(sizes)
+    except (ValueError, RuntimeError, IndexError) as error:
+        what = f"the sizes of {path.name} do not fit together: {error}"
+        way_out = "Compare the section with the model's YAML."
+        raise ModelFolderError(what, where=str(path.with_name("config.json")), way_out=way_out) from error
+    try:
+        report = module.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2] or [str(error)]
+        what, way_out = f"weights do not fit: {first[0].strip()}", "Use the file of the release."
+        raise ModelFolderError(what, where=str(path), way_out=way_out) from error
+    check_all_loaded(report._asdict(), path)
+    return module.eval().requires_grad_(False).to(current_device())
+
+
+def _check_fit(codec: int, flow: FlowSizes, vocoder: VocoderSizes, folder: Path) -> None:
+    """Raise `ModelFolderError` for parts of different models."""
+    for what, one, other in (
+        ("speech tokens of the language model and of the flow", codec, flow.vocab_size),
+        ("mel bins of the flow and of the vocoder", flow.mel_dim, vocoder.in_channels),
+    ):
+        if one != other:
+            way_out = "Use the parts of one release."
+            raise ModelFolderError(f"{what} differ: {one} and {other}", where=str(folder), way_out=way_out)
