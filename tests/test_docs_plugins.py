@@ -3,6 +3,7 @@ of the same family."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -64,7 +65,7 @@ def test_the_page_is_followed(place: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert {"model.language_model.layers.0", "model.visual.blocks.0"} <= set(shown)
     run_commands({"check", "data", "train", "export"})
     assert sorted(losses(place / "runs" / "my_vlm")) == [1]
-    assert (place / "exported" / "config.json").is_file()
+    assert json.loads((place / "exported" / "config.json").read_text())["patch_dropout"] == 0.1
 
 
 @pytest.mark.slow

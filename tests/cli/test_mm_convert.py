@@ -251,6 +251,7 @@ def test_mm_convert_says_what_is_missing_or_does_not_go_together(
     told = capsys.readouterr().err
     assert "nothing to convert from a folder of kind 'hf' to 'hf'" in told
     assert "hf → dcp or megatron, dcp → hf or megatron" in told and "by way of hf" in told
+    assert "converter of their own: mm-convert --help" in told
     assert mm.run(["convert", source, out, "--model", source]) == 2
     assert "--model  is not used" in capsys.readouterr().err
     assert mm.run(["convert", source, out, "--tp", "2"]) == 2

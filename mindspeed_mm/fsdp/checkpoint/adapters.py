@@ -50,6 +50,7 @@ from mindspeed_mm.fsdp.models.lora.names import (
     is_adapter_weight,
     split_adapter_weight,
 )
+from mindspeed_mm.fsdp.models.own_settings import write_own_settings
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.settings import setting_of
@@ -303,4 +304,5 @@ def save_merged_hf(model: nn.Module, outline: nn.Module, folder: Path, base: Pat
     with merged_tensors(model, outline, base) as made, drafted_folder(folder, ranks, overwrite=True) as draft:
         rule = ranks.first("reading the source", lambda: DtypeRule.of_source(base, None))
         ranks.first("copying", lambda: copy_assets(base, draft, None))
+        ranks.first("writing settings", lambda: write_own_settings(outline, draft))
         write_weights(made, draft, rule, MAX_SHARD_BYTES, ranks)

@@ -35,6 +35,7 @@ from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
 from mindspeed_mm.fsdp.models.loading.part import kept_beside
+from mindspeed_mm.fsdp.models.own_settings import write_own_settings
 from mindspeed_mm.fsdp.models.structure.share import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -76,6 +77,7 @@ def save_hf(
     ):
         made = with_beside(made, beside)
         ranks.first("copying", lambda: copy_assets(assets_from, draft, dtype))
+        ranks.first("writing settings", lambda: write_own_settings(whole_of(model), draft))
         ranks.first("writing the processor's settings", lambda: write_view(draft) if write_view else None)
         write_weights(made, draft, rule, max_shard_bytes, ranks)
 

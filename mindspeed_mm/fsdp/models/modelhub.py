@@ -34,6 +34,7 @@ from mindspeed_mm.fsdp.models.loading.initialization import initialize
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
+from mindspeed_mm.fsdp.models.own_settings import OwnSettings, as_written, changed
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, undo_forwards
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
@@ -205,10 +206,16 @@ def _build_by_class(
     model_class, config = resolve_class(model_args)
     override_config(config, overrides)
     overwrite = attribute_at(model_class, "overwrite_transformer_config")
+    own: dict[str, object] = {}
     if overwrite is not None:
+        before = as_written(config)
         config = overwrite(config, model_args, feature_args) or config
+        if config is not model_args:  # a model without a folder has no configuration to write
+            own = changed(before, as_written(config))
     added = tokens_of_section(model_args, config)
     model = construct(model_class, config, model_args, param_dtype)
+    if own:
+        facts_of(model).note(OwnSettings(own))
     if added is not None:
         note_added_tokens(model, added, model_args)
     if model_args.mtp_num_layers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from PIL import Image
 from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
@@ -75,13 +76,24 @@ def _check_media_tokens(
         filled_in = attribute_at(processor, f"{kind}_token_ids", ())
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
             sought = attribute_at(config, key)
-            if isinstance(own, int) and isinstance(sought, int) and sought not in (own, *filled_in):
+            if not isinstance(own, int) or not isinstance(sought, int) or sought in (own, *filled_in):
+                continue
+            if not (kind == "image" and _fills_in(processor, sought)):
                 raise ModelFolderError(
                     f"the model looks for {kind}s at token {sought}, the processor marks them by {own}",
                     where=where,
                     key=key,
                     way_out="Take configuration and processor of one model.",
                 )
+
+
+def _fills_in(processor: Any, token_id: int) -> bool:
+    """Whether a processor writes this token where its own mark of a picture stood, as Ovis2's does."""
+    try:
+        made = processor(text=[str(processor.image_token)], images=[Image.new("RGB", (64, 64))], return_tensors="pt")
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # foreign code: it does not show what it writes
+        return False
+    return token_id in made["input_ids"][0].tolist()
 
 
 def _check_sizes(

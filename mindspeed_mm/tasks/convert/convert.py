@@ -174,7 +174,7 @@ def _to_megatron(
 
 
 def _no_way(source: Path, kind: str, wanted: str) -> UsageError:
-    way_out = f"Possible are {told_ways()}."
+    way_out = f"Possible are {told_ways()}. Other layouts have a converter of their own: mm-convert --help."
     return UsageError(
         f"there is nothing to convert from a folder of kind '{kind}' to '{wanted}'",
         where=str(source),

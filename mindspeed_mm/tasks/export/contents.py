@@ -46,6 +46,7 @@ from mindspeed_mm.fsdp.models.lora.files import stored_adapters
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.own_settings import write_own_settings
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.export.single_file import authors_files
@@ -189,6 +190,7 @@ class WholeModel:
 def _model_contents(whole: WholeModel) -> ExportContents:
     def write(draft: Path) -> None:
         copy_assets(whole.model_folder, draft, whole.dtype)
+        write_own_settings(whole.outline, draft)
         if whole.write_view is not None:
             whole.write_view(draft)
         write_weights(whole.tensors, draft, whole.rule, whole.max_shard_bytes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -17,6 +18,7 @@ from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.answer.generation import load_generator
 from tests.helpers.mindspeed_files import make_folder
 from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_processors import byte_tokenizer
 
 
 def checked(folder: Path, section: str = "", **changes: Any) -> None:
@@ -45,6 +47,35 @@ def test_it_names_both(family: str, section: str, changes: dict[str, int], words
     checked(folder)
     with pytest.raises(ModelFolderError, match=words):
         checked(folder, section, **changes)
+
+
+def make_ovis2(folder: Path) -> Path:
+    """Its processor turns `<image>` into `<IMG_ATOM>`, which is what the model looks for."""
+    marks = ("ATOM", "START", "GRID", "COL", "ROW", "END")
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "image_token": "<image>"}
+    tokenizer = byte_tokenizer(special | {f"{mark}_token": f"<IMG_{mark}>" for mark in marks}, None)
+    atom, *indicators = tokenizer.convert_tokens_to_ids([f"<IMG_{mark}>" for mark in marks])
+    processor = transformers.Ovis2Processor(transformers.Ovis2ImageProcessor(), tokenizer, image_seq_length=4)
+    processor.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "model_type": "qwen2"}
+    transformers.Ovis2Config(
+        vision_config={**sizes, "vocab_size": 64},
+        text_config=sizes | words,
+        image_token_id=atom,
+        visual_indicator_token_ids=indicators,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        architectures=["Ovis2ForConditionalGeneration"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_processor_may_fill_in_another_token_than_its_mark(tmp_path: Path) -> None:
+    folder = make_ovis2(tmp_path)
+    checked(folder)
+    with pytest.raises(ModelFolderError, match=r"the model looks for images at token 0, the processor marks them by"):
+        checked(folder, image_token_id=0)
 
 
 def test_a_tokenizer_of_another_model_is_told(tmp_path: Path) -> None:
