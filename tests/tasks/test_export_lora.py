@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
 from mindspeed_mm.fsdp.models.lora.names import LoraReport
+from mindspeed_mm.fsdp.models.own_settings import OwnSettings
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.export import contents as export_contents
@@ -84,6 +85,22 @@ def test_adapters_are_what_is_written(language: tuple[Path, Any], tmp_path: Path
     for line in ("library_name: peft", "- lora", 'PeftModel.from_pretrained(model, "path/to/this/folder")'):
         assert line in card
     assert "| rank of the adapters | 4 |" in card and str(tmp_path) not in card
+
+
+def test_adapters_of_a_plugin_tell_its_settings(
+    language: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = export_contents._adapted_outline
+
+    def outline(source: Any) -> Any:
+        model = build(source)
+        facts_of(model).note(OwnSettings({"temperature": 0.5}))
+        return model
+
+    assert export.run(ExportRequest(language[0], tmp_path / "plain")).notes == ()
+    monkeypatch.setattr(export_contents, "_adapted_outline", outline)
+    (note,) = export.run(ExportRequest(language[0], tmp_path / "own")).notes
+    assert '{"temperature": 0.5}' in note and "--merge" in note
 
 
 def test_merged_model_equals_the_unmerged(language: tuple[Path, Any], tmp_path: Path) -> None:

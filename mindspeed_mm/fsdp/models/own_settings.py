@@ -62,6 +62,15 @@ def write_own_settings(model: nn.Module, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def note_on_settings(model: nn.Module) -> tuple[str, ...]:
+    """What whoever loads adapters alone should know: no configuration lies beside them."""
+    own = facts_of(model).noted(OwnSettings)
+    if own is None:
+        return ()
+    told = json.dumps(own.values, ensure_ascii=False)
+    return (f"trained with {told}: set that in config.json of the base, or write the whole model with --merge",)
+
+
 def _merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     whole = dict(config)
     for key, value in values.items():

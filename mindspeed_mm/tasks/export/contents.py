@@ -46,7 +46,7 @@ from mindspeed_mm.fsdp.models.lora.files import stored_adapters
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.own_settings import write_own_settings
+from mindspeed_mm.fsdp.models.own_settings import note_on_settings, write_own_settings
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.export.single_file import authors_files
@@ -237,7 +237,7 @@ def _adapter_contents(
     tensors = reader.matched_to(outline)
     size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
     base, write_view = base_weights_folder(source), _view_of_run(source, only_template=True)
-    notes = _note_on_base(source)
+    notes = _note_on_base(source) + note_on_settings(outline)
     adapter = facts_of(outline).adapter
     if lora_format != "diffusers" and adapter is not None and adapter.transformer_class in UNREAD_BY_DIFFUSERS:
         notes += (
