@@ -202,7 +202,7 @@ class BasicParameters(OpenSection):
     val_max_samples: Natural | None = None
     """Maximum number of rows taken for validation; 0: no validation."""
     val_rate: Ratio | None = None
-    """Share of the training rows that is held out for validation, at least one of them."""
+    """Share of the training rows that is held out for validation, at least one row."""
     packing: Flag = False
     """Pack several samples into one row of up to `cutoff_len` tokens; no sample attends to another."""
     neat_packing: Flag = False

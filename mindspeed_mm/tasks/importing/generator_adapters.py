@@ -198,5 +198,5 @@ def rank_of_diffusers(draft: PeerSetup) -> int | None:
 
 @default_of("beta2_of_diffusers")
 def beta2_of_diffusers(draft: PeerSetup) -> float | None:
-    """0.95 for CogVideoX."""
+    """0.95 in the scripts for CogVideoX; the others have AdamW's 0.999."""
     return 0.95 if "cogvideox" in script_of(draft) else None

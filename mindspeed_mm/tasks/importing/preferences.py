@@ -102,7 +102,7 @@ def beta_of_swift(draft: PeerSetup) -> float:
 
 @default_of("loss_of_swift")
 def loss_of_swift(draft: PeerSetup) -> str | None:
-    """GRPO's own loss (RLHFArguments)."""
+    """The loss of GRPO as it was first published (RLHFArguments)."""
     return "grpo" if draft.method == "grpo" else None
 
 

@@ -305,7 +305,8 @@ def _holds_pairs(data: Path) -> bool:
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
     from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetAttr
 
-    basic = BasicParameters(dataset=str(data), dataset_dir=str(data if data.is_dir() else data.parent))
+    folder = data if data.is_dir() else data.parent
+    basic = BasicParameters.model_construct(dataset=str(data), dataset_dir=str(folder))  # a folder may be called true
     try:
         row = open_rows(basic, DatasetAttr()).row(0)
     except MMError:

@@ -221,7 +221,7 @@ def test_media_of_an_entry_start_at_its_own_folder(vlm_folder: Path, tmp_path: P
 
 
 @pytest.mark.edge("BR11")
-@pytest.mark.parametrize("column", ["sentence", "transcription", "transcript", "words"])
+@pytest.mark.parametrize("column", ["sentence", "transcription", "transcript", "text", "words"])
 def test_a_sound_and_what_is_said_in_it(column: str) -> None:
     row = {"audio": {"path": "a.wav", "bytes": None}, column: "A seven.", "locale": "en"}
     named = RowFormat(response="words") if column == "words" else RowFormat()

@@ -41,7 +41,7 @@ SHAPES: dict[str, FormatColumns] = {
     ),
     "transcript": FormatColumns(
         "transcript",
-        {"audios": ("audio", "audios"), "response": ("sentence", "transcription", "transcript")},
+        {"audios": ("audio", "audios"), "response": ("sentence", "transcription", "transcript", TEXT_COLUMN)},
     ),
     "document": FormatColumns("text", {TEXT_COLUMN: (TEXT_COLUMN,)}),
 }
