@@ -115,7 +115,7 @@ class AEModel(nn.Module):
         self.model = AutoencoderOfDiffusers(self.config)
 
     def get_model(self) -> AutoencoderOfDiffusers:
-        """The autoencoder itself."""
+        """Return the autoencoder, which normalises its latents."""
         return self.model
 
     def encode(self, x: torch.Tensor | list[torch.Tensor], **_kwargs: Any) -> tuple[_Latents, dict[str, Any] | None]:
