@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -50,7 +50,7 @@ def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:
 
 
 def note_unread(section: Mapping[str, Any], read: Collection[str], name: str) -> None:
-    """Warn of keys that are given and have no effect."""
+    """Report keys that are given and have no effect."""
     unread = sorted(key for key, value in section.items() if key not in read and value is not None)
     if unread:
-        warnings.warn(f"{name} of model.json: {', '.join(unread)}: no effect here", stacklevel=3)
+        say(f"note: {name} of model.json: {', '.join(unread)}: no effect here", err=True)

@@ -24,7 +24,6 @@ _KEYS = {
     *("tiling_param", "i2v_processor"),
 }
 _OWN_TILES = {"tile_size", "tile_stride"}
-_Latents = torch.Tensor | list[torch.Tensor]
 
 
 class AutoencoderOfDiffusers(nn.Module):
@@ -115,10 +114,12 @@ class AEModel(nn.Module):
         self.model = AutoencoderOfDiffusers(self.config)
 
     def get_model(self) -> AutoencoderOfDiffusers:
-        """The autoencoder itself."""
+        """Return the autoencoder, which normalises its latents."""
         return self.model
 
-    def encode(self, x: torch.Tensor | list[torch.Tensor], **_kwargs: Any) -> tuple[_Latents, dict[str, Any] | None]:
+    def encode(
+        self, x: torch.Tensor | list[torch.Tensor], **_kwargs: Any
+    ) -> tuple[torch.Tensor | list[torch.Tensor], dict[str, Any] | None]:
         """Latents, and None in the place of conditions of image to video; of a list of clips a list, and no
         conditions."""
         if isinstance(x, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Another path of `AEModel`."""
+"""Another path of `AEModel`, which scripts import."""
 
 from mindspeed_mm.models.ae import AEModel
 

@@ -60,12 +60,12 @@ class WanPredictor(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The type that the weights are kept in."""
         return next(self.transformer.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device that the weights are on."""
         return next(self.transformer.parameters()).device
 
     def forward(

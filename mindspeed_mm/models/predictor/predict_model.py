@@ -1,4 +1,4 @@
-"""Another path of `PredictModel`."""
+"""Another path of `PredictModel`, which scripts import."""
 
 from mindspeed_mm.models.predictor import PredictModel
 

@@ -70,7 +70,7 @@ class SingleTextEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device that the weights are on."""
         return next(self.model.parameters()).device
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

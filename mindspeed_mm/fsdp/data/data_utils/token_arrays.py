@@ -76,7 +76,7 @@ def _whole_numbers(key: str, values: Any) -> np.ndarray:
 
 
 def _numbers(key: str, values: Any) -> np.ndarray:
-    """(L,) numbers."""
+    """Read (L,) numbers, without a row axis in front of them."""
     try:
         found = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # lists of different lengths, tensors with gradients
