@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
-from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.errors import DataError, MMError, Problem, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -111,7 +111,9 @@ def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[Line
         DataError: Naming the bad rows (the first ten), or the file.
     """
     reader = open_reader(path)
-    lines, problems, unread = [], [], dict[str, None]()
+    lines: list[Line] = []
+    problems: list[Problem] = []
+    unread: dict[str, None] = {}
     loader = MediaLoader(media_dir, (path.parent,))
     for index in range(len(reader)):
         try:
