@@ -84,7 +84,7 @@ class Utterance:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """How long the sound lasts."""
         return self.sound.samples.shape[1] / self.sound.rate
 
 
