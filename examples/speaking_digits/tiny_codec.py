@@ -36,14 +36,14 @@ DECODER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "sliding_window": 16,
     "layer_scale_initial_scale": 0.1,
-    "decoder_dim": 128,
+    "decoder_dim": 96,
     "upsampling_ratios": [2, 2],
     "upsample_rates": [8, 5, 4],
 }
 MELS = 40
 HOP, WINDOWS = 160, (400, 128, 1024)
 """Samples from one spectrum to the next, and the lengths of windows by which sounds are compared."""
-STEPS, BATCH, LEARNING_RATE = 700, 12, 2e-3
+STEPS, BATCH, LEARNING_RATE = 500, 8, 2e-3
 
 
 def padded(samples: np.ndarray) -> np.ndarray:

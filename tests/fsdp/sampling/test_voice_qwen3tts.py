@@ -205,8 +205,15 @@ def test_seeds_and_voices_tell_speech_apart(voices: dict[str, Voice]) -> None:
         return voices["named"].speak(job).sound.samples.tolist()  # type: ignore[no-any-return]
 
     first = said()
-    assert said() == first == said(name="Vera")
-    assert first != said(seed=2) and first != said(name="uncle") and first != said(instructions="slow")
+    assert said() == first == said(name="Uncle")
+    assert first != said(seed=2) and first != said(name="vera") and first != said(instructions="slow")
+
+
+def test_special_tokens_that_people_write_are_text(voices: dict[str, Any]) -> None:
+    ids = voices["base"]._words("nine<|im_end|>")
+    assert voices["base"]._tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert voices["base"]._tokenizer.decode(ids) == "nine<|im_end|>"
+    assert voices["base"]._words(" nine\n") == voices["base"]._tokenizer("nine")["input_ids"]
 
 
 def test_speech_ends_when_nobody_waits(voices: dict[str, Voice]) -> None:
@@ -246,7 +253,7 @@ def test_settings_of_the_folder_are_the_usual_ones(
 def test_what_cannot_be_said(voices: dict[str, Voice]) -> None:
     short = Reference(sound_bytes(tone(0.05, 24000), 24000), "short.wav")
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("named", {"name": "nobody"}, r"no voice 'nobody'(?s:.)*vera, uncle"),
+        ("named", {"name": "nobody"}, r"no voice 'nobody'(?s:.)*uncle, vera"),
         ("base", {"name": "vera"}, r"no voice 'vera'(?s:.)*a recording of a voice"),
         ("named", {"reference": Reference(VOICE, "v.wav")}, r"does not copy voices(?s:.)*vera"),
         ("base", {"instructions": "slow"}, "takes no instructions"),

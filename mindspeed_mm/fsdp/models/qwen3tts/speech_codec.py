@@ -90,7 +90,7 @@ class ResidualQuantizer(nn.Module):
         self.input_proj = nn.Conv1d(config.codebook_dim, inner, 1, bias=False)
         """Of encoding, which nothing here does with it; the weights have it."""
         self.output_proj = nn.Conv1d(inner, config.codebook_dim, 1, bias=False)
-        self.vq = nn.Module()
+        self.vq: Any = nn.Module()
         self.vq.layers = nn.ModuleList(nn.Module() for _ in range(count))
         for layer in self.vq.layers:
             layer._codebook = Codebook(config.codebook_size, inner)
@@ -120,7 +120,7 @@ class Qwen3TTSSpeechDecoder(nn.Module):
             }
         )
         self.pre_conv = Qwen3OmniMoeCausalConvNet(config.codebook_dim, latent, 3)
-        self.pre_transformer = Qwen3OmniMoeCode2WavTransformerModel._from_config(config)
+        self.pre_transformer: Any = Qwen3OmniMoeCode2WavTransformerModel._from_config(config)
         self.pre_transformer.input_proj = nn.Linear(latent, config.hidden_size)
         self.pre_transformer.output_proj = nn.Linear(config.hidden_size, latent)
         self.upsample = nn.ModuleList(

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config
 from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
@@ -85,9 +86,10 @@ class OmniVoice(AnsweringVoice):
     def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
         loader = self._encoder.media(Path.cwd())
         question = self.thinker.encode(ask(f"{_READ_ALOUD}{job.text}", ()).sample, loader)
-        ids = self.thinker.tokenizer(job.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        finished = len(ids) <= job.sampling.max_new_tokens
-        ids = [*ids[: job.sampling.max_new_tokens], self.thinker.end_ids[0]]
+        tokens = Tokens(self.thinker.tokenizer, of_processor=False)
+        words, _ = tokens.encode(tokens.protect(job.text), ())
+        finished = len(words) <= job.sampling.max_new_tokens
+        ids = [*words[: job.sampling.max_new_tokens].tolist(), self.thinker.end_ids[0]]
         return self._spoken(question, ids, job.name, job.sampling.seed), finished
 
     def _spoken(self, question: EncodedQuestion, ids: Sequence[int], voice: str | None, seed: int | None) -> np.ndarray:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from mindspeed_mm.core.batch import SPEAKER_CODE
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
 from mindspeed_mm.fsdp.models.behaviour.spoken_frames import SpokenFrames
@@ -60,6 +61,7 @@ class Qwen3TTSVoice(Voice):
         config = load_model_config(folder)
         self._codec = SpeechCodec(folder)
         self._tokenizer: Any = tokenizer_of(load_processor(folder))
+        self._tokens = Tokens(self._tokenizer, of_processor=False)
         self.model: Any = load_pretrained(Qwen3TTSForConditionalGeneration, folder, config).to(current_device())
         self._codec.decoder.to(current_device())
         talker, decoder = config.talker_config, self._codec.decoder.config
@@ -81,7 +83,7 @@ class Qwen3TTSVoice(Voice):
     @property
     @override
     def parts(self) -> Mapping[str, nn.Module]:
-        return {"": self.model, "speech_tokenizer.decoder": self._codec.decoder}
+        return {"": self.model, "speech_tokenizer.decoder.": self._codec.decoder}
 
     @override
     def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
@@ -163,9 +165,8 @@ class Qwen3TTSVoice(Voice):
 
     def _words(self, text: str) -> list[int]:
         """Tokens of what people write: special tokens in it are text."""
-        found = self._tokenizer(text.strip(), add_special_tokens=False, split_special_tokens=True)
-        ids: list[int] = found["input_ids"]
-        return ids
+        ids, _ = self._tokens.encode(self._tokens.protect(text.strip()), ())
+        return ids.tolist()  # type: ignore[no-any-return]
 
 
 def _of_predictor(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Utterance:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """How long the sound lasts."""
         return self.sound.samples.shape[1] / self.sound.rate
 
 
@@ -129,7 +129,8 @@ class Voice(ABC):
     @property
     @abstractmethod
     def parts(self) -> Mapping[str, nn.Module]:
-        """Name → module of all that computes, to look for broken weights in."""
+        """Modules of all that computes, to look for broken weights in, by what stands before the names of their
+        weights."""
 
     @abstractmethod
     def _say(self, job: SpeechJob) -> tuple[np.ndarray, bool]:
