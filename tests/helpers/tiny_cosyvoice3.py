@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow
-from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes
-from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM
-from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, without_long_silence
-from tests.helpers.tiny_processors import byte_tokenizer
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+ensure_torchvision()
+
+from mindspeed_mm.fsdp.models.cosyvoice3.flow import CosyVoice3Flow  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.flow_transformer import FlowSizes  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.vocoder import CosyVoice3Vocoder, VocoderSizes  # noqa: E402
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, without_long_silence  # noqa: E402
+from tests.helpers.tiny_processors import byte_tokenizer  # noqa: E402
 
 CODEC, EXTRA = 50, 8
 SPECIAL = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "prompt_end": "<|endofprompt|>"}

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.hf_folder import asset_files
-from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM
-from mindspeed_mm.fsdp.utils.processor import load_processor
-from tests.helpers.runs import mm
-from tests.helpers.tiny_processors import byte_tokenizer
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+ensure_torchvision()
+
+from mindspeed_mm.checkpoint.hf_folder import asset_files  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM  # noqa: E402
+from mindspeed_mm.fsdp.utils.processor import load_processor  # noqa: E402
+from tests.helpers.runs import mm  # noqa: E402
+from tests.helpers.tiny_processors import byte_tokenizer  # noqa: E402
 
 HEAD, EMBEDDING = "llm.model.lm_head.weight", "llm.model.model.embed_tokens.weight"
 LLM: dict[str, Any] = {

@@ -218,9 +218,9 @@ def own_model_types() -> dict[str, tuple[str, ...]]:
 @cache
 def voices() -> dict[str, str]:
     """Model type in config.json → the class that speaks for it: a module of `fsdp/sampling/speech` and its class."""
-    found = {}
+    found: dict[str, str] = {}
     for card, _ in _cards("models"):
-        found.update(card.get("voices") or {})
+        found |= card.get("voices") or {}
     return found
 
 

@@ -35,7 +35,7 @@ class SpeechEngine:
 
     @property
     def waiting(self) -> int:
-        """Texts that wait."""
+        """Texts whose speech has not begun."""
         return self._worker.waiting
 
     def submit(self, job: SpeechJob) -> Future[Utterance]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
-from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.core.errors import DataError, MMError, Problem, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
@@ -45,7 +45,7 @@ _LONGEST_TRANSCRIPT = 512
 
 
 @dataclass(frozen=True)
-class Line:
+class SpokenLine:
     """A text that is to be said."""
 
     row: int
@@ -101,7 +101,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     return evaluation
 
 
-def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[Line], list[str]]:
+def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[SpokenLine], list[str]]:
     """The texts of a file of rows, and columns that are not read.
 
     A row has `text`, and may have `id`, `task`, `speaker` (a voice by name), `ref_audio` (a recording of one, or a
@@ -111,7 +111,9 @@ def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[Line
         DataError: Naming the bad rows (the first ten), or the file.
     """
     reader = open_reader(path)
-    lines, problems, unread = [], [], dict[str, None]()
+    lines: list[SpokenLine] = []
+    problems: list[Problem] = []
+    unread: dict[str, None] = {}
     loader = MediaLoader(media_dir, (path.parent,))
     for index in range(len(reader)):
         try:
@@ -126,7 +128,7 @@ def read_lines(path: Path, media_dir: Path, most_tokens: int) -> tuple[list[Line
     return lines, list(unread)
 
 
-def _line(row: dict[str, Any], number: int, place: str, loader: MediaLoader, most_tokens: int) -> Line:
+def _line(row: dict[str, Any], number: int, place: str, loader: MediaLoader, most_tokens: int) -> SpokenLine:
     text = row.get("text")
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{text!r:.80} is not a text to say", where=place, key="text", way_out="Repair the row.")
@@ -136,7 +138,7 @@ def _line(row: dict[str, Any], number: int, place: str, loader: MediaLoader, mos
     sampling = Sampling(most_tokens, seed=0).of_row(number)
     reference = _reference(row, place, loader)
     job = SpeechJob(text, sampling, row.get("speaker") or None, reference, row.get("instruct") or "")
-    return Line(number, text_field(row, "id", place), text_field(row, "task", DEFAULT_TASK), place, job)
+    return SpokenLine(number, text_field(row, "id", place), text_field(row, "task", DEFAULT_TASK), place, job)
 
 
 def _reference(row: dict[str, Any], place: str, loader: MediaLoader) -> Reference | None:
@@ -163,7 +165,7 @@ def _at(place: str) -> Iterator[None]:
         raise
 
 
-def _speak(voice: Voice, lines: Sequence[Line], folder: Path) -> int:
+def _speak(voice: Voice, lines: Sequence[SpokenLine], folder: Path) -> int:
     """Write what the model says, a file a row; returns how many were cut off."""
     progress, cut_off = WorkProgress("texts", total=len(lines)), 0
     for line in lines:
@@ -176,7 +178,9 @@ def _speak(voice: Voice, lines: Sequence[Line], folder: Path) -> int:
     return cut_off
 
 
-def _hear(folder: Path, view: RowsView, lines: Sequence[Line], sounds: Path, rows_at_a_time: int) -> dict[int, Answer]:
+def _hear(
+    folder: Path, view: RowsView, lines: Sequence[SpokenLine], sounds: Path, rows_at_a_time: int
+) -> dict[int, Answer]:
     """Row → what the recogniser writes down.
 
     Raises:
@@ -197,5 +201,5 @@ def _hear(folder: Path, view: RowsView, lines: Sequence[Line], sounds: Path, row
     return answers
 
 
-def _sound(folder: Path, line: Line) -> Path:
+def _sound(folder: Path, line: SpokenLine) -> Path:
     return folder / f"{line.row:06d}.wav"

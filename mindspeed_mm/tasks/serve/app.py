@@ -66,7 +66,7 @@ def build_app(engine: Engine, name: str, limits: Limits, access: Access) -> Guar
 
 
 def _speech_of(engine: Engine) -> SpeechEngine | None:
-    """What speaks; None: nothing."""
+    """The part of an engine that speaks; None: it has none."""
     if isinstance(engine, SpeechEngine):
         return engine
     return engine.speech if isinstance(engine, AnswerEngine) else None

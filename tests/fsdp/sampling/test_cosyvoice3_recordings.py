@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import DataError, MachineError, ModelFolderError
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import campplus_spectrum, tokenizer_spectrum
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice
-from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob
-from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, make_tiny_cosyvoice3, sound_by_parts
-from tests.helpers.tiny_sounds import sound_bytes, tone
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+ensure_torchvision()
+
+from mindspeed_mm.core.errors import DataError, MachineError, ModelFolderError  # noqa: E402
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import campplus_spectrum, tokenizer_spectrum  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob  # noqa: E402
+from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, make_tiny_cosyvoice3, sound_by_parts  # noqa: E402
+from tests.helpers.tiny_sounds import sound_bytes, tone  # noqa: E402
 
 TEXT = "seven one two"
 PREFIX = "You are a helpful assistant.<|endofprompt|>"

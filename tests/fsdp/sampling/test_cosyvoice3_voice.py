@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import MMError, UsageError
-from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
-from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
-from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence
-from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice
-from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice
-from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, SPECIAL, VOCODER, make_tiny_cosyvoice3, sound_by_parts
-from tests.helpers.tiny_processors import byte_tokenizer
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+ensure_torchvision()
+
+from mindspeed_mm.core.errors import MMError, UsageError  # noqa: E402
+from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM  # noqa: E402
+from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
+from mindspeed_mm.fsdp.sampling.finite import NotFiniteError  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.voice import CosyVoice3Voice  # noqa: E402
+from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice  # noqa: E402
+from tests.helpers.tiny_cosyvoice3 import CODEC, FLOW, SPECIAL, VOCODER, make_tiny_cosyvoice3, sound_by_parts  # noqa: E402
+from tests.helpers.tiny_processors import byte_tokenizer  # noqa: E402
 
 TEXT = "seven one two"
 PREFIX = "You are a helpful assistant.<|endofprompt|>"

@@ -179,8 +179,10 @@ class SelfAttention(nn.Module):
             seen_TT: True where a frame (row) attends to another one (column); None: everywhere.
         """
         query, key = (rotate(project(frames_BTD), *rotation) for project in (self.to_q, self.to_k))
-        heads = (part.unflatten(-1, (self._heads, -1)).transpose(1, 2) for part in (query, key, self.to_v(frames_BTD)))
-        mixed_BHTE = F.scaled_dot_product_attention(*heads, attn_mask=seen_TT)
+        query_BHTE, key_BHTE, value_BHTE = (
+            part.unflatten(-1, (self._heads, -1)).transpose(1, 2) for part in (query, key, self.to_v(frames_BTD))
+        )
+        mixed_BHTE = F.scaled_dot_product_attention(query_BHTE, key_BHTE, value_BHTE, attn_mask=seen_TT)
         mixed: torch.Tensor = self.to_out[0](mixed_BHTE.transpose(1, 2).flatten(-2))
         return mixed
 

@@ -56,7 +56,8 @@ def talk(model: Any, prompt: torch.Tensor, choice: FrameChoice) -> tuple[torch.T
     predict = _Predictor(talker.code_predictor, choice.others, generator, device)
     silent_1D = model.text_at(torch.tensor([model.config.tts_pad_token_id], device=device))
     marks = torch.arange(config.vocab_size, device=device) >= choice.codes
-    cache, read, frames = DynamicCache(config=config), prompt[None], []
+    cache, read = DynamicCache(config=config), prompt[None]
+    frames: list[torch.Tensor] = []
     while len(frames) < choice.most_frames and not choice.is_given_up():
         hidden_11D = talker.model(inputs_embeds=read, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
         scores_1V = talker.codec_head(hidden_11D[:, 0]).float()
