@@ -28,6 +28,7 @@ from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.utils.media_files import SoundTrack
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _ROOM = __name__.rpartition(".")[0]
 SHORTEST_REFERENCE_S = 0.1
@@ -242,6 +243,7 @@ def voice_class(folder: Path) -> type[Voice] | None:
     if named is None:
         return None
     module, _, name = named.rpartition(".")
+    prepare_for_transformers()  # before models of ours are imported, which are made of its own
     found: type[Voice] = getattr(importlib.import_module(f"{_ROOM}.{module}"), name)
     return found if found.can_speak(config) else None
 
