@@ -34,7 +34,6 @@ from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.data.data_utils.turns import is_usual
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
@@ -265,22 +264,19 @@ class SampleEncoder:
     # --- media -------------------------------------------------------------------------------------------------------
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
+        return [self._encoded(sample, index) for index in range(len(sample.media))]
+
+    def _encoded(self, sample: Sample, index: int) -> MediaFeatures:
+        """Item `index` of a sample."""
         pictures = sum(item.kind == "image" for item in sample.media)
-        most = setting_of(self._plugin, int, "pictures_seen_alone") if pictures > 1 else None
-        if most is not None and pictures > most:
-            raise DataError(
-                f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise than one",
-                key="images",
-                way_out=f"Give such models rows of at most {most}, or take a model of another family.",
-            )
-        return [encode_media(self._plugin, self._media, item) for item in sample.media]
+        return encode_media(self._plugin, self._media, sample.media[index], pictures)
 
     def _sizes(self, sample: Sample) -> list[ItemSize]:
         sizes = []
-        for item in sample.media:
+        for index, item in enumerate(sample.media):
             size = measure_media(self._plugin, self._media, item)
             if size is None:
-                features = encode_media(self._plugin, self._media, item)
+                features = self._encoded(sample, index)
                 size = ItemSize(len(features.token_ids), len(features.token_ids), features.text)
             sizes.append(size)
         return sizes

@@ -55,8 +55,14 @@ def build_mm_plugin(processor: Processor, preprocess: Any) -> MediaPlugin:
     return build_qwen_plugin(processor, preprocess) or ProcessorPlugin(processor, preprocess)
 
 
-def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> MediaFeatures:
+def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem, pictures: int = 1) -> MediaFeatures:
     """Load and encode an item of a row.
+
+    Args:
+        plugin: Of the model's processor.
+        media: Opens the item.
+        item: The item.
+        pictures: How many pictures the row has: some processors show one otherwise among others.
 
     Raises:
         DataError: The file is missing, refused or broken, or the model does not take its kind; the kind is its key.
@@ -64,6 +70,8 @@ def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> Me
     try:
         plugin = _within(plugin, item)
         if item.kind == "image":
+            if isinstance(plugin, ProcessorPlugin):
+                plugin = plugin.among(pictures)
             return plugin.encode_image(media.load_image(item.source))
         if item.kind == "video":
             # A plugin from outside may say nothing about frames and their sound.
