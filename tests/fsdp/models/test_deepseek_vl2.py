@@ -308,7 +308,7 @@ def test_rows_of_three_and_five_pictures_are_trained(many: Path) -> None:
 
 
 def test_commands_take_rows_of_many_pictures(many: Path, root: str, tmp_path: Path) -> None:
-    shown = mm("data", "preview", many, "--row", 2, "--json")
+    shown = mm("data", "preview", many, "--rows", "0,3", "--json")
     assert shown.code == 0, shown.err
     scored = mm("evaluate", released(root, "small")[0], "--data", many.parent / "rows.jsonl", "--json",
                 "--out", tmp_path / "scores", "--max-new-tokens", 3)  # fmt: skip

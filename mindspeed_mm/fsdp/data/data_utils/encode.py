@@ -269,7 +269,8 @@ class SampleEncoder:
     def _encoded(self, sample: Sample, index: int) -> MediaFeatures:
         """Item `index` of a sample."""
         pictures = sum(item.kind == "image" for item in sample.media)
-        return encode_media(self._plugin, self._media, sample.media[index], pictures)
+        is_drawn = self._options.train_media and _is_answer(sample, index)
+        return encode_media(self._plugin, self._media, sample.media[index], pictures, drawn=is_drawn)
 
     def _sizes(self, sample: Sample) -> list[ItemSize]:
         sizes = []
@@ -464,6 +465,12 @@ def _encoded(
         "shrunk": shrunk,
     }
     return encoded if weights is None else {**encoded, "loss_weights": weights}
+
+
+def _is_answer(sample: Sample, index: int) -> bool:
+    """Whether item `index` stands in a turn of the model."""
+    end = next(end for end in range(1, len(sample.messages) + 1) if _count_media(sample, end) > index)
+    return bool(sample.messages[end - 1]["role"] == "assistant")
 
 
 def _fractions(turns: Turns) -> np.ndarray | None:
