@@ -26,6 +26,7 @@ Examples:
   mm infer runs/asr --audio hello.wav
   mm infer models/Qwen3-Omni-30B-A3B-Instruct --audio question.wav --speak answer.wav --speaker Chelsie
   mm infer models/Qwen3-TTS-12Hz-1.7B-Base --prompt "Mind the gap." --audio voice.wav --speak said.wav
+  mm infer models/Janus-Pro-1B --prompt "a red dog" --draw dog.png
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora exported/lora --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
@@ -127,6 +128,8 @@ def answer(request: InferRequest) -> int:
     check_inputs(request)
     if request.speak is not None:
         respond = speak_answer
+    elif request.draw is not None:
+        respond = draw_answer
     elif request.data is None:
         respond = answer_prompt
     else:
@@ -161,6 +164,18 @@ def speak_answer(request: InferRequest) -> None:
         say(said.answer.text)
     cut_off = "" if finished else ", cut off (--max-new-tokens)"
     say(f"{said.file}: {seconds:.1f} s{cut_off}", err=True)
+
+
+@collecting_later()
+def draw_answer(request: InferRequest) -> None:
+    """Draw what the one prompt asks for, and print the file's name."""
+    from mindspeed_mm.tasks.answer import drawing
+
+    drawn = drawing.run(request)
+    if request.as_json:
+        say_json(asdict(drawn))
+    else:
+        say(f"{drawn.file}: {drawn.width} × {drawn.height}")
 
 
 @collecting_later()

@@ -26,6 +26,7 @@ from tests.helpers.served import served
 from tests.helpers.stub_harnesses import install_stubs
 from tests.helpers.tiny_clip import make_tiny_clip
 from tests.helpers.tiny_generators import make_tiny_wan
+from tests.helpers.tiny_janus import make_tiny_janus
 from tests.helpers.tiny_media import write_video
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_omni import make_tiny_omni
@@ -100,6 +101,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
     make_tiny_qwen3_vl(tmp_path / "models" / "large", tie=False)
     write_omni(tmp_path / "models" / "Qwen3-Omni-30B-A3B-Instruct")
+    make_tiny_janus(tmp_path / "models" / "Janus-Pro-1B")
     for name in ("terse", "kind"):
         make_adapters(tmp_path / "runs" / "mine", tmp_path / "exported" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -112,6 +114,7 @@ def test_every_command_of_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             (tmp_path / "answers.jsonl").unlink(missing_ok=True)  # or nothing would be left to answer
             check([word.replace(SERVER, address) for word in words])
     assert (tmp_path / "heard.wav").stat().st_size > 44  # more than its header
+    assert (tmp_path / "dog.png").is_file()
     assert len(lines(tmp_path / "large.jsonl")) == len(lines(tmp_path / "named.jsonl")) == 3
 
 

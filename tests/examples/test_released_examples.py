@@ -13,6 +13,9 @@ from mindspeed_mm.cli.main import run
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.released_examples import ROOT, examples, names_of_parts, recipes
+from tests.helpers.released_rows import ROWS, write_rows
+from tests.helpers.runs import mm
+from tests.helpers.tiny_janus import make_tiny_janus, write_drawn_rows
 
 EXAMPLES = examples()
 NAMES = {example.name for example in EXAMPLES}
@@ -33,6 +36,36 @@ def test_files_resolve_on_the_devices_that_they_name(capsys: pytest.CaptureFixtu
     for example in EXAMPLES:
         words = ["check", str(example.path), "--config-only", "--nproc", str(example.promise.devices)]
         assert run(words) == 0, capsys.readouterr().out
+
+
+ON_SMALL_FOLDERS = {
+    "deepseekocr": "deepseek_ocr",
+    "deepseekocr2": "deepseek_ocr2",
+    "kimik2_5": "kimik2_5",
+    "step3_vl": "step3_vl",
+    "minimax_m3_vl": "minimax_m3_vl",
+}
+"""Folder of examples → row of its family."""
+
+
+@pytest.mark.parametrize("folder", [*ON_SMALL_FOLDERS, "JanusPro"])
+def test_a_file_holds_on_a_small_folder(folder: str, tmp_path: Path) -> None:
+    """The whole check of `mm check`, on as many ranks as small experts can be divided among."""
+    if folder == "JanusPro":
+        make_tiny_janus(tmp_path / "model")
+        rows = write_drawn_rows(tmp_path / "rows")
+    else:
+        row = ROWS[ON_SMALL_FOLDERS[folder]]
+        row.write(tmp_path / "model")
+        rows = write_rows(tmp_path / "rows", row.kinds)
+    (example,) = (each for each in EXAMPLES if each.path.parent.name == folder)
+    ranks = min(load_config(example.path).arguments.parallel.expert_parallel_size or 1, 2)
+    basic = "data.dataset_param.basic_parameters"
+    said = mm("check", example.path, f"model.model_name_or_path={tmp_path / 'model'}", f"{basic}.dataset={rows}",
+              f"{basic}.dataset_dir={rows.parent}", f"parallel.expert_parallel_size={ranks}",
+              "data.dataloader_param.drop_last=false", f"training.save={tmp_path / 'run'}",
+              "--nproc", ranks)  # fmt: skip
+    assert said.code == 0, said.out + said.err
 
 
 def test_pages_name_every_file() -> None:

@@ -178,7 +178,8 @@ def test_the_beginning_of_a_name_finds_all_that_begin_so() -> None:
 IN_THE_TABLES = {
     "Qwen2VL": "qwen2vl", "Qwen2.5VL": "qwen2_5vl", "Qwen3VL": "qwen3vl", "InternVL2.5": "internvl",
     "InternVL3": "internvl", "InternVL3.5": "internvl", "GLM4.1V": "glm4v", "GLM4.5V": "glm4v_moe",
-    "DeepSeekVL2": "deepseek_vl2", "DeepSeekOCR": "deepseek_ocr", "DeepSeekOCR2": "deepseek_ocr2", "JanusPro": "janus",
+    "DeepSeekVL2": "deepseek_vl2", "DeepSeekOCR": "deepseek_ocr", "DeepSeekOCR2": "deepseek_ocr2",
+    "JanusPro": "janus_pro",
     "Wan2.1": "wan", "Wan2.2": "wan", "HunyuanVideo": "hunyuan_video", "HunyuanVideo 1.5": "hunyuan_video_1_5",
     "CogVideoX": "cogvideox", "FLUX": "flux", "LTX2": "ltx2", "Lumina-mGPT": "lumina_mgpt",
     "Qwen2.5Omni": "qwen2_5omni", "Qwen3Omni": "qwen3omni", "Whisper": "whisper", "CosyVoice3": "cosyvoice3",

@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.drawn_pictures import WithDrawnPictures, draws_pictures
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
 from mindspeed_mm.fsdp.loss.objectives import (
     MICRO_BATCHES,
@@ -56,7 +58,8 @@ def build_language_objective(
         token_groups: Says which groups of ranks statistics of routers are summed over.
 
     Raises:
-        ConfigError: The model has not what the loss needs: an output head, routers.
+        ConfigError: The model has not what the loss needs: an output head, routers; or it draws, and the loss knows
+            only words.
     """
     loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
     objective: Objective = build_objective(loss_cfg.loss_type, model, head)
@@ -69,6 +72,14 @@ def build_language_objective(
         objective = WithCodePredictor(objective, factor)
     if isinstance(objective, TokenCrossEntropy) and tells_pictures(model):
         objective = WithPictureLabels(objective)
+    if draws_pictures(model):
+        if not isinstance(objective, TokenCrossEntropy):
+            raise ConfigError(
+                f"{loss_cfg.loss_type}, but pictures in answers are learned by cross-entropy over words and codes",
+                key="features.loss_cfg.loss_type",
+                way_out="Leave it out; or leave model.model_id out, to train on answers in words.",
+            )
+        objective = WithDrawnPictures(objective, attribute_at(model, "picture_placeholder"))
     if loss_cfg.router_aux_loss_coef:
         coefficient, offload = loss_cfg.router_aux_loss_coef, loss_cfg.router_aux_loss_offload
         return WithRouterAux(objective, model, coefficient, token_groups(), offload=offload)

@@ -92,7 +92,8 @@ def run(request: InferRequest) -> InferOutcome | None:
     adapters, settings = adapters_of(request.adapters), _settings(request)
     source = with_adapters(resolve_model(request.model), request.lora)
     view = rows_view(source, request.config)
-    questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
+    row_format = view.row_format(data)
+    questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=row_format, draws=view.draws)
     _check_adapters(questions, adapters, data)
     fingerprint = f"{source.fingerprint()}-{request.longest_answer}"
     if request.config:

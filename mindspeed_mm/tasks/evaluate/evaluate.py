@@ -123,7 +123,8 @@ def _questions(data: Path, media_dir: Path | None, view: RowsView) -> list[Quest
     """Speech with its transcripts, or rows with their answers."""
     if data.is_dir():
         return read_transcripts(data)
-    return read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+    row_format = view.row_format(data)
+    return read_questions(data, needs_answers=True, media_dir=media_dir, row_format=row_format, draws=view.draws)
 
 
 def _prepare(out: Path, judge: Judge | None) -> None:

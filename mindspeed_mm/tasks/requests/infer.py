@@ -81,6 +81,7 @@ class InferRequest(Request):
         "What is said in --audio, the recording of a voice that --speak copies.", only=LANGUAGE
     )
     instructions: str | None = option("How --speak is to sound, in words, for models that follow them.", only=LANGUAGE)
+    draw: Path | None = option("Answer --prompt with a picture, in this PNG file (Janus-Pro).", only=LANGUAGE)
     prompts_file: Path | None = option(
         "File with one prompt per line, or JSON lines.", flag="--prompts", only=GENERATOR
     )
@@ -92,9 +93,8 @@ class InferRequest(Request):
         only=GENERATOR,
     )
     guidance_scale: float | None = option(
-        "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps.",
+        "Guidance scale; 1 switches classifier-free guidance off (Z-Image: 0). Default: as of --steps; with --draw 5.",
         least=0,
-        only=GENERATOR,
     )
     negative_prompt: str | None = option("Prompt that guidance steers away from.", only=GENERATOR)
     size: str | None = option("Height and width in pixels, such as 480x832. Default: as of --steps.", only=GENERATOR)
@@ -242,6 +242,7 @@ def _check_source(request: InferRequest) -> None:
     if data is not None and request.out is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
     _check_speech(request)
+    _check_drawing(request)
     if data is not None:
         return
     if request.adapters:
@@ -276,6 +277,26 @@ def _check_speech(request: InferRequest) -> None:
         raise UsageError("a model cannot speak with adapters that are not merged", key="--lora", way_out=way_out)
     if request.hide_thoughts:
         raise UsageError("all of a spoken answer is heard", key="--hide-thoughts", way_out="Leave one of them out.")
+
+
+def _check_drawing(request: InferRequest) -> None:
+    """Raise `UsageError` where an answer is to be drawn that cannot be."""
+    if request.draw is None:
+        if request.guidance_scale is not None:
+            way_out = "Name the file for the picture: --draw FILE."
+            raise UsageError("nothing is drawn", key="--guidance-scale", way_out=way_out)
+        return
+    if request.data is not None:
+        raise UsageError("only the answer to --prompt is drawn", key="--draw", way_out="Ask row by row.")
+    if not request.prompt:
+        raise UsageError("nothing says what to draw", key="--draw", way_out="Say it: --prompt TEXT.")
+    for name in ("speak", "beams", "hide_thoughts"):
+        if getattr(request, name):
+            key = f"--{name.replace('_', '-')}"
+            raise UsageError("the answer is a picture", key=key, way_out="Leave it out, or --draw.")
+    if request.max_new_tokens != MAX_NEW_TOKENS:
+        way_out = "Leave it out."
+        raise UsageError("a picture has as many codes as the model says", key="--max-new-tokens", way_out=way_out)
 
 
 def _check_choice(request: InferRequest) -> None:

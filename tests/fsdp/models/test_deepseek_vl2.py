@@ -12,23 +12,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 
-import mindspeed_mm as mm
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config
+from mindspeed_mm.fsdp.params.data_args import CollateParam
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
+from mindspeed_mm.fsdp.sampling.answers.questions import read_questions
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.decoder_logits import decoder_logits
+from tests.helpers.packed_families import InDouble
+from tests.helpers.parity import compare_steps
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, PP
+from tests.helpers.planned_steps import train_steps
 from tests.helpers.recorded_sizes import billions, model_of_record
-from tests.helpers.runs import differing
+from tests.helpers.runs import differing, mm
 from tests.helpers.tiny_deepseek_vl2 import HIDDEN, KINDS, PATCH, RESOLUTIONS, TILE, WIDTH, make_tiny_deepseek_vl2
-from tests.helpers.tiny_run import make_rows, make_tiny_run
+from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
@@ -200,29 +206,116 @@ def test_grids_lose_least(size: tuple[int, int], root: str) -> None:
     assert processor.grid(Image.new("RGB", size)) == (best[0] // 20, best[1] // 20)
 
 
-def test_more_than_two_pictures_are_not_cut(root: str) -> None:
-    processor: Any = load_processor(released(root, "small")[0])
-    three = [Image.new("RGB", (50, 30))] * 3
-    assert (
-        processor(images=three, text="<image>" * 3, return_tensors="pt")["images_spatial_crop"].tolist() == [[1, 1]] * 3
+def row_by_rule(tokenizer: Any, question: str, answer: str, pictures: list[Image.Image]) -> dict[str, Any]:
+    """A conversation as deepseek-ai/DeepSeek-VL2's `format_messages_v2` and `tokenize_with_images` make it."""
+
+    def worth(candidate: list[int], picture: Image.Image) -> tuple[int, int]:
+        scale = min(candidate[0] / picture.width, candidate[1] / picture.height)
+        kept = min(int(picture.width * scale) * int(picture.height * scale), picture.width * picture.height)
+        return kept, kept - candidate[0] * candidate[1]
+
+    def pixels(view: Image.Image) -> torch.Tensor:
+        return (torch.tensor(list(view.getdata())).view(TILE, TILE, 3).permute(2, 0, 1) / 255 - 0.5) / 0.5
+
+    vocabulary = tokenizer.get_vocab()
+    tiles, crops, tokens = [], [], []
+    for picture in pictures:
+        width, height = TILE, TILE
+        if len(pictures) <= 2:
+            width, height = max(RESOLUTIONS, key=lambda candidate: worth(candidate, picture))
+        tiles.append(pixels(ImageOps.pad(picture, (TILE, TILE), color=(127, 127, 127))))
+        fitted = ImageOps.pad(picture, (width, height), color=(127, 127, 127))
+        for top in range(0, height, TILE):
+            tiles += [pixels(fitted.crop((x, top, x + TILE, top + TILE))) for x in range(0, width, TILE)]
+        across, down = width // TILE, height // TILE
+        crops.append([across, down])
+        tokens.append(TOKENS * (TOKENS + 1) + 1 + down * TOKENS * (across * TOKENS + 1))
+    first, *others = f"<|User|>: {question.strip()}\n\n<|Assistant|>:".split("<image>")
+    ids = [vocabulary[tokenizer.bos_token], *tokenizer.encode(first, add_special_tokens=False)]
+    for number, other in zip(tokens, others, strict=True):
+        ids += [vocabulary["<image>"]] * number + tokenizer.encode(other, add_special_tokens=False)
+    said = [*tokenizer.encode(answer.strip(), add_special_tokens=False), vocabulary[tokenizer.eos_token]]
+    return {
+        "question": ids,
+        "input_ids": ids + said,
+        "labels": [-100] * len(ids) + said,
+        "pixel_values": torch.stack(tiles),
+        "images_spatial_crop": crops,
+    }
+
+
+@pytest.fixture(scope="module")
+def many(root: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A YAML whose rows have 1, 2, 3 and 5 pictures of different sizes."""
+    folder = tmp_path_factory.mktemp("many")
+    rows = []
+    for number, pictures in enumerate((1, 2, 3, 5)):
+        names = [f"{number}_{index}.png" for index in range(pictures)]
+        for name, picture in zip(names, random_pictures([*SIZES, (18, 70), (30, 30), (60, 20)]), strict=False):
+            picture.save(folder / name)
+        messages = [
+            {"role": "user", "content": "<image>and " * (pictures - 1) + "<image> which? "},
+            {"role": "assistant", "content": f"number {number}"},
+        ]
+        rows.append({"messages": messages, "images": names})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataloader_param": {"num_workers": 0, "shuffle": False}}
+    training = {"train_iters": 2, "adam_fused": False}
+    return make_tiny_run(
+        folder, model={"model_name_or_path": str(released(root, "small")[0])}, data=data, training=training
     )
-    assert build_mm_plugin(processor, _Preprocess()).pictures_seen_alone == 2  # type: ignore[attr-defined]
 
 
-def test_rows_of_more_pictures_are_refused(root: str, tmp_path: Path) -> None:
-    folder, _ = released(root, "small")
-    make_rows(tmp_path, count=2, images=(3,))
-    yaml = make_tiny_run(tmp_path, model={"model_name_or_path": str(folder)})
-    with pytest.raises(DataError, match="cuts more than 2 otherwise"):
-        mm.train(str(yaml))
+def rule_of(many: Path, root: str) -> list[dict[str, Any]]:
+    tokenizer, made = load_processor(released(root, "small")[0]).tokenizer, []  # type: ignore[union-attr]
+    for row in map(json.loads, (many.parent / "rows.jsonl").read_text().splitlines()):
+        pictures = [Image.open(many.parent / name) for name in row["images"]]
+        question, answer = (message["content"] for message in row["messages"])
+        made.append(row_by_rule(tokenizer, question, answer, pictures))
+    return made
 
 
-class _Preprocess(dict[str, Any]):
-    image_max_pixels, image_min_pixels, use_audio_in_video, audio_sampling_rate = 10**6, 0, False, None
-    image_max_tiles = None
+def test_any_number_of_pictures_as_the_released_processor_shows_them(many: Path, root: str) -> None:
+    """Ids, labels, tiles and crops of rows with 1, 2, 3 and 5 pictures; the sizes that packing asks for; and questions
+    that `mm infer`, `mm evaluate` and `mm serve` ask."""
+    param = load_config(many).arguments.data.dataset_param
+    dataset: Any = build_mm_dataset(param)[0]
+    expected = rule_of(many, root)
+    assert [len(set(map(tuple, row["images_spatial_crop"]))) > 1 for row in expected] == [False, True, False, False]
+    assert expected[0]["images_spatial_crop"] == [[3, 1]]
+    for number, rule in enumerate(expected):
+        encoded = dataset[number]
+        assert encoded["input_ids"].tolist() == rule["input_ids"]
+        assert encoded["labels"].tolist() == rule["labels"]
+        batch = dataset.build_collator(CollateParam())([encoded])
+        assert batch["images_spatial_crop"].tolist() == rule["images_spatial_crop"]
+        torch.testing.assert_close(batch["pixel_values"], rule["pixel_values"])
+        assert dataset.measure(number).tokens == len(rule["input_ids"])
+    encoder = QuestionEncoder(released(root, "small")[0], RowsView(param))
+    media = encoder.media(many.parent)
+    for question, rule in zip(read_questions(many.parent / "rows.jsonl", needs_answers=True), expected, strict=True):
+        asked = encoder.collate([encoder.encode(question.sample, media)])
+        assert asked["input_ids"].tolist() == [rule["question"]]
+        assert asked["images_spatial_crop"].tolist() == rule["images_spatial_crop"]
+        torch.testing.assert_close(asked["pixel_values"], rule["pixel_values"])
 
-    def __missing__(self, key: str) -> None:
-        return None
+
+def test_rows_of_three_and_five_pictures_are_trained(many: Path) -> None:
+    """Each row with its own padding and all in one pack give the same loss, gradients and weights."""
+    words = ["parallel.fsdp_plan.param_dtype=fp64", "training.micro_batch_size=4"]
+    with keeping_double(), InDouble():
+        compare_steps(train_steps(str(many), words, packs=False), train_steps(str(many), words, packs=True), 1e-9)
+
+
+def test_commands_take_rows_of_many_pictures(many: Path, root: str, tmp_path: Path) -> None:
+    shown = mm("data", "preview", many, "--rows", "0,3", "--json")
+    assert shown.code == 0, shown.err
+    scored = mm("evaluate", released(root, "small")[0], "--data", many.parent / "rows.jsonl", "--json",
+                "--out", tmp_path / "scores", "--max-new-tokens", 3)  # fmt: skip
+    assert scored.code == 0 and json.loads(scored.out)["overall"]["n"] == 4, scored.err
+    pictures = [word for number in range(3) for word in ("--image", many.parent / f"2_{number}.png")]
+    answered = mm("infer", released(root, "small")[0], *pictures, "--prompt", "Which?", "--max-new-tokens", 3)
+    assert answered.code == 0, answered.err
 
 
 # --- released sizes ---------------------------------------------------------------------------------------------------

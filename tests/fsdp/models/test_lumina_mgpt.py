@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
+from safetensors.torch import load_file
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
@@ -26,7 +28,7 @@ from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.released_rows import ROWS, dataset_of, write_run
-from tests.helpers.runs import mm
+from tests.helpers.runs import differing, mm, tensors, train
 
 Z, LR = 1e-5, 1e-3
 TOKENS = 16
@@ -190,3 +192,118 @@ def test_packed_rows_are_the_same(run: Path) -> None:
 def test_what_it_cannot_do_is_refused(run: Path, words: list[str], says: str) -> None:
     said = mm("check", run, *words, "training.gradient_accumulation_steps=2", "--nproc", 2)
     assert said.code != 0 and says in said.out + said.err and "Traceback" not in said.err, said.out + said.err
+
+
+# --- adapters, answers ------------------------------------------------------------------------------------------------
+
+LORA = ["training.lora.enable=true", "training.lora.rank=2", "training.lora.alpha=6"]
+
+
+def test_the_gradients_of_adapters_are_those_by_hand(run: Path) -> None:
+    """The gradient of B is (alpha / rank) · ∂W · Aᵀ, with ∂W of the plain model: B is zero in the first step."""
+    with keeping_double(), InDouble():
+        first, _ = train_steps(str(run), [FP64, Z_LOSS, *LORA])
+        model = reference(run)
+        loss = by_hand(model, batch_of(built_rows(run), 0, 1))
+        loss.backward()
+    torch.testing.assert_close(first["loss"], loss.detach(), rtol=1e-9, atol=0)
+    adapted = [name for name in first["gradients"] if name.endswith(".lora_B.default.weight")]
+    assert any("q_proj" in name for name in adapted)
+    for name in adapted:
+        weight = name.removesuffix(".lora_B.default.weight")
+        a = first["weights"][f"{weight}.lora_A.default.weight"]  # without a gradient yet
+        expected = 3 * model.get_parameter(f"{weight}.weight").grad @ a.T
+        torch.testing.assert_close(first["gradients"][name], expected, rtol=1e-7, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def adapted(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of adapters that was broken off after one of two steps, and resumed."""
+    folder = tmp_path_factory.mktemp("adapted")
+    words = [*LORA, "training.lr=0.1", "training.lr_decay_style=constant"]
+    train(run, folder / "whole", *words)
+    train(run, folder / "broken", *words, "training.train_iters=1")
+    train(run, folder / "broken", *words)
+    assert differing(tensors(folder / "whole"), tensors(folder / "broken")) == []
+    return folder / "broken"
+
+
+def test_adapters_resume_to_the_bit_and_merge(run: Path, adapted: Path, tmp_path: Path) -> None:
+    """The merged folder is the released one with W + (alpha / rank) · B · A; PEFT's folder answers as it does."""
+    for out, words in (("merged", ["--merge"]), ("peft", [])):
+        said = mm("export", adapted, tmp_path / out, *words)
+        assert said.code == 0, said.err
+    before, after = (load_file(f / "model.safetensors") for f in (run.parent / "model", tmp_path / "merged"))
+    peft = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    changed = {f"base_model.model.{name}": name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) * 2 == len(peft) and before.keys() == after.keys()
+    for name, plain in ((key.removesuffix(".weight"), value) for key, value in changed.items()):
+        update = 3 * peft[f"{name}.lora_B.weight"] @ peft[f"{name}.lora_A.weight"]
+        torch.testing.assert_close(after[plain], before[plain] + update)
+    picture = run.parent / "rows" / "0.png"
+    asked = ["--image", picture, "--prompt", "Which digit is this?", "--max-new-tokens", 5, "--temperature", 0]
+    answers = [
+        mm("infer", tmp_path / "merged", *asked),
+        mm("infer", run.parent / "model", "--lora", tmp_path / "peft", *asked),
+        mm("infer", adapted, *asked),
+    ]
+    assert {(each.code, each.out) for each in answers} == {(0, answers[0].out)}, answers
+
+
+def words_by_hand(model: Any, processor: Any, question: str, pictures: list[Any], tokens: int) -> str:
+    """Word by word, the likeliest that is no code of a picture: what it says next is read from the whole text."""
+    made = processor(text=question, images=pictures or None, return_tensors="pt", return_for_text_completion=True)
+    ids, asked = made["input_ids"], made["input_ids"].shape[1]
+    pixels = {} if "pixel_values" not in made else {"pixel_values": made["pixel_values"].double()}
+    for _ in range(tokens):
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids, use_cache=False, **pixels).last_hidden_state[0, -1]
+        logits = model.lm_head.weight @ hidden
+        logits[model.model.vocabulary_mapping.image_tokens] = -torch.inf
+        ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
+        if ids[0, -1] == processor.tokenizer.eos_token_id:
+            break
+    return str(processor.tokenizer.decode(ids[0, asked:], skip_special_tokens=True)).strip()
+
+
+def test_a_run_answers_in_words_and_is_scored(run: Path, tmp_path: Path) -> None:
+    """Of a run that learned pictures as answers, too: what it says is said word by word, and `mm evaluate` counts it.
+    Rows that expect a picture are refused by name."""
+    train(run, tmp_path / "run")
+    folder, rows = mm_exported(tmp_path / "run", tmp_path / "out"), run.parent / "rows" / "asked.jsonl"
+    with InDouble():
+        model = transformers.ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float64).eval()
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    said = []
+    for number in range(2):
+        picture = Image.open(run.parent / "rows" / f"{number}.png")
+        said.append(words_by_hand(model, processor, f"<image>Number {number}?<reserved08706>", [picture], tokens=4))
+    lines = [
+        {"messages": [{"role": "user", "content": f"<image>Number {number}?"},
+                      {"role": "assistant", "content": [said[0], "other"][number]}],
+         "images": [f"{number}.png"]}
+        for number in range(2)
+    ]  # fmt: skip
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answered = mm("infer", tmp_path / "run", "--data", rows, "--out", tmp_path / "answers.jsonl",
+                  "--max-new-tokens", 4, "--temperature", 0)  # fmt: skip
+    assert answered.code == 0, answered.err
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert answers == said and all(said)
+    scored = mm("evaluate", tmp_path / "run", "--data", rows, "--out", tmp_path / "scores", "--json",
+                "--max-new-tokens", 4)  # fmt: skip
+    assert scored.code == 0, scored.err
+    counted = json.loads(scored.out)["overall"]
+    assert counted["n"] == 2 and counted["correct"] == 1, counted
+    drawn = ["--data", run.parent / "rows" / "rows.jsonl"]  # rows 1, 2 and 4 expect pictures
+    refused = mm("evaluate", tmp_path / "run", *drawn, "--out", tmp_path / "no")
+    assert refused.code != 0 and "3 of 4 rows are bad" in refused.err and "scored as words" in refused.err, refused.err
+    asked = mm("infer", tmp_path / "run", *drawn, "--out", tmp_path / "words.jsonl", "--max-new-tokens", 2)
+    shown = [json.loads(line)["images"] for line in (tmp_path / "words.jsonl").read_text().splitlines()]
+    assert asked.code == 0 and list(map(len, shown)) == [1, 1, 1, 0], asked.err  # never what is to be drawn
+
+
+def mm_exported(run: Path, out: Path) -> Path:
+    said = mm("export", run, out)
+    assert said.code == 0, said.err
+    return out

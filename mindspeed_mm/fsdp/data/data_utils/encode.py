@@ -34,7 +34,6 @@ from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.data.data_utils.turns import is_usual
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.fsdp.utils.settings import setting_of
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.utils.processor import Processor
@@ -265,22 +264,20 @@ class SampleEncoder:
     # --- media -------------------------------------------------------------------------------------------------------
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
+        return [self._encoded(sample, index) for index in range(len(sample.media))]
+
+    def _encoded(self, sample: Sample, index: int) -> MediaFeatures:
+        """Item `index` of a sample."""
         pictures = sum(item.kind == "image" for item in sample.media)
-        most = setting_of(self._plugin, int, "pictures_seen_alone") if pictures > 1 else None
-        if most is not None and pictures > most:
-            raise DataError(
-                f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise than one",
-                key="images",
-                way_out=f"Give such models rows of at most {most}, or take a model of another family.",
-            )
-        return [encode_media(self._plugin, self._media, item) for item in sample.media]
+        is_drawn = self._options.train_media and _is_answer(sample, index)
+        return encode_media(self._plugin, self._media, sample.media[index], pictures, drawn=is_drawn)
 
     def _sizes(self, sample: Sample) -> list[ItemSize]:
         sizes = []
-        for item in sample.media:
+        for index, item in enumerate(sample.media):
             size = measure_media(self._plugin, self._media, item)
             if size is None:
-                features = encode_media(self._plugin, self._media, item)
+                features = self._encoded(sample, index)
                 size = ItemSize(len(features.token_ids), len(features.token_ids), features.text)
             sizes.append(size)
         return sizes
@@ -468,6 +465,12 @@ def _encoded(
         "shrunk": shrunk,
     }
     return encoded if weights is None else {**encoded, "loss_weights": weights}
+
+
+def _is_answer(sample: Sample, index: int) -> bool:
+    """Whether item `index` stands in a turn of the model."""
+    end = next(end for end in range(1, len(sample.messages) + 1) if _count_media(sample, end) > index)
+    return bool(sample.messages[end - 1]["role"] == "assistant")
 
 
 def _fractions(turns: Turns) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, PixelBudget
+from mindspeed_mm.fsdp.data.data_utils.plugins.drawing_plugin import DrawingPlugin, build_drawing_plugin
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     ItemSize,
     MediaFeatures,
@@ -52,11 +53,21 @@ def build_mm_plugin(processor: Processor, preprocess: Any) -> MediaPlugin:
         return MM_PLUGINS.get(name)(processor, preprocess)
     if tokenizer_of(processor) is processor:
         return TextOnlyPlugin(Path(str(getattr(processor, "name_or_path", ""))))
-    return build_qwen_plugin(processor, preprocess) or ProcessorPlugin(processor, preprocess)
+    known = build_qwen_plugin(processor, preprocess) or build_drawing_plugin(processor, preprocess)
+    return known or ProcessorPlugin(processor, preprocess)
 
 
-def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> MediaFeatures:
+def encode_media(
+    plugin: MediaPlugin, media: MediaLoader, item: MediaItem, pictures: int = 1, *, drawn: bool = False
+) -> MediaFeatures:
     """Load and encode an item of a row.
+
+    Args:
+        plugin: Of the model's processor.
+        media: Opens the item.
+        item: The item.
+        pictures: How many pictures the row has: some processors show one otherwise among others.
+        drawn: It stands in a turn of the model, which is trained on it.
 
     Raises:
         DataError: The file is missing, refused or broken, or the model does not take its kind; the kind is its key.
@@ -64,6 +75,10 @@ def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> Me
     try:
         plugin = _within(plugin, item)
         if item.kind == "image":
+            if drawn and isinstance(plugin, DrawingPlugin):
+                return plugin.encode_drawn_image(media.load_image(item.source))
+            if isinstance(plugin, ProcessorPlugin):
+                plugin = plugin.among(pictures)
             return plugin.encode_image(media.load_image(item.source))
         if item.kind == "video":
             # A plugin from outside may say nothing about frames and their sound.

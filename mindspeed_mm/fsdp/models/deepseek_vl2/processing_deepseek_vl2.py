@@ -3,10 +3,10 @@ take behind the projector. It reads the released processor_config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image, ImageOps
@@ -20,7 +20,7 @@ from mindspeed_mm.core.json_file import read_json_object
 SAME_NAME: dict[str, type[ProcessorMixin]] = {}
 """Name in `architectures` → processor of another family whose releases name the same class."""
 MOST_TILED = 2
-"""Pictures of a row beyond which none is cut into tiles."""
+"""Pictures of a conversation beyond which none is cut into tiles: each is then the whole view and one tile of it."""
 CHAT_TEMPLATE = """\
 {%- macro show(content) -%}
 {%- if content is string %}{{ content }}{% else -%}
@@ -31,13 +31,15 @@ CHAT_TEMPLATE = """\
 {%- endmacro -%}
 {{- bos_token -}}
 {%- for message in messages -%}
-{%- if message.role == 'user' %}{{ '<|User|>: ' + show(message.content) + '\\n\\n' }}
-{%- elif message.role == 'assistant' %}{{ '<|Assistant|>: ' + show(message.content) + eos_token }}
-{%- else %}{{ show(message.content) + '\\n\\n' }}{% endif -%}
+{%- set content = show(message.content) | trim -%}
+{%- if message.role == 'user' %}{{ '<|User|>: ' + content + '\\n\\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|Assistant|>:' + content + eos_token }}
+{%- else %}{{ content }}{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|Assistant|>:' }}{% endif -%}
 """
-"""The format that the model was tuned in, for folders without a template of their own: the released ones have none."""
+"""The format that the model was tuned in, for folders without a template of their own: the released ones have none. It
+follows `format_messages_v2` of the released processor: no space before an answer, nothing after the system's words."""
 
 
 class DeepseekVLV2Processor(ProcessorMixin):
@@ -62,6 +64,8 @@ class DeepseekVLV2Processor(ProcessorMixin):
 
     return_mm_token_type_ids = True
     pictures_seen_alone = MOST_TILED
+    images_kwargs_of_many: ClassVar[Mapping[str, Any]] = {"crop_to_patches": False}
+    """How `__call__` is asked for one picture of a conversation with more of them."""
 
     def __init__(
         self,
@@ -117,6 +121,7 @@ class DeepseekVLV2Processor(ProcessorMixin):
         return_text_replacement_offsets: bool = False,
         return_mm_token_type_ids: bool = True,
         return_tensors: str | None = None,
+        images_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """Texts and their pictures as the model takes them.
@@ -127,6 +132,8 @@ class DeepseekVLV2Processor(ProcessorMixin):
             return_text_replacement_offsets: Also say what was written in the place of each placeholder.
             return_mm_token_type_ids: Also mark the tokens of pictures.
             return_tensors: `pt` for tensors instead of lists.
+            images_kwargs: `crop_to_patches`: whether pictures are cut into tiles; unless given, where a text has at
+                most two.
             kwargs: For the tokenizer (`padding` …).
 
         Raises:
@@ -140,12 +147,13 @@ class DeepseekVLV2Processor(ProcessorMixin):
         grids: list[tuple[int, int]] = []
         views: list[torch.Tensor] = []
         offsets: list[list[dict[str, str]]] = []
-        remaining = iter(pictures)
+        remaining, cuts = iter(pictures), (images_kwargs or {}).get("crop_to_patches")
         for number, each in enumerate(texts):
             first, *others = each.split(self.image_token)
             parts, written = [first], []
+            cuts_here = len(others) <= MOST_TILED if cuts is None else cuts
             for picture, other in zip(islice(remaining, len(others)), others, strict=True):
-                grid = self.grid(picture) if len(others) <= MOST_TILED else (1, 1)
+                grid = self.grid(picture) if cuts_here else (1, 1)
                 grids.append(grid)
                 views += self.views(picture, grid)
                 replacement = self.image_token * self.tokens(*grid)
@@ -156,7 +164,6 @@ class DeepseekVLV2Processor(ProcessorMixin):
         data: dict[str, Any] = {}
         if views:
             data |= {"pixel_values": torch.stack(views), "images_spatial_crop": torch.tensor(grids)}
-        kwargs.pop("images_kwargs", None)
         encoded = self.tokenizer(texts, **{"add_special_tokens": False} | kwargs)
         if return_mm_token_type_ids:
             data["mm_token_type_ids"] = self.create_mm_token_type_ids(encoded["input_ids"])

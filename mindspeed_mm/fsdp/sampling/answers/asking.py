@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.transcript_language import detects_langua
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.sampling.answers.questions import as_asked
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.register import data_register
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class RowsView:
         if basic.default_system:
             shown = (*shown, basic.default_system)
         return f"-{hashlib.sha256(repr(shown).encode()).hexdigest()[:8]}"
+
+    @property
+    def draws(self) -> bool:
+        """Whether media in the model's turns are answers, as the data set of the run has it."""
+        name = self.param.dataset_type
+        return name in data_register and bool(getattr(data_register.get(name), "train_media", False))
 
     def of_people(self) -> RowsView:
         """The same for what people write: special tokens in their words are text, whatever holds for the rows of a

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
     NotesReported,
     RowLocation,
     Sample,
+    count_media,
 )
 
 SHOWN_PROBLEMS = 10
@@ -117,6 +118,7 @@ def read_questions(
     media_dir: Path | None = None,
     row_format: RowFormat | None = None,
     media_key: str = "--media-dir",
+    draws: bool = False,
 ) -> list[Question]:
     """Every row of a JSONL, JSON, CSV or parquet file.
 
@@ -130,6 +132,7 @@ def read_questions(
             error now, not in the middle of the work.
         row_format: How rows are laid out; None: in one of the usual spellings.
         media_key: The option or key that names the folder of media.
+        draws: Placeholders in the model's turns stand for media, as in training on pictures as answers.
 
     Raises:
         DataError: Naming the bad rows (the first ten), or the file.
@@ -146,7 +149,7 @@ def read_questions(
     problems: list[Problem] = []
     for index in range(len(reader)):
         try:
-            question = _read_question(reader, index, row_format or RowFormat(), needs_answers, notes)
+            question = _read_question(reader, index, row_format or RowFormat(), needs_answers, notes, draws=draws)
             _check_media_exist(question.sample, media_dir, media_key)
             questions.append(question)
         except DataError as error:
@@ -168,10 +171,17 @@ def as_asked(problem: Problem) -> Problem:
 
 
 def _read_question(
-    reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool, notes: NotesReported
+    reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool, notes: NotesReported, *, draws: bool
 ) -> Question:
     row, place = reader.read(index), reader.place(index)
-    sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
+    sample, answer = question_of(row, row_format, place, needs_answer=needs_answers, draws=draws)
+    if needs_answers and count_media([answer]):
+        raise DataError(
+            "the answer holds media, and answers are scored as words",
+            where=str(place),
+            key="messages",
+            way_out="Leave such rows out.",
+        )
     notes.report(sample)
     expected: str | None = words_of(answer["content"])
     if not expected and not needs_answers:
@@ -193,18 +203,19 @@ def text_field(row: dict[str, Any], name: str, default: str) -> str:
 
 
 def question_of(
-    row: dict[str, Any], row_format: RowFormat, place: RowLocation, *, needs_answer: bool
+    row: dict[str, Any], row_format: RowFormat, place: RowLocation, *, needs_answer: bool, draws: bool = False
 ) -> tuple[Sample, dict[str, Any]]:
-    """A row as the conversation up to the model's last turn, and that turn's message.
+    """A row as the conversation up to the model's last turn, and that turn's message; `draws` as of `read_questions`.
 
     Raises:
         DataError: The row is off, or has no answer although one is needed.
     """
     row, row_format = with_answer(row, row_format, place, needs_answer=needs_answer)
-    sample = convert_row(row, row_format, place, rewarded=True)
+    sample = convert_row(row, row_format, place, rewarded=True, draws=draws)
     *messages, answer = sample.messages
     weights: list[float | None] = [0.0] * len(messages)
-    question = Sample(place, messages, weights, sample.media, sample.tools, objects=sample.objects, notes=sample.notes)
+    media = sample.media[: count_media(messages)]
+    question = Sample(place, messages, weights, media, sample.tools, objects=sample.objects, notes=sample.notes)
     return question, answer
 
 

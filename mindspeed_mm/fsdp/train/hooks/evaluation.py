@@ -80,6 +80,7 @@ class HeldOutQuestions:
             media_dir=media_dir,
             row_format=view.row_format(data),
             media_key=f"{KEY}.media_dir",
+            draws=view.draws,
         )
         if not questions:
             raise DataError("holds no questions", where=str(data), key=f"{KEY}.data")

@@ -7,6 +7,7 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +71,7 @@ class ProcessorPlugin:
     def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
         self._preprocess, self._within = preprocess, dict[tuple[tuple[str, int], ...], ProcessorPlugin]()
+        self._of_many: ProcessorPlugin | None = None
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
         self._marks = TokenMarks(processor)
         self._hears: Any = setting_of(processor, object, "feature_extractor")
@@ -83,7 +85,7 @@ class ProcessorPlugin:
         self._image_options = _image_options(processor, preprocess)
         self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
         self.pictures_seen_alone: int | None = _pictures_seen_alone(processor)
-        """Pictures of a row beyond which the processor would show each otherwise than alone, which is not done."""
+        """Pictures of a row beyond which the processor shows each otherwise than alone."""
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)
@@ -97,6 +99,31 @@ class ProcessorPlugin:
 
     def _rebuilt(self, preprocess: PreprocessParameters) -> ProcessorPlugin:
         return type(self)(self._processor, preprocess)
+
+    def among(self, pictures: int) -> ProcessorPlugin:
+        """The plugin that shows a picture as the processor shows it in a row of so many.
+
+        Args:
+            pictures: Of the row, this one included.
+
+        Raises:
+            DataError: The processor shows it otherwise than alone, and has no `images_kwargs_of_many` to ask for it.
+        """
+        most = self.pictures_seen_alone
+        if most is None or pictures <= most:
+            return self
+        if self._of_many is None:
+            options = setting_of(self._processor, Mapping, "images_kwargs_of_many")
+            if options is None:
+                raise DataError(
+                    f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise "
+                    "than one",
+                    key="images",
+                    way_out=f"Give such models rows of at most {most}, or take a model of another family.",
+                )
+            self._of_many = copy(self)
+            self._of_many._image_options = {**self._image_options, **options}
+        return self._of_many
 
     # --- one item ----------------------------------------------------------------------------------------------------
 
