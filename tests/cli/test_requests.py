@@ -23,14 +23,21 @@ from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from mindspeed_mm.tasks.requests.export import ExportRequest, ExtractRequest, MergeRequest
 from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.init import InitRequest
+from mindspeed_mm.tasks.requests.look import (
+    CompletionRequest,
+    ModelsRequest,
+    ReportRequest,
+    RouteRequest,
+    SchemaRequest,
+)
 from mindspeed_mm.tasks.requests.measure import DoctorRequest, DownloadRequest, FlopsRequest, VerifyRequest
 from mindspeed_mm.tasks.requests.serve import ServeRequest
 from mindspeed_mm.tasks.requests.train import CheckRequest, TrainRequest
 
 REQUESTS: tuple[type[Request], ...] = (
-    ChatRequest, CheckRequest, DataCheckRequest, DataPreviewRequest, DataStatsRequest, DoctorRequest, DownloadRequest,
-    EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest, InferRequest, InitRequest, MergeRequest, ServeRequest,
-    TrainRequest, VerifyRequest,
+    ChatRequest, CheckRequest, CompletionRequest, DataCheckRequest, DataPreviewRequest, DataStatsRequest, DoctorRequest,
+    DownloadRequest, EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest, InferRequest, InitRequest,
+    MergeRequest, ModelsRequest, ReportRequest, RouteRequest, SchemaRequest, ServeRequest, TrainRequest, VerifyRequest,
 )  # fmt: skip
 
 
@@ -80,8 +87,8 @@ def test_the_words_of_a_request_make_it_again(kind: type[Request]) -> None:
     random_numbers, expected, words, arguments, needed = random.Random(5), {}, [], [], []
     for each in all_fields(kind):
         if each.declared.is_argument:
-            several = ["a", "section.key=b"] if each.is_multiple else [f"{each.name}-0"]
-            arguments += several
+            one = each.choices[0] if each.choices else f"{each.name}-0"
+            arguments += ["a", "section.key=b"] if each.is_multiple else [one]
             continue
         values = [value_of(each, random_numbers) for _ in range(2 if each.is_multiple else 1)]
         words += [word for value in values for word in written(each, value)]

@@ -1,0 +1,51 @@
+"""What `mm models`, `mm route`, `mm schema`, `mm report` and `mm completion` are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_mm.core.request import Request, argument, option
+
+
+@dataclass(frozen=True)
+class ModelsRequest(Request):
+    """A family of models that is looked up; an empty name lists all of them."""
+
+    name: str = argument(default="")
+    as_json: bool = option("Print the cards as JSON.", False, flag="--json")
+    as_markdown: bool = option("Print the table of the README.", False, flag="--markdown")
+
+
+@dataclass(frozen=True)
+class RouteRequest(Request):
+    """What somebody wants to do, in their words."""
+
+    wish: tuple[str, ...] = argument()
+    as_json: bool = option("Print the families, commands and page as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class SchemaRequest(Request):
+    """A configuration key or section; an empty one means all keys."""
+
+    key: str = argument(default="")
+    as_json: bool = option("Print JSON: without KEY, a JSON schema for editors.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class ReportRequest(Request):
+    """Runs that one page shows."""
+
+    runs: tuple[Path, ...] = argument()
+    out: Path | None = option("HTML file to write; default: report.html in the first run.")
+    as_json: bool = option("Print the report's path as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class CompletionRequest(Request):
+    """A shell that is to complete verbs and options."""
+
+    shell: Literal["bash", "zsh", "fish"] = argument()
+    as_json: bool = option("Print it as JSON.", False, flag="--json")
