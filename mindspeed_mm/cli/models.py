@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from mindspeed_mm.cli.requests import takes
@@ -26,14 +24,17 @@ Examples:
 def command(request: ModelsRequest) -> None:
     """List the families of models, or show what is known of one.
 
-    NAME is a family, a model_id, a class, a name on the hub or a model's folder. Each family shows its released sizes
-    and what is proven of it by which test. A model of transformers that is not listed trains by its class alone.
+    NAME is a family, a model_id, a class, a name on the hub or a model's folder. A family shows its released sizes with
+    what one device trains of each, the smallest YAML, the names of its parts and layers, and example files. A model of
+    transformers that is not listed trains by its class alone.
     """
     cards = catalogue.find(request.name) if request.name else families()
     if request.as_json:
-        say_json(list(map(asdict, cards)), indent=2)
+        say_json(list(map(catalogue.as_record, cards)), indent=2)
     elif request.as_markdown:
         say(catalogue.as_markdown(cards))
+    elif request.name and request.proof:
+        say("\n\n".join(catalogue.as_proof(card) for card in cards))
     elif request.name:
         say("\n\n".join(catalogue.as_card(card) for card in cards))
     else:

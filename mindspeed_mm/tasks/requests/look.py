@@ -14,6 +14,7 @@ class ModelsRequest(Request):
     """A family of models that is looked up; an empty name lists all of them."""
 
     name: str = argument(default="")
+    proof: bool = option("With NAME: print what is proven of the family, and by which test.", False)
     as_json: bool = option("Print the cards as JSON.", False, flag="--json")
     as_markdown: bool = option("Print the table of the README.", False, flag="--markdown")
 
