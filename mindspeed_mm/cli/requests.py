@@ -77,8 +77,17 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     elif each.default is not MISSING and not each.is_multiple:
         settings["default"] = each.default
         settings["show_default"] = not isinstance(each.default, bool) and each.default not in (None, "")
+    if declared.bare:
+        settings |= {"is_flag": False, "flag_value": declared.bare}
     spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
-    return click.option(*filter(None, spellings), each.name, **settings)
+    made = click.option(*filter(None, spellings), each.name, **settings)
+
+    def with_short_forms(command: Callable[..., Any]) -> Callable[..., Any]:
+        for flag, (value, help_text) in declared.short_forms.items():
+            command = click.option(flag, each.name, flag_value=value, help=help_text)(command)
+        return made(command)
+
+    return with_short_forms
 
 
 def _type_of(each: RequestField) -> Any:

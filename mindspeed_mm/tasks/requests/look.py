@@ -1,4 +1,4 @@
-"""What `mm models`, `mm route`, `mm schema`, `mm report` and `mm completion` are asked."""
+"""What `mm models`, `mm route`, `mm config`, `mm schema`, `mm report` and `mm completion` are asked."""
 
 from __future__ import annotations
 
@@ -25,6 +25,28 @@ class RouteRequest(Request):
 
     wish: tuple[str, ...] = argument()
     as_json: bool = option("Print the families, commands and page as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class ConfigRequest(Request):
+    """A configuration that is shown, or that a launch of another kind is translated to."""
+
+    config: Path | None = argument(default=None)
+    overrides: tuple[str, ...] = argument(default=())
+    given: bool = option("Leave out the defaults.", False)
+    as_json: bool = option("Print configuration, origins and warnings as JSON.", False, flag="--json")
+    from_flags: bool = option(
+        "Print the YAML that means the same as the Megatron-style flags that follow, without the defaults. A launch "
+        "script, a command with its entry, or a YAML with gpt_args can be given instead.",
+        False,
+    )
+    from_other: bool = option(
+        "Print the YAML that means the same as the file or command of another trainer that follows: LLaMA-Factory, "
+        "ms-swift, axolotl, TRL, diffusers' scripts, kohya's sd-scripts, musubi-tuner, ai-toolkit or DiffSynth-Studio. "
+        "What has no effect here and what is not supported is listed at its end.",
+        False,
+        flag="--from",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""What a step of a released size takes on one device, by the forecast that `mm check` and `mm init` use: the model is
+built on meta from the record of its configuration, by the smallest YAML of its family, with blocks recomputed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from ruamel.yaml import YAML
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.params.cards import ModelCard
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.plan.outline import build_outline
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from mindspeed_mm.tasks.models.first_yaml import merged, smallest
+from mindspeed_mm.tasks.models.start import DEVICES_GIB, FORECAST_TOKENS
+from mindspeed_mm.tasks.requests.init import Method
+from tests.helpers.released_examples import RELEASED, as_trained, releases
+from tests.helpers.released_rows import ROWS, Row
+
+METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+_LEAST_BYTES: dict[Method, float] = {"full": 12, "lora": 2, "qlora": 0.5}
+"""Bytes that a parameter takes at least: weights, and where it is trained the optimizer's state."""
+_SIDE = 1024
+"""Pixels of a picture along a side, where the smallest YAML bounds their area."""
+
+
+def needed_gib(card: ModelCard, hub: str, method: Method, folder: Path) -> float | None:
+    """GiB of a step; None: more than the largest device of the table has.
+
+    Args:
+        card: The family.
+        hub: A release that `has_record`.
+        method: What is trained.
+        folder: Empty; the configuration is written to it.
+    """
+    size = card.released[hub] or 0.0
+    if size * 1e9 * _LEAST_BYTES[method] > DEVICES_GIB[-1] * 2**30:
+        return None
+    write_configuration(card, hub, folder)
+    changes: dict[str, Any] = {
+        "model": {"model_name_or_path": str(folder)}, "features": {"recompute": True}, "training": {"save": None},
+    }  # fmt: skip
+    arguments = load_config(merged(smallest(card, method), changes)).arguments
+    batch = _sample(card) if card.generates else _row(build_outline(arguments).model)
+    needed = forecast(arguments, batch, device_type="cuda").peak / 2**30
+    return round(needed, 1) if needed <= DEVICES_GIB[-1] else None
+
+
+def with_record(card: ModelCard) -> Iterator[str]:
+    """Releases of a family whose configuration is recorded."""
+    for hub in card.released:
+        if hub in _generators() or (not card.generates and _record_name(hub) in releases()):
+            yield hub
+
+
+def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
+    """A folder with the configuration of a release, without weights."""
+    if hub not in _generators():
+        config = dict(releases()[_record_name(hub)]["config"])
+        config.pop("quantization_config", None)
+        row = ROWS.get(card.name)
+        if card.name == "internvl":
+            config = as_trained(config)
+        elif isinstance(row, Row):
+            config = merged(row.base(config), row.both)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return
+    record = _generators()[hub]
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    parts = {"transformer/config": record["transformer"], "vae/config": record["vae"]}
+    parts["scheduler/scheduler_config"] = scheduler
+    parts["model_index"] = {
+        "_class_name": record["pipeline"],
+        "transformer": ["diffusers", record["transformer"]["_class_name"]],
+        "vae": ["diffusers", record["vae"].get("_class_name", "AutoencoderKL")],
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+    }
+    for path, content in parts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{path}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _record_name(hub: str) -> str:
+    return hub.rpartition("/")[2].removesuffix("-hf")
+
+
+@cache
+def _generators() -> dict[str, dict[str, Any]]:
+    records = YAML(typ="safe").load((RELEASED / "generators.yaml").read_text(encoding="utf-8"))
+    return {record["release"]: record for record in records}
+
+
+def _row(model: nn.Module) -> Batch:
+    """A row of text, and of a recogniser of speech the sound of half a minute."""
+    config: Any = model.config
+    if config.model_type == "whisper":
+        ids = torch.zeros(1, config.max_target_positions, dtype=torch.long)
+        sound = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": sound, "decoder_input_ids": ids, "labels": ids, "shift_labels": ids}
+    ids = torch.zeros(1, FORECAST_TOKENS, dtype=torch.long)
+    labels = {"labels": ids.clone(), "shift_labels": ids.clone()}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
+
+
+def _sample(card: ModelCard) -> Batch:
+    """One medium of the size that the smallest YAML names, as it comes from the data set."""
+    size = card.smallest["data"]["dataset_param"]["preprocess_parameters"]
+    sides = [size.get("num_frames", 1), size.get("height", _SIDE), size.get("width", _SIDE)]
+    pixels = torch.empty(1, 3, *sides, device="meta")
+    return {"sample_ids": ["a"], "epochs": [0], "fps": [24.0], "captions": ["a"], "pixels": pixels}
