@@ -41,15 +41,15 @@ def run_config(request: ProfileRequest) -> Profiled:
     no checkpoint of the run is touched or continued.
 
     Args:
-        request: A YAML, with overrides (those of `tools.profile.static_param` say what is recorded), the steps, the ranks
-            and the folder for traces.
+        request: A YAML, with overrides (those of `tools.profile.static_param` say what is recorded), the steps, the
+            ranks and the folder for traces.
 
     Raises:
         UsageError: `out` holds traces.
         MMError: As `mm train`.
     """
-    (first, end), nproc = request.recorded, request.nproc or 1
-    out = request.out or _new_folder(Path("profiling"), request.target.stem)
+    (first, end), nproc, config = request.recorded, request.nproc or 1, request.target
+    out = request.out or _new_folder(Path("profiling"), config.stem)
     if out.is_dir() and any(out.glob("*.trace.json*")):
         raise UsageError("holds traces of another profile", where=str(out), way_out="Choose another folder.")
     own = [
@@ -66,11 +66,9 @@ def run_config(request: ProfileRequest) -> Profiled:
     ]
     with _stdout_kept():
         if nproc > 1:
-            code = train.run_ranks(nproc, request.target, [*request.overrides, *own], ["--steps", str(end - 1)])
+            code = train.run_ranks(nproc, config, [*request.overrides, *own], ["--steps", str(end - 1)])
         else:
-            code = train.run(
-                request.target, [*request.overrides, *own], steps=end - 1, progress_to_stderr=True
-            ).exit_code
+            code = train.run(config, [*request.overrides, *own], steps=end - 1, progress_to_stderr=True).exit_code
     if code != ExitCode.OK:
         return Profiled([], None, code)
     return Profiled(find_traces(out), analyse(out), code)

@@ -18,6 +18,7 @@ from mindspeed_mm.cli import requests as made
 from mindspeed_mm.core.request import Request, RequestField, all_fields, words_of
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.tasks.requests.chat import ChatRequest
+from mindspeed_mm.tasks.requests.convert import ConvertRequest
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from mindspeed_mm.tasks.requests.export import ExportRequest, ExtractRequest, MergeRequest
@@ -25,19 +26,28 @@ from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.init import InitRequest
 from mindspeed_mm.tasks.requests.look import (
     CompletionRequest,
+    ConfigRequest,
     ModelsRequest,
     ReportRequest,
     RouteRequest,
     SchemaRequest,
 )
-from mindspeed_mm.tasks.requests.measure import DoctorRequest, DownloadRequest, FlopsRequest, VerifyRequest
+from mindspeed_mm.tasks.requests.measure import (
+    DoctorRequest,
+    DownloadRequest,
+    FlopsRequest,
+    ProfileRequest,
+    VerifyRequest,
+)
+from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
 from mindspeed_mm.tasks.requests.serve import ServeRequest
 from mindspeed_mm.tasks.requests.train import CheckRequest, TrainRequest
 
 REQUESTS: tuple[type[Request], ...] = (
-    ChatRequest, CheckRequest, CompletionRequest, DataCheckRequest, DataPreviewRequest, DataStatsRequest, DoctorRequest,
-    DownloadRequest, EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest, InferRequest, InitRequest,
-    MergeRequest, ModelsRequest, ReportRequest, RouteRequest, SchemaRequest, ServeRequest, TrainRequest, VerifyRequest,
+    ChatRequest, CheckRequest, CompletionRequest, ConfigRequest, ConvertRequest, DataCheckRequest, DataPreviewRequest,
+    DataStatsRequest, DoctorRequest, DownloadRequest, EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest,
+    InferRequest, InitRequest, MergeRequest, ModelsRequest, ProfileRequest, ReferenceRequest, ReportRequest,
+    RolloutsRequest, RouteRequest, SchemaRequest, ScoreRequest, ServeRequest, TrainRequest, VerifyRequest,
 )  # fmt: skip
 
 
@@ -125,3 +135,8 @@ def test_the_python_door_has_the_same_defaults(function: Callable[..., Any], kin
         default = options[name].default
         expected = own.get(name, None if default is MISSING else default)
         assert parameters[name].default == expected, name
+
+
+def test_an_option_may_stand_alone_or_have_a_short_form() -> None:
+    given = {(): "true", ("--verify",): "true", ("--no-verify",): "false", ("--verify", "full"): "full"}
+    assert {words: parsed(ConvertRequest, ["a", "b", *words]).verify for words in given} == given
