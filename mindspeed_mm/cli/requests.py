@@ -27,6 +27,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
     """
 
     worded = [each for each in all_fields(kind) if each.declared.words is not None]
+    shortened = [each for each in all_fields(kind) if each.declared.short_forms]
 
     def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -34,6 +35,10 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
             for each in worded:
                 yes, _ = each.declared.words or ("", "")
                 values[each.name] = values[each.name] == yes
+            for each in shortened:
+                for flag, (value, _) in each.declared.short_forms.items():
+                    if values.pop(_name_of(flag)):
+                        values[each.name] = value
             request: Kind = request_of(kind, values)
             if hasattr(request, "checkpoint"):
                 from mindspeed_mm.cli.sharing import at_checkpoint
@@ -83,11 +88,16 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     made = click.option(*filter(None, spellings), each.name, **settings)
 
     def with_short_forms(command: Callable[..., Any]) -> Callable[..., Any]:
-        for flag, (value, help_text) in declared.short_forms.items():
-            command = click.option(flag, each.name, flag_value=value, help=help_text)(command)
+        for flag, (_, help_text) in declared.short_forms.items():
+            # A name of its own: click gives an option without a value that of the last one with the same name.
+            command = click.option(flag, _name_of(flag), is_flag=True, help=help_text)(command)
         return made(command)
 
     return with_short_forms
+
+
+def _name_of(flag: str) -> str:
+    return flag.strip("-").replace("-", "_")
 
 
 def _type_of(each: RequestField) -> Any:
