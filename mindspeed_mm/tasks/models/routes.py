@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
@@ -123,7 +124,8 @@ def find(wish: str) -> Route:
     for stems, (what, way_out) in _ELSEWHERE.items():
         if _shared(stems, words):
             raise UsageError(what, way_out=way_out)
-    named = [card for card in families() if _is_named(card, words)]
+    names = {bare(word) for word in (*words, *map("".join, pairwise(words)))}  # Gemma 3 is one name
+    named = [card for card in families() if not names.isdisjoint(bare_names(card))]
     scored: list[tuple[float, Route, Topic]] = []
     for key, task in TASKS.items():
         score = _shared(task.stems, words) + (_OF_NAMED if cards_of(key, named) else 0)
@@ -171,10 +173,6 @@ def _asked_recipe(topic: Topic, words: Sequence[str]) -> Recipe | None:
 def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
     """Words that begin with one of the stems."""
     return sum(word.startswith(tuple(stems)) for word in words)
-
-
-def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
-    return not set(bare_names(card)).isdisjoint(map(bare, words))
 
 
 def bare_names(card: ModelCard) -> list[str]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 _METHODS: Mapping[Method, str] = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 """The best one first → what tables call it."""
 _WIDTH = 100
-_SHOWN_FILES = 6
+_SHOWN_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _family_of(folder: str, identity: str) -> ModelCard | None:
 
 def as_lines(start: Start, card: ModelCard | None) -> list[str]:
     """The start for a terminal, without the table of devices."""
-    lines = ["", "  run.yaml: mm check run.yaml, then mm train run.yaml"]
+    lines = ["", "  run.yaml: mm check run.yaml, then mm train run.yaml; mm init writes one for your folder and rows"]
     lines += [f"    {line}" for line in start.yaml.split("\n")]
     if "lora:" not in start.yaml and "posttrain:" not in start.yaml:
         words = f"lr: {scalar(RATES['lora'])}, lora: {flow(adapters('lora'))}"

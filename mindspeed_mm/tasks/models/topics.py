@@ -87,6 +87,7 @@ _REWARDED = {
 _PROMPTS = {
     "dataset_type": "generation_prompts",
     "basic_parameters": {"dataset": "prompts.txt", "dataset_dir": None},
+    "preprocess_parameters": {"max_pixels": None, "height": 512, "width": 512},
 }
 _BY_PREFERENCE = (
     Recipe(
