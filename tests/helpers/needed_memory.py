@@ -74,7 +74,9 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return
     record = _generators()[hub]
-    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    scheduler: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    if record["pipeline"].startswith("CogVideoX"):
+        scheduler = {"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}
     parts = {"transformer/config": record["transformer"], "vae/config": record["vae"]}
     parts["scheduler/scheduler_config"] = scheduler
     parts["model_index"] = {

@@ -100,7 +100,7 @@ def _tiny_generator(card: ModelCard, model: Path) -> TinyFamily:
     return TinyFamily(lambda folder: None, side=16, frames=5)
 
 
-QUICK = {"qwen3", "qwen3vl", "whisper", "flux"}
+QUICK = {"qwen3vl", "flux"}
 """Families that the default run checks; the others take about a second each."""
 EACH = [pytest.param(card, id=card.name, marks=() if card.name in QUICK else pytest.mark.slow) for card in families()]
 

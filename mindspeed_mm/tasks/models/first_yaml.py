@@ -69,8 +69,10 @@ def smallest(card: ModelCard | None, method: Method | None = None) -> Sections:
     generates = card is not None and card.generates
     chosen: Method = method or ("lora" if generates else "full")
     name = next(iter(card.released)).partition("/")[2] if card is not None else "MODEL"
-    rows = "pictures/rows.jsonl" if generates else "data/rows.jsonl"
-    folder = rows.partition("/")[0]
+    folder = "data"
+    if card is not None and generates:
+        folder = "clips" if card.task == "film" else "pictures"
+    rows = f"{folder}/rows.jsonl"
     sections = sections_for(f"models/{name}", rows, folder, method=chosen, save="runs/mine", dtype="bf16")
     if generates:
         sections = merged(sections, {"training": {"train_epochs": None, "train_iters": _STEPS}})

@@ -151,10 +151,11 @@ def device_lines(start: Start, card: ModelCard) -> list[str]:
             row += f"  {_METHODS[best] if best else '-':>5}"
         lines.append(row.rstrip())
     if start.fits:
-        what = "one sample" if card.generates else f"one row of {FORECAST_TOKENS:,} tokens of text"
-        lines.append(
-            f"  What one device trains, by the memory forecast of {what}, blocks recomputed; -: several devices."
-        )
+        what = f"one row of {FORECAST_TOKENS:,} tokens of text"
+        if card.generates:
+            what = "one sample of the size below, encoded before by mm extract"
+        lines.append(f"  One device trains this with features.recompute: true, by the memory forecast of {what}")
+        lines.append("  (-: several devices; empty: ask mm check with the folder).")
     return lines
 
 
