@@ -4,6 +4,7 @@ built on meta from the record of its configuration, by the smallest YAML of its 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,35 +12,43 @@ from typing import Any
 
 import torch
 from ruamel.yaml import YAML
-from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
-from mindspeed_mm.tasks.models.first_yaml import merged, smallest
+from mindspeed_mm.tasks.models.first_yaml import ROOM, merged, smallest
 from mindspeed_mm.tasks.models.start import DEVICES_GIB, FORECAST_TOKENS
 from mindspeed_mm.tasks.requests.init import Method
 from tests.helpers.released_examples import RELEASED, as_trained, releases
 from tests.helpers.released_rows import ROWS, Row
 
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
-_LEAST_BYTES: dict[Method, float] = {"full": 12, "lora": 2, "qlora": 0.5}
-"""Bytes that a parameter takes at least: weights, and where it is trained the optimizer's state."""
+_LEAST_BYTES: dict[Method, float] = {"full": 16, "lora": 2, "qlora": 0.5}
+"""Bytes that a parameter takes at least: its weight, and where it is trained the gradient and the optimizer's state."""
 _SIDE = 1024
 """Pixels of a picture along a side, where the smallest YAML bounds their area."""
 
 
-def needed_gib(card: ModelCard, hub: str, method: Method, folder: Path) -> float | None:
-    """GiB of a step; None: more than the largest device of the table has.
+def needs_gib(card: ModelCard, hub: str, folder: Path) -> dict[Method, float | None]:
+    """Method → GiB of a step; None: more than the largest device of the table has. What takes less than a method that
+    fits the smallest device is left out.
 
     Args:
         card: The family.
-        hub: A release that `has_record`.
-        method: What is trained.
-        folder: Empty; the configuration is written to it.
+        hub: A release that `with_record` names.
+        folder: Empty; configurations are written to it.
     """
+    found: dict[Method, float | None] = {}
+    for method in METHODS:
+        found[method] = needed_gib(card, hub, method, folder / method)
+        if (found[method] or math.inf) <= ROOM * DEVICES_GIB[0]:
+            break
+    return found
+
+
+def needed_gib(card: ModelCard, hub: str, method: Method, folder: Path) -> float | None:
+    """As `needs_gib`, of one method."""
     size = card.released[hub] or 0.0
     if size * 1e9 * _LEAST_BYTES[method] > DEVICES_GIB[-1] * 2**30:
         return None
@@ -48,7 +57,7 @@ def needed_gib(card: ModelCard, hub: str, method: Method, folder: Path) -> float
         "model": {"model_name_or_path": str(folder)}, "features": {"recompute": True}, "training": {"save": None},
     }  # fmt: skip
     arguments = load_config(merged(smallest(card, method), changes)).arguments
-    batch = _sample(card) if card.generates else _row(build_outline(arguments).model)
+    batch = _sample(card) if card.generates else _row(json.loads((folder / "config.json").read_text()))
     needed = forecast(arguments, batch, device_type="cuda").peak / 2**30
     return round(needed, 1) if needed <= DEVICES_GIB[-1] else None
 
@@ -100,12 +109,11 @@ def _generators() -> dict[str, dict[str, Any]]:
     return {record["release"]: record for record in records}
 
 
-def _row(model: nn.Module) -> Batch:
+def _row(config: dict[str, Any]) -> Batch:
     """A row of text, and of a recogniser of speech the sound of half a minute."""
-    config: Any = model.config
-    if config.model_type == "whisper":
-        ids = torch.zeros(1, config.max_target_positions, dtype=torch.long)
-        sound = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+    if config["model_type"] == "whisper":
+        ids = torch.zeros(1, config["max_target_positions"], dtype=torch.long)
+        sound = torch.zeros(1, config["num_mel_bins"], 2 * config["max_source_positions"])
         return {"input_features": sound, "decoder_input_ids": ids, "labels": ids, "shift_labels": ids}
     ids = torch.zeros(1, FORECAST_TOKENS, dtype=torch.long)
     labels = {"labels": ids.clone(), "shift_labels": ids.clone()}

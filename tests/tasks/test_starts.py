@@ -21,7 +21,8 @@ from mindspeed_mm.tasks.models import catalogue, routes
 from mindspeed_mm.tasks.models.first_yaml import RATES, ROOM, as_yaml, scalar, smallest
 from mindspeed_mm.tasks.models.start import DEVICES_GIB, ROOT, Start, start_of
 from mindspeed_mm.tasks.models.topics import ANY_MODEL, TASKS, Recipe
-from tests.helpers.needed_memory import METHODS, needed_gib, with_record
+from tests.helpers.needed_memory import METHODS, needs_gib, with_record
+from tests.helpers.released_examples import names_of_parts
 from tests.helpers.released_rows import ROWS, rows_of
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily
@@ -127,6 +128,18 @@ def test_the_smallest_yaml_passes_the_check_and_its_names_are_the_models(card: M
         assert sum(is_inside(name, modules) for modules in parts.values()) == 1, name
 
 
+def test_the_page_of_recipes_names_the_parts_of_the_cards() -> None:
+    for folder, parts in names_of_parts().items():
+        of_folder = [
+            card
+            for card in families()
+            if "tower" in card.freeze and any(path.split("/")[1] == folder for path in start_of(card, PLAIN).examples)
+        ]
+        assert of_folder, folder
+        for card in of_folder:
+            assert tuple(parts) == tuple(", ".join(card.freeze[part]) for part in ("tower", "projector", "language"))
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +152,8 @@ def test_every_recorded_size_has_its_need() -> None:
     for card in families():
         assert card.needs_gib.keys() <= card.released.keys(), card.name
         for needs in card.needs_gib.values():
-            assert tuple(needs) == METHODS
+            assert tuple(needs) == METHODS[: len(needs)]
+            assert len(needs) == 3 or (list(needs.values())[-1] or 1e9) <= ROOM * DEVICES_GIB[0]  # the rest takes less
             known = [need for need in needs.values() if need is not None]
             assert known == sorted(known, reverse=True), card.name  # adapters take less, and in four bits less still
             assert all(0 < need <= DEVICES_GIB[-1] for need in known)
@@ -150,16 +164,15 @@ def test_every_recorded_size_has_its_need() -> None:
     [pytest.param(*each, id=each[1], marks=() if each[1] in SMALL else pytest.mark.slow) for each in RELEASES],
 )
 def test_what_a_size_needs_is_the_forecast(card: ModelCard, hub: str, tmp_path: Path) -> None:
-    for method in METHODS:
-        needed = needed_gib(card, hub, method, tmp_path / method)
-        assert needed == pytest.approx(card.needs_gib[hub][method], rel=0.02, abs=0.11), method
+    found = needs_gib(card, hub, tmp_path)
+    assert found == pytest.approx(dict(card.needs_gib[hub]), rel=0.02, abs=0.11)
 
 
 def test_a_device_trains_what_leaves_room_on_it() -> None:
     for card in families():
         for hub, by_device in start_of(card, PLAIN).fits.items():
             for device, best in by_device.items():
-                fitting = [m for m in METHODS if (card.needs_gib[hub][m] or 1e9) <= ROOM * int(device)]
+                fitting = [m for m, need in card.needs_gib[hub].items() if (need or 1e9) <= ROOM * int(device)]
                 assert best == (fitting[0] if fitting else None)
     eight = start_of(CARDS["qwen3vl"], PLAIN).fits["Qwen/Qwen3-VL-8B-Instruct"]
     assert eight == {"24": "qlora", "48": "lora", "80": "lora"}  # as the examples for these cards have it
