@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.cards import ModelCard
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.tasks.models.first_yaml import ROOM, merged, smallest
-from mindspeed_mm.tasks.models.start import DEVICES_GIB, FORECAST_TOKENS
+from mindspeed_mm.tasks.models.start import DEVICES_GIB
 from mindspeed_mm.tasks.requests.init import Method
 from tests.helpers.released_examples import RELEASED, as_trained, releases
 from tests.helpers.released_rows import ROWS, Row
@@ -26,6 +26,8 @@ from tests.helpers.released_rows import ROWS, Row
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 _LEAST_BYTES: dict[Method, float] = {"full": 16, "lora": 2, "qlora": 0.5}
 """Bytes that a parameter takes at least: its weight, and where it is trained the gradient and the optimizer's state."""
+_TOKENS = 2048
+"""Tokens of a row of text."""
 _SIDE = 1024
 """Pixels of a picture along a side, where the smallest YAML bounds their area."""
 
@@ -115,7 +117,7 @@ def _row(config: dict[str, Any]) -> Batch:
         ids = torch.zeros(1, config["max_target_positions"], dtype=torch.long)
         sound = torch.zeros(1, config["num_mel_bins"], 2 * config["max_source_positions"])
         return {"input_features": sound, "decoder_input_ids": ids, "labels": ids, "shift_labels": ids}
-    ids = torch.zeros(1, FORECAST_TOKENS, dtype=torch.long)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long)
     labels = {"labels": ids.clone(), "shift_labels": ids.clone()}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels}
 

@@ -16,8 +16,6 @@ from mindspeed_mm.tasks.models.topics import Recipe
 from mindspeed_mm.tasks.requests.init import Method
 
 DEVICES_GIB = (24, 48, 80)
-FORECAST_TOKENS = 2048
-"""Tokens of the row of text whose step is forecast, of a language model."""
 ROOT = Path(__file__).resolve().parents[3]
 _METHODS: Mapping[Method, str] = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 """The best one first → what tables call it."""
@@ -82,7 +80,9 @@ def _by_number(path: str) -> list[tuple[float, str]]:
 @cache
 def _examples() -> Mapping[str, tuple[str, bool]]:
     """Path of an example → its family, and whether its model is a released one."""
-    found = {}
+    found: dict[str, tuple[str, bool]] = {}
+    if not (ROOT / "pyproject.toml").is_file():  # installed, beside other packages
+        return found
     for path in sorted((ROOT / "examples").glob("*/*_config*.yaml")):
         text = path.read_text(encoding="utf-8")
         folder = re.search(r"^ +model_name_or_path: (\S+)", text, re.MULTILINE)
@@ -125,12 +125,12 @@ def as_lines(start: Start, card: ModelCard | None) -> list[str]:
         return lines
     if card.freeze:
         width = max(map(len, card.freeze))
-        lines += ["", "  model.freeze takes"]
+        lines += ["", "  modules for model.freeze"]
         for part, names in card.freeze.items():
             lines += wrapped(f"    {part:{width}}  ", ", ".join(names))
     if card.lora_targets:
-        default = "the default" if card.generates else "all-linear, the default"
-        lines += ["", f"  training.lora.target_modules takes ({default})"]
+        default = "these" if card.generates else "all-linear, which means these"
+        lines += ["", f"  layers for training.lora.target_modules (default: {default})"]
         lines += wrapped("    ", ", ".join(map(scalar, card.lora_targets)))
     if start.examples:
         lines += ["", "  examples"]
@@ -151,7 +151,7 @@ def device_lines(start: Start, card: ModelCard) -> list[str]:
             row += f"  {_METHODS[best] if best else '-':>5}"
         lines.append(row.rstrip())
     if start.fits:
-        what = f"one row of {FORECAST_TOKENS:,} tokens of text"
+        what = "one row of about 2,000 tokens"
         if card.generates:
             what = "one sample of the size below, encoded before by mm extract"
         lines.append(f"  One device trains this with features.recompute: true, by the memory forecast of {what}")
