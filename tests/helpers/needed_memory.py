@@ -28,6 +28,7 @@ _LEAST_BYTES: dict[Method, float] = {"full": 16, "lora": 2, "qlora": 0.5}
 """Bytes that a parameter takes at least: its weight, and where it is trained the gradient and the optimizer's state."""
 _TOKENS = 2048
 """Tokens of a row of text."""
+_FPS, _SAMPLES_PER_S = 24.0, 16_000
 _SIDE = 1024
 """Pixels of a picture along a side, where the smallest YAML bounds their area."""
 
@@ -127,4 +128,7 @@ def _sample(card: ModelCard) -> Batch:
     size = card.smallest["data"]["dataset_param"]["preprocess_parameters"]
     sides = [size.get("num_frames", 1), size.get("height", _SIDE), size.get("width", _SIDE)]
     pixels = torch.empty(1, 3, *sides, device="meta")
-    return {"sample_ids": ["a"], "epochs": [0], "fps": [24.0], "captions": ["a"], "pixels": pixels}
+    batch: Batch = {"sample_ids": ["a"], "epochs": [0], "fps": [_FPS], "captions": ["a"], "pixels": pixels}
+    if "audio" in card.modalities:
+        batch["sound"] = torch.empty(1, 2, round(sides[0] / _FPS * _SAMPLES_PER_S), device="meta")
+    return batch

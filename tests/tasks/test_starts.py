@@ -113,7 +113,7 @@ def test_the_smallest_yaml_passes_the_check_and_its_names_are_the_models(card: M
     path.write_text(start_of(card, PLAIN).yaml)
     words = tiny(card, tmp_path)
     said = mm("check", path, *words)
-    assert said.code == 0, said.out + said.err
+    assert said.code == 0 and "could not be predicted" not in said.out + said.err, said.out + said.err
 
     model = build_outline(load_config(path, [*words, "training.lora.enable=false"]).arguments).model
     if card.generates:

@@ -105,7 +105,7 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     latents = torch.zeros(rows, *adapter.geometry.latent_shape(MediaSize(*sides)))
     config = adapter.transformer_config
     width = _TEXT_WIDTH
-    for name in ("joint_attention_dim", "text_dim", "caption_channels"):
+    for name in ("joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim"):
         if config.get(name):
             width = config[name]
             break
@@ -118,7 +118,7 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     if adapter.sound is not None:
         positions = batch[SOUND.batch_key].shape[-1] // adapter.sound.samples_per_position
         made["audio_latents"] = torch.zeros(rows, *adapter.sound.latent_shape(positions))
-    if "joint_attention_dim" in config:
+    if config.get("joint_attention_dim") or config.get("pooled_projection_dim"):
         made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
 
     if REJECTED.batch_key in batch:
