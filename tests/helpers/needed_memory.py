@@ -78,8 +78,8 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
         config = dict(releases()[_record_name(hub)]["config"])
         config.pop("quantization_config", None)
         row = ROWS.get(card.name)
-        if card.name == "internvl":
-            config = as_trained(config)
+        if config["model_type"] == "internvl_chat":
+            config = as_trained(config)  # the same modules, without the tokenizer's files
         elif isinstance(row, Row):
             config = merged(row.base(config), row.both)
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,12 +91,16 @@ def write_configuration(card: ModelCard, hub: str, folder: Path) -> None:
         scheduler = {"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}
     parts = {"transformer/config": record["transformer"], "vae/config": record["vae"]}
     parts["scheduler/scheduler_config"] = scheduler
-    parts["model_index"] = {
+    index: dict[str, Any] = {
         "_class_name": record["pipeline"],
         "transformer": ["diffusers", record["transformer"]["_class_name"]],
         "vae": ["diffusers", record["vae"].get("_class_name", "AutoencoderKL")],
         "scheduler": ["diffusers", scheduler["_class_name"]],
     }
+    if "boundary_ratio" in record:  # two transformers, which share the noise levels
+        parts["transformer_2/config"] = record["transformer"]
+        index |= {"transformer_2": index["transformer"], "boundary_ratio": record["boundary_ratio"]}
+    parts["model_index"] = index
     for path, content in parts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{path}.json").write_text(json.dumps(content), encoding="utf-8")

@@ -174,8 +174,8 @@ def test_a_device_trains_what_leaves_room_on_it() -> None:
             for device, best in by_device.items():
                 fitting = [m for m, need in card.needs_gib[hub].items() if (need or 1e9) <= ROOM * int(device)]
                 assert best == (fitting[0] if fitting else None)
-    eight = start_of(CARDS["qwen3vl"], PLAIN).fits["Qwen/Qwen3-VL-8B-Instruct"]
-    assert eight == {"24": "qlora", "48": "lora", "80": "lora"}  # as the examples for these cards have it
+    twelve = start_of(CARDS["gemma3"], PLAIN).fits["google/gemma-3-12b-it"]
+    assert twelve == {"24": "qlora", "48": "lora", "80": "lora"}
 
 
 # --- examples, and what is printed ------------------------------------------------------------------------------------

@@ -153,9 +153,9 @@ def device_lines(start: Start, card: ModelCard) -> list[str]:
     if start.fits:
         what = "one row of about 2,000 tokens"
         if card.generates:
-            what = "one sample of the size below, encoded before by mm extract"
-        lines.append(f"  One device trains this with features.recompute: true, by the memory forecast of {what}")
-        lines.append("  (-: several devices; empty: ask mm check with the folder).")
+            what = "one sample of the size below, encoded by mm extract"
+        lines.append(f"  What one device trains, by the memory forecast of {what},")
+        lines.append("  with features.recompute: true (-: several devices; empty: ask mm check with the folder).")
     return lines
 
 

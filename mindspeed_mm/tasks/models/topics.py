@@ -79,12 +79,12 @@ _GENERATOR = {
 _BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
 
 _AS_USUAL = (Recipe(),)
-_PAIRS = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
-_REWARDED = {
+_PAIRS: dict[str, Any] = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
+_REWARDED: dict[str, dict[str, Any]] = {
     "training": {"gradient_accumulation_steps": 8},
     "posttrain": {"method": "grpo", "grpo": {"num_generations": 8}},
 }
-_PROMPTS = {
+_PROMPTS: dict[str, Any] = {
     "dataset_type": "generation_prompts",
     "basic_parameters": {"dataset": "prompts.txt", "dataset_dir": None},
     "preprocess_parameters": {"max_pixels": None, "height": 512, "width": 512},

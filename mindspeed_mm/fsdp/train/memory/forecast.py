@@ -105,7 +105,7 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     latents = torch.zeros(rows, *adapter.geometry.latent_shape(MediaSize(*sides)))
     config = adapter.transformer_config
     width = _TEXT_WIDTH
-    for name in ("joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim"):
+    for name in ("joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim", "cap_feat_dim"):
         if config.get(name):
             width = config[name]
             break
