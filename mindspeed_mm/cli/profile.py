@@ -6,7 +6,7 @@ import click
 
 from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
-from mindspeed_mm.tasks.requests.measure import ProfileRequest
+from mindspeed_mm.tasks.requests.measure import ProfilingRequest
 
 EXAMPLES = """
 \b
@@ -20,8 +20,8 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@takes(ProfileRequest)
-def command(request: ProfileRequest) -> int:
+@takes(ProfilingRequest)
+def command(request: ProfilingRequest) -> int:
     """Show where the time of training steps goes, and what limits them.
 
     TARGET is a YAML, which is trained for a few steps that are recorded on every rank, saving nothing; or a trace, or a

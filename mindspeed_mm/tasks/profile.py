@@ -12,7 +12,7 @@ from pathlib import Path
 from mindspeed_mm.core.errors import ExitCode, UsageError
 from mindspeed_mm.fsdp.tools.trace_analysis import Analysis, analyse, find_traces
 from mindspeed_mm.tasks import train
-from mindspeed_mm.tasks.requests.measure import ProfileRequest
+from mindspeed_mm.tasks.requests.measure import ProfilingRequest
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -36,7 +36,7 @@ def run_trace(path: Path) -> Profiled:
     return Profiled(find_traces(path), analyse(path), int(ExitCode.OK))
 
 
-def run_config(request: ProfileRequest) -> Profiled:
+def run_config(request: ProfilingRequest) -> Profiled:
     """Train until the last of the steps, record them on every rank, and analyse what was recorded. Nothing is saved,
     no checkpoint of the run is touched or continued.
 

@@ -36,7 +36,7 @@ from mindspeed_mm.tasks.requests.measure import (
     DoctorRequest,
     DownloadRequest,
     FlopsRequest,
-    ProfileRequest,
+    ProfilingRequest,
     VerifyRequest,
 )
 from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
@@ -46,7 +46,7 @@ from mindspeed_mm.tasks.requests.train import CheckRequest, TrainRequest
 REQUESTS: tuple[type[Request], ...] = (
     ChatRequest, CheckRequest, CompletionRequest, ConfigRequest, ConvertRequest, DataCheckRequest, DataPreviewRequest,
     DataStatsRequest, DoctorRequest, DownloadRequest, EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest,
-    InferRequest, InitRequest, MergeRequest, ModelsRequest, ProfileRequest, ReferenceRequest, ReportRequest,
+    InferRequest, InitRequest, MergeRequest, ModelsRequest, ProfilingRequest, ReferenceRequest, ReportRequest,
     RolloutsRequest, RouteRequest, SchemaRequest, ScoreRequest, ServeRequest, TrainRequest, VerifyRequest,
 )  # fmt: skip
 

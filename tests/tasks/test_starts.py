@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.utils.model_parts import module_names
 from mindspeed_mm.tasks.models import catalogue, routes
 from mindspeed_mm.tasks.models.first_yaml import RATES, ROOM, as_yaml, scalar, smallest
-from mindspeed_mm.tasks.models.start import DEVICES_GIB, ROOT, Start, start_of
-from mindspeed_mm.tasks.models.topics import ANY_MODEL, TASKS, Recipe
+from mindspeed_mm.tasks.models.start import DEVICES_GIB, ROOT, FamilyStart, start_of
+from mindspeed_mm.tasks.models.topics import ANY_MODEL, TASKS, YamlRecipe
 from tests.helpers.needed_memory import METHODS, needs_gib, with_record
 from tests.helpers.released_examples import names_of_parts
 from tests.helpers.released_rows import ROWS, rows_of
@@ -29,7 +29,7 @@ from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily
 from tests.helpers.tiny_generator_run import make_clips, make_pictures
 
 CARDS = {card.name: card for card in families()}
-PLAIN = Recipe()
+PLAIN = YamlRecipe()
 
 
 # --- the YAML ---------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_json_has_the_same_as_fields() -> None:
     assert json.loads(mm("route", "score a model", "--json").out)["start"] is None
 
 
-def started(wish: str) -> Start:
+def started(wish: str) -> FamilyStart:
     start = routes.find(wish).start
     assert start is not None
     return start

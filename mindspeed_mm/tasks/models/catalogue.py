@@ -14,7 +14,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.tasks.models.routes import bare, bare_names, cards_of
 from mindspeed_mm.tasks.models.start import as_lines, device_lines, start_of
-from mindspeed_mm.tasks.models.topics import TASKS, Recipe
+from mindspeed_mm.tasks.models.topics import TASKS, YamlRecipe
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def as_card(card: ModelCard) -> str:
         lines.append(f"  trains    model.task: {', '.join(card.tasks)}")
     if card.proven:
         lines.append(f"  proven    {', '.join(card.proven)} (by which test: mm models {card.name} --proof)")
-    start = start_of(card, Recipe())
+    start = start_of(card, YamlRecipe())
     return "\n".join([*lines, "", *device_lines(start, card), *as_lines(start, card)])
 
 
@@ -239,7 +239,7 @@ def as_proof(card: ModelCard) -> str:
 
 def as_record(card: ModelCard) -> dict[str, Any]:
     """The card and the start for machines."""
-    start = start_of(card, Recipe())
+    start = start_of(card, YamlRecipe())
     return {**asdict(card), "yaml": start.yaml, "fits": start.fits, "examples": start.examples}
 
 

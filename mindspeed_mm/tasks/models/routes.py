@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-from mindspeed_mm.tasks.models.start import Start, as_lines, device_lines, start_of, wrapped
-from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, TASKS, Aspect, Recipe, Topic
+from mindspeed_mm.tasks.models.start import FamilyStart, as_lines, device_lines, start_of, wrapped
+from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, TASKS, Aspect, Topic, YamlRecipe
 
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
@@ -102,7 +102,7 @@ class Route:
     note: str = ""
     also: Sequence[str] = ()
     """What else the wish is about, with its page."""
-    start: Start | None = None
+    start: FamilyStart | None = None
     """What its commands begin with, of the first family; None: they take a YAML that is there, or none."""
 
 
@@ -157,7 +157,7 @@ def _first(found: Sequence[ModelCard], named: Sequence[ModelCard]) -> ModelCard 
     return next(iter(found), None)
 
 
-def _recipe(chosen: Topic, others: Sequence[Topic], words: Sequence[str]) -> Recipe | None:
+def _recipe(chosen: Topic, others: Sequence[Topic], words: Sequence[str]) -> YamlRecipe | None:
     """The recipe of a topic that the words ask for; that adapters are trained may be said by another topic."""
     recipe = _asked_recipe(chosen, words)
     if recipe is None or recipe.method is not None:
@@ -166,7 +166,7 @@ def _recipe(chosen: Topic, others: Sequence[Topic], words: Sequence[str]) -> Rec
     return recipe._replace(method=next((each.method for each in said if each is not None and not each.adds), None))
 
 
-def _asked_recipe(topic: Topic, words: Sequence[str]) -> Recipe | None:
+def _asked_recipe(topic: Topic, words: Sequence[str]) -> YamlRecipe | None:
     return next((each for each in topic.recipes if not each.stems or _shared(each.stems, words)), None)
 
 
@@ -240,7 +240,7 @@ def as_text(route: Route) -> str:
     return "\n".join(lines)
 
 
-def _start_lines(start: Start) -> list[str]:
+def _start_lines(start: FamilyStart) -> list[str]:
     """The start of the first family, under its name."""
     card = next((card for card in families() if card.name == start.family), None)
     if card is None:

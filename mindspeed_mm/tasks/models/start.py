@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.tasks.models.first_yaml import RATES, ROOM, adapters, as_yaml, flow, merged, scalar, smallest
-from mindspeed_mm.tasks.models.topics import Recipe
+from mindspeed_mm.tasks.models.topics import YamlRecipe
 from mindspeed_mm.tasks.requests.init import Method
 
 DEVICES_GIB = (24, 48, 80)
@@ -24,7 +24,7 @@ _SHOWN_FILES = 4
 
 
 @dataclass(frozen=True)
-class Start:
+class FamilyStart:
     """What a family begins with, or any model of transformers."""
 
     family: str
@@ -36,7 +36,7 @@ class Start:
     """Configurations below the working copy's root; none where the package is installed without them."""
 
 
-def start_of(card: ModelCard | None, recipe: Recipe) -> Start:
+def start_of(card: ModelCard | None, recipe: YamlRecipe) -> FamilyStart:
     """The start of a family, with the YAML that a wish asks for.
 
     Args:
@@ -48,9 +48,9 @@ def start_of(card: ModelCard | None, recipe: Recipe) -> Start:
         adds = recipe.of_generators
     yaml = as_yaml(merged(smallest(card, recipe.method), adds))
     if card is None:
-        return Start("", yaml, {}, ())
+        return FamilyStart("", yaml, {}, ())
     fits = {hub: {str(device): _best(needs, device) for device in DEVICES_GIB} for hub, needs in card.needs_gib.items()}
-    return Start(card.name, yaml, fits, examples_of(card))
+    return FamilyStart(card.name, yaml, fits, examples_of(card))
 
 
 def _best(needs_gib: Mapping[str, float | None], device_gib: int) -> Method | None:
@@ -114,7 +114,7 @@ def _family_of(folder: str, identity: str) -> ModelCard | None:
 # --- for a terminal ---------------------------------------------------------------------------------------------------
 
 
-def as_lines(start: Start, card: ModelCard | None) -> list[str]:
+def as_lines(start: FamilyStart, card: ModelCard | None) -> list[str]:
     """The start for a terminal, without the table of devices."""
     lines = ["", "  run.yaml: mm check run.yaml, then mm train run.yaml; mm init writes one for your folder and rows"]
     lines += [f"    {line}" for line in start.yaml.split("\n")]
@@ -140,7 +140,7 @@ def as_lines(start: Start, card: ModelCard | None) -> list[str]:
     return lines
 
 
-def device_lines(start: Start, card: ModelCard) -> list[str]:
+def device_lines(start: FamilyStart, card: ModelCard) -> list[str]:
     """The table of released sizes: what one device of each kind trains."""
     width = max(map(len, card.released))
     heads = "".join(f"  {f'{device} GB':>5}" for device in DEVICES_GIB) if start.fits else ""

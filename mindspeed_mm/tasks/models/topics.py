@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mindspeed_mm.tasks.requests.init import Method
 
 
-class Recipe(NamedTuple):
+class YamlRecipe(NamedTuple):
     """What the smallest YAML of a family becomes for a wish."""
 
     method: Method | None = None
@@ -35,7 +35,7 @@ class Topic(NamedTuple):
     """What is not to be expected."""
     weight: int = 1
     """Of a word; a method that is meant whatever the model is has more."""
-    recipes: tuple[Recipe, ...] = ()
+    recipes: tuple[YamlRecipe, ...] = ()
     """Of the YAML that it takes; none: it takes one that is there, or none at all."""
 
 
@@ -78,7 +78,7 @@ _GENERATOR = {
 
 _BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
 
-_AS_USUAL = (Recipe(),)
+_AS_USUAL = (YamlRecipe(),)
 _PAIRS: dict[str, Any] = {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}}
 _REWARDED: dict[str, dict[str, Any]] = {
     "training": {"gradient_accumulation_steps": 8},
@@ -90,7 +90,7 @@ _PROMPTS: dict[str, Any] = {
     "preprocess_parameters": {"max_pixels": None, "height": 512, "width": 512},
 }
 _BY_PREFERENCE = (
-    Recipe(
+    YamlRecipe(
         "lora",
         {**_REWARDED, "posttrain": {**_REWARDED["posttrain"], "rewards": [{"name": "exact_match"}]}},
         {
@@ -100,7 +100,7 @@ _BY_PREFERENCE = (
         },
         ("grpo", "nft", "ppo", "rlhf", "reward", "reinforce"),
     ),
-    Recipe(
+    YamlRecipe(
         "lora",
         {**_PAIRS, "posttrain": {"method": "dpo", "dpo": {"beta": 0.1, "pref_ftx": 1}}},
         {**_PAIRS, "posttrain": {"method": "dpo", "dpo": {"beta": 2000, "pref_ftx": 0}}},
@@ -266,7 +266,7 @@ ANY_MODEL: tuple[Topic, ...] = (
         "docs/quick-start.md",
         "everything trains on a CPU; `mm check` forecasts the memory, and what is slow there is large models",
         weight=2,
-        recipes=(Recipe("full", {"parallel": None}),),
+        recipes=(YamlRecipe("full", {"parallel": None}),),
     ),
     Topic(
         "Go on with a run",
@@ -288,14 +288,14 @@ ANY_MODEL: tuple[Topic, ...] = (
         ("lora", "qlora", "dora", "adapter", "peft"),
         {**_TRAIN, "merge them into the weights": "mm merge runs/mine --out merged"},
         "docs/adapters.md",
-        recipes=(Recipe("qlora", stems=("qlora",)), Recipe("lora")),
+        recipes=(YamlRecipe("qlora", stems=("qlora",)), YamlRecipe("lora")),
     ),
     Topic(
         "Train or run with weights in 4 or 8 bits",
         ("quanti", "nf4", "int8", "fp8", "mxfp8", "4-bit", "8-bit", "qlora"),
         {"set training.lora.quantize: nf4, or training.quantization_plan": "mm check run.yaml", **_TRAIN},
         "docs/adapters.md",
-        recipes=(Recipe("qlora"),),
+        recipes=(YamlRecipe("qlora"),),
     ),
     Topic(
         "Score a model on a published set",
@@ -347,7 +347,7 @@ ANY_MODEL: tuple[Topic, ...] = (
         ("scratch", "pretrain", "pre-train", "initiali", "random"),
         {"start with random weights": "mm train run.yaml model.train_from_scratch=true"},
         "docs/data.md",
-        recipes=(Recipe("full", {"model": {"train_from_scratch": True}}),),
+        recipes=(YamlRecipe("full", {"model": {"train_from_scratch": True}}),),
     ),
     Topic(
         "Train a model on preferences or rewards",
@@ -396,7 +396,7 @@ ANY_MODEL: tuple[Topic, ...] = (
             "train small matrices beside weights in 4 bits: training.lora.quantize": "mm train run.yaml",
         },
         "docs/memory.md",
-        recipes=(Recipe("qlora", {"features": {"recompute": True}}),),
+        recipes=(YamlRecipe("qlora", {"features": {"recompute": True}}),),
     ),
     Topic(
         "Spread a run over devices and hosts",

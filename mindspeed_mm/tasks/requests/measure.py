@@ -54,7 +54,7 @@ class FlopsRequest(Request):
 
 
 @dataclass(frozen=True)
-class ProfileRequest(Request):
+class ProfilingRequest(Request):
     """A configuration whose steps are recorded, or a trace that is there."""
 
     target: Path = argument()
