@@ -66,6 +66,8 @@ def tiny(card: ModelCard, folder: Path) -> list[str]:
         family = _tiny_generator(card, model)
         data = folder / "rows"
         rows = make_clips(data, 4, family.frames, family.side) if family.frames > 1 else _pictures(data, family.side)
+        if card.name == "wan_vace":
+            _add_controls(rows)
         size = {"height": family.side, "width": family.side, "max_pixels": "null"}
         size |= {"num_frames": family.frames, "frame_interval": 1} if family.frames > 1 else {}
         words = [f"data.dataset_param.preprocess_parameters.{name}={value}" for name, value in size.items()]
@@ -74,11 +76,23 @@ def tiny(card: ModelCard, folder: Path) -> list[str]:
 
         write_omni(model)
         rows, words = write_spoken_rows(folder / "rows"), []
+    elif card.name == "lumina_mgpt":
+        from tests.fsdp.models.test_lumina_mgpt import run_of
+
+        words = []
+        found = yaml.safe_load(run_of(folder).read_text())["data"]["dataset_param"]["basic_parameters"]
+        rows = Path(found["dataset"])
     else:
         ROWS[card.name].write(model)
         rows, words = rows_of(ROWS[card.name], folder / "rows"), []
     words += [f"model.model_name_or_path={model}", f"{basic}.dataset={rows}", f"{basic}.dataset_dir={rows.parent}"]
     return [*words, "training.save=null", "data.dataloader_param.num_workers=0"]
+
+
+def _add_controls(rows: Path) -> None:
+    """Let each clip follow itself."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    rows.write_text("".join(json.dumps({**line, "control": line["path"]}) + "\n" for line in lines))
 
 
 def _pictures(folder: Path, side: int) -> Path:
@@ -94,13 +108,15 @@ def _tiny_generator(card: ModelCard, model: Path) -> TinyFamily:
         from tests.helpers.tiny_video_families import make_tiny_ltx2
 
         make_tiny_ltx2(model)
-        return TinyFamily(lambda folder: None, side=32, frames=9)
+        return TinyFamily(lambda folder: None, side=64, frames=9)
     from tests.helpers.tiny_conditioned import make_tiny_conditioned
 
     make_tiny_conditioned(model, "vace")
     return TinyFamily(lambda folder: None, side=16, frames=5)
 
 
+NOT_FORECAST = {"smolvlm"}
+"""Families of which the memory of the small folder's step is not forecast."""
 QUICK = {"qwen3vl", "flux"}
 """Families that the default run checks; the others take about a second each."""
 EACH = [pytest.param(card, id=card.name, marks=() if card.name in QUICK else pytest.mark.slow) for card in families()]
@@ -113,19 +129,24 @@ def test_the_smallest_yaml_passes_the_check_and_its_names_are_the_models(card: M
     path.write_text(start_of(card, PLAIN).yaml)
     words = tiny(card, tmp_path)
     said = mm("check", path, *words)
-    assert said.code == 0 and "could not be predicted" not in said.out + said.err, said.out + said.err
+    assert said.code == 0, said.out + said.err
+    assert ("could not be predicted" in said.out) == (card.name in NOT_FORECAST), said.out
 
     model = build_outline(load_config(path, [*words, "training.lora.enable=false"]).arguments).model
     if card.generates:
         adapter = facts_of(model).adapter
         assert adapter is not None and set(card.lora_targets) == set(adapter.lora_targets)
     else:
-        assert set(card.lora_targets) == {name.rpartition(".")[2] for name in all_linear(model)}
+        ends = {name.rpartition(".")[2] for name in all_linear(model)}
+        assert set(card.lora_targets) == {end for end in ends if not end.isdigit()}
     parts = {}
     for part, patterns in card.freeze.items():
         parts[part] = resolve_patterns(patterns, module_names(model), key="model.freeze")
+    named = [module for modules in parts.values() for module in modules]
     for name, _ in model.named_parameters():
-        assert sum(is_inside(name, modules) for modules in parts.values()) == 1, name
+        owner = name.rpartition(".")[0]
+        if owner and not any(is_inside(module, (owner,)) and module != owner for module in named):
+            assert sum(is_inside(name, modules) for modules in parts.values()) == 1, name
 
 
 def test_the_page_of_recipes_names_the_parts_of_the_cards() -> None:
