@@ -82,7 +82,7 @@ def ours(step: Steps, loss_type: str) -> tuple[float, list[torch.Tensor]]:
     counts = objective.count(batches)
     total = torch.stack([objective.terms(model, batch)["loss"] for batch in batches]).sum() / counts["loss"]
     total.backward()
-    return float(total), [row.grad for row in model.rows if row.grad is not None]
+    return float(total.detach()), [row.grad for row in model.rows if row.grad is not None]
 
 
 def counted_by_transformers(step: Steps) -> tuple[float, list[torch.Tensor]]:
@@ -94,7 +94,7 @@ def counted_by_transformers(step: Steps) -> tuple[float, list[torch.Tensor]]:
     for row, (_, labels) in zip(rows, step, strict=True):
         total = total + functional.cross_entropy(row, labels, reduction="sum") / items
     total.backward()
-    return float(total), [row.grad for row in rows if row.grad is not None]
+    return float(total.detach()), [row.grad for row in rows if row.grad is not None]
 
 
 def mean_of_means(step: Steps) -> tuple[float, list[torch.Tensor]]:
@@ -106,7 +106,7 @@ def mean_of_means(step: Steps) -> tuple[float, list[torch.Tensor]]:
     for row, (_, labels) in zip(rows, step, strict=True):
         total = total + functional.cross_entropy(row, labels) / len(step)
     total.backward()
-    return float(total), [row.grad for row in rows if row.grad is not None]
+    return float(total.detach()), [row.grad for row in rows if row.grad is not None]
 
 
 def are_equal(one: tuple[float, list[torch.Tensor]], other: tuple[float, list[torch.Tensor]]) -> bool:
