@@ -7,7 +7,9 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.tasks.requests.look import CompletionRequest
 
 EXAMPLES = """
 \b
@@ -19,15 +21,14 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def command(shell: str, as_json: bool) -> None:
+@takes(CompletionRequest)
+def command(request: CompletionRequest) -> None:
     """Print what makes SHELL complete the verbs and options of mm; add it to what the shell reads at its start."""
     from mindspeed_mm.cli.main import cli  # which imports this module
 
-    kind: Any = get_completion_class(shell)
+    kind: Any = get_completion_class(request.shell)
     source = kind(cli, {}, "mm", "_MM_COMPLETE").source()
-    if as_json:
-        say_json({"shell": shell, "source": source})
+    if request.as_json:
+        say_json({"shell": request.shell, "source": source})
     else:
         say(source)

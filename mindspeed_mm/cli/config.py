@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks import config as task
+from mindspeed_mm.tasks.requests.look import ConfigRequest
 
 EXAMPLES = """
 \b
@@ -42,46 +43,20 @@ class _ConfigCommand(click.Command):
 
 
 @click.command(cls=_ConfigCommand, epilog=EXAMPLES)
-@click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.argument("overrides", nargs=-1)
-@click.option("--given", is_flag=True, help="Leave out the defaults.")
-@click.option("--json", "as_json", is_flag=True, help="Print configuration, origins and warnings as JSON.")
-@click.option(
-    _FROM_FLAGS,
-    "from_flags",
-    is_flag=True,
-    help="Print the YAML that means the same as the Megatron-style flags that follow, without the defaults. A launch "
-    "script, a command with its entry, or a YAML with gpt_args can be given instead.",
-)
-@click.option(
-    _FROM,
-    "from_other",
-    is_flag=True,
-    help="Print the YAML that means the same as the file or command of another trainer that follows: LLaMA-Factory, "
-    "ms-swift, axolotl, TRL, diffusers' scripts, kohya's sd-scripts, musubi-tuner, ai-toolkit or DiffSynth-Studio. "
-    "What has no effect here and what is not supported is listed at its end.",
-)
-@click.pass_context
-def command(
-    context: click.Context,
-    config: Path | None,
-    overrides: tuple[str, ...],
-    given: bool,
-    as_json: bool,
-    from_flags: bool,
-    from_other: bool,
-) -> None:
+@takes(ConfigRequest)
+def command(request: ConfigRequest) -> None:
     """Show CONFIG as a run would see it, with the origin of each value: default, file and line, command line, derived.
 
     OVERRIDES are section.key=value, each parsed as YAML.
     """
+    context, config = click.get_current_context(), request.config
     notes: tuple[str, ...] = ()
-    if from_other:
+    if request.from_other:
         if config is not None:
             raise click.UsageError(f"{_FROM} takes no other configuration: remove {config}.", context)
-        _import(context.meta[_FROM], as_json)
+        _import(context.meta[_FROM], request.as_json)
         return
-    if from_flags:
+    if request.from_flags:
         if config is not None:
             raise click.UsageError(f"{_FROM_FLAGS} takes no other configuration: remove {config}.", context)
         translated = task.run_flags(context.meta[_FROM_FLAGS], os.environ)
@@ -90,15 +65,15 @@ def command(
     elif config is None:
         raise click.UsageError("Missing argument 'CONFIG'.", context)
     else:
-        resolved = task.run(config, overrides)
-    if as_json:
+        resolved = task.run(config, request.overrides)
+    if request.as_json:
         say_json({**task.as_dict(resolved), "notes": notes}, indent=2)
         return
     for warning in resolved.warnings:
         say(f"warning: {warning}", err=True)
     for note in notes:
         say(f"note: {note}", err=True)
-    say(task.as_text(resolved, only_given=given or from_flags), end="")
+    say(task.as_text(resolved, only_given=request.given or request.from_flags), end="")
 
 
 def _import(words: list[str], as_json: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.fsdp.params.cards import families
 from mindspeed_mm.tasks.models import catalogue
+from mindspeed_mm.tasks.requests.look import ModelsRequest
 
 EXAMPLES = """
 \b
@@ -20,21 +20,22 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("name", default="")
-@click.option("--json", "as_json", is_flag=True, help="Print the cards as JSON.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print the table of the README.")
-def command(name: str, as_json: bool, as_markdown: bool) -> None:
+@takes(ModelsRequest)
+def command(request: ModelsRequest) -> None:
     """List the families of models, or show what is known of one.
 
-    NAME is a family, a model_id, a class, a name on the hub or a model's folder. Each family shows its released sizes
-    and what is proven of it by which test. A model of transformers that is not listed trains by its class alone.
+    NAME is a family, a model_id, a class, a name on the hub or a model's folder. A family shows its released sizes with
+    what one device trains of each, the smallest YAML, the names of its parts and layers, and example files. A model of
+    transformers that is not listed trains by its class alone.
     """
-    cards = catalogue.find(name) if name else families()
-    if as_json:
-        say_json(list(map(asdict, cards)), indent=2)
-    elif as_markdown:
+    cards = catalogue.find(request.name) if request.name else families()
+    if request.as_json:
+        say_json(list(map(catalogue.as_record, cards)), indent=2)
+    elif request.as_markdown:
         say(catalogue.as_markdown(cards))
-    elif name:
+    elif request.name and request.proof:
+        say("\n\n".join(catalogue.as_proof(card) for card in cards))
+    elif request.name:
         say("\n\n".join(catalogue.as_card(card) for card in cards))
     else:
         say(catalogue.as_text(cards))

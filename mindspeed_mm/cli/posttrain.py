@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import click
 
@@ -15,6 +14,7 @@ from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks.posttrain import reference as task
 from mindspeed_mm.tasks.posttrain import rollouts as rollouts_task
 from mindspeed_mm.tasks.posttrain import score as score_task
+from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
 from mindspeed_mm.tasks.requests.train import TrainRequest
 
 EXAMPLES = """
@@ -60,18 +60,15 @@ def _trained(method: str, request: TrainRequest) -> int:
 
 
 @command.command("rollouts")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--number", type=click.IntRange(min=0), help="Number of the rollout to show; default: the newest.")
-@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Number of prompts to show.")
-@click.option("--json", "as_json", is_flag=True, help="Print the samples as JSON.")
-def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
+@takes(RolloutsRequest)
+def rollouts(request: RolloutsRequest) -> int:
     """Show what RUN, the folder of a run with posttrain.method grpo or nft, has sampled.
 
     Each prompt is followed by its samples, the best one first: reward, advantage, and the text or, of a picture or
     clip, the name.
     """
-    view = rollouts_task.run(run, number, prompts)
-    if as_json:
+    view = rollouts_task.run(request.run, request.number, request.prompts)
+    if request.as_json:
         say_json(asdict(view))
         return 0
     say(f"rollout {view.number}")
@@ -81,26 +78,15 @@ def rollouts(run: Path, number: int | None, prompts: int, as_json: bool) -> int:
 
 
 @command.command("score")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("rows", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL file to write.")
-@click.option(
-    "--histogram",
-    type=click.Path(path_type=Path),
-    help="JSON file to write the histogram of scores to, for posttrain.dpo.histogram_path.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
-def score(
-    config: Path, rows: Path, overrides: tuple[str, ...], out: Path, histogram: Path | None, as_json: bool
-) -> int:
+@takes(ScoreRequest)
+def score(request: ScoreRequest) -> int:
     """Score the samples of ROWS by posttrain.rewards of CONFIG. OVERRIDES are section.key=value.
 
     A row has a prompt (or caption) and a picture in 'file', which lies beside ROWS, or a text in 'completion'. It is
     written as it is with 'score' and 'scores'; a picture in 'file_rejected' gets 'score_rejected'.
     """
-    outcome = score_task.run(config, rows, out, overrides, histogram=histogram)
-    if as_json:
+    outcome = score_task.run(request)
+    if request.as_json:
         say_json(asdict(outcome))
         return 0
     for name, mean in outcome.means.items():
@@ -111,24 +97,19 @@ def score(
 
 
 @command.command("reference")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
-@click.option(
-    "--nproc", type=click.IntRange(min=1), default=1, help="Number of ranks on this host; more than 1 starts torchrun."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
-def reference(config: Path, overrides: tuple[str, ...], nproc: int, as_json: bool) -> int:
+@takes(ReferenceRequest)
+def reference(request: ReferenceRequest) -> int:
     """Compute the reference's log-probabilities of all pairs of CONFIG once. OVERRIDES are section.key=value.
 
     They are written to posttrain.reference.path, or reference.safetensors in training.save; training with
     posttrain.reference.kind: stored reads them and needs no second model. Pipelines need it.
     """
-    if starts_ranks(nproc):
-        return task.run_ranks(nproc, config, overrides, ["--json"] if as_json else [])
-    outcome = task.run(config, overrides)
+    if starts_ranks(request.nproc):
+        return task.run_ranks(request)
+    outcome = task.run(request)
     if os.environ.get("RANK", "0") == "0":
         line = f"{outcome.pairs:,} pairs: {outcome.path}"
-        if as_json:
+        if request.as_json:
             say_json(vars(outcome))
         else:
             say(line)

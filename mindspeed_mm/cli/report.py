@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
+from mindspeed_mm.tasks.requests.look import ReportRequest
 
 EXAMPLES = """
 \b
@@ -17,12 +17,8 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="HTML file to write; default: report.html in the first run."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the report's path as JSON.")
-def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+@takes(ReportRequest)
+def command(request: ReportRequest) -> None:
     """Write one self-contained HTML page about RUNS: curves, accuracy, held-out samples, environment, configuration.
 
     Several runs are drawn into the same charts, and compared with the first: scores with paired tests, answers to the
@@ -30,8 +26,8 @@ def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """
     from mindspeed_mm.tasks.report import report  # matplotlib and pillow: the help does without
 
-    written = report.run(runs, out)
-    if as_json:
+    written = report.run(request.runs, request.out)
+    if request.as_json:
         say_json({"report": str(written)})
     else:
         say(str(written))

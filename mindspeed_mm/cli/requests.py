@@ -27,6 +27,7 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
     """
 
     worded = [each for each in all_fields(kind) if each.declared.words is not None]
+    shortened = [each for each in all_fields(kind) if each.declared.short_forms]
 
     def decorate(command: Callable[[Kind], Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -34,6 +35,10 @@ def takes(kind: type[Kind]) -> Callable[[Callable[[Kind], Any]], Callable[..., A
             for each in worded:
                 yes, _ = each.declared.words or ("", "")
                 values[each.name] = values[each.name] == yes
+            for each in shortened:
+                for flag, (value, _) in each.declared.short_forms.items():
+                    if values.pop(_name_of(flag)):
+                        values[each.name] = value
             request: Kind = request_of(kind, values)
             if hasattr(request, "checkpoint"):
                 from mindspeed_mm.cli.sharing import at_checkpoint
@@ -77,8 +82,22 @@ def _parameter(each: RequestField) -> Callable[[Callable[..., Any]], Callable[..
     elif each.default is not MISSING and not each.is_multiple:
         settings["default"] = each.default
         settings["show_default"] = not isinstance(each.default, bool) and each.default not in (None, "")
+    if declared.bare:
+        settings |= {"is_flag": False, "flag_value": declared.bare}
     spellings = [each.flag, declared.also] if declared.also.startswith("--") else [declared.also, each.flag]
-    return click.option(*filter(None, spellings), each.name, **settings)
+    made = click.option(*filter(None, spellings), each.name, **settings)
+
+    def with_short_forms(command: Callable[..., Any]) -> Callable[..., Any]:
+        for flag, (_, help_text) in declared.short_forms.items():
+            # A name of its own: click gives an option without a value that of the last one with the same name.
+            command = click.option(flag, _name_of(flag), is_flag=True, help=help_text)(command)
+        return made(command)
+
+    return with_short_forms
+
+
+def _name_of(flag: str) -> str:
+    return flag.strip("-").replace("-", "_")
 
 
 def _type_of(each: RequestField) -> Any:

@@ -6,8 +6,10 @@ from dataclasses import asdict
 
 import click
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks.models import routes
+from mindspeed_mm.tasks.requests.look import RouteRequest
 
 EXAMPLES = """
 \b
@@ -19,12 +21,11 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("wish", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the families, commands and page as JSON.")
-def command(wish: tuple[str, ...], as_json: bool) -> None:
+@takes(RouteRequest)
+def command(request: RouteRequest) -> None:
     """Tell which models and commands lead to WISH, and which page to read."""
-    route = routes.find(" ".join(wish))
-    if as_json:
+    route = routes.find(" ".join(request.wish))
+    if request.as_json:
         say_json(asdict(route), indent=2)
     else:
         say(routes.as_text(route))

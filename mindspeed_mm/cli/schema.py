@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from mindspeed_mm.cli.requests import takes
 from mindspeed_mm.core.terminal import say, say_json
 from mindspeed_mm.tasks import schema as task
+from mindspeed_mm.tasks.requests.look import SchemaRequest
 
 EXAMPLES = """
 \b
@@ -16,11 +18,10 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("key", default="")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: without KEY, a JSON schema for editors.")
-def command(key: str, as_json: bool) -> None:
+@takes(SchemaRequest)
+def command(request: SchemaRequest) -> None:
     """Explain KEY (training.lr), every key of a section (training.lora), or all."""
-    if as_json:
-        say_json(task.as_dict(key), indent=2)
+    if request.as_json:
+        say_json(task.as_dict(request.key), indent=2)
     else:
-        say(task.as_text(task.run(key)))
+        say(task.as_text(task.run(request.key)))

@@ -42,6 +42,10 @@ class Declared:
     """The one kind of model that the option is for; None: all of them."""
     words: tuple[str, str] | None = None
     """Of a boolean that is written as a word: that of True, and that of False."""
+    bare: str = ""
+    """The value that the option has where none follows it; empty: one must follow."""
+    short_forms: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Further options that take no value and stand for one of this option: flag → the value, and its help."""
     is_argument: bool = False
     """Whether it is written without a flag, by its place."""
 

@@ -22,7 +22,7 @@ from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.quickstart.commands import run_mm, show
 from mindspeed_mm.quickstart.folder import check_folder
-from mindspeed_mm.tasks.init.init import quoted
+from mindspeed_mm.tasks.models.first_yaml import scalar
 from mindspeed_mm.tasks.schema import editor_line
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Quickstart:
 def config_text(folder: Path) -> str:
     """The YAML of the run with its paths in this folder, and the schema of the installed package."""
     _, _, text = (files(__package__) / CONFIG).read_text(encoding="utf-8").partition("\n")
-    return f"{editor_line()}\n" + re.sub(rf"{DEFAULT_FOLDER}/([\w./]+)", lambda found: quoted(folder / found[1]), text)
+    return f"{editor_line()}\n" + re.sub(rf"{DEFAULT_FOLDER}/([\w./]+)", lambda found: scalar(folder / found[1]), text)
 
 
 def next_steps(learned: Learned) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from mindspeed_mm.core.errors import ExitCode, UsageError
 from mindspeed_mm.fsdp.tools.trace_analysis import Analysis, analyse, find_traces
 from mindspeed_mm.tasks import train
+from mindspeed_mm.tasks.requests.measure import ProfilingRequest
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -35,25 +36,20 @@ def run_trace(path: Path) -> Profiled:
     return Profiled(find_traces(path), analyse(path), int(ExitCode.OK))
 
 
-def run_config(
-    config: Path, overrides: Sequence[str], *, steps: tuple[int, int], nproc: int = 1, out: Path | None = None
-) -> Profiled:
+def run_config(request: ProfilingRequest) -> Profiled:
     """Train until the last of the steps, record them on every rank, and analyse what was recorded. Nothing is saved,
     no checkpoint of the run is touched or continued.
 
     Args:
-        config: The YAML.
-        overrides: `section.key=value`; those of `tools.profile.static_param` say what is recorded.
-        steps: First step, and the step before which recording ends.
-        nproc: Ranks on this host.
-        out: Where traces go; by default a new folder under `profiling/`.
+        request: A YAML, with overrides (those of `tools.profile.static_param` say what is recorded), the steps, the
+            ranks and the folder for traces.
 
     Raises:
         UsageError: `out` holds traces.
         MMError: As `mm train`.
     """
-    first, end = steps
-    out = out or _new_folder(Path("profiling"), config.stem)
+    (first, end), nproc, config = request.recorded, request.nproc or 1, request.target
+    out = request.out or _new_folder(Path("profiling"), config.stem)
     if out.is_dir() and any(out.glob("*.trace.json*")):
         raise UsageError("holds traces of another profile", where=str(out), way_out="Choose another folder.")
     own = [
@@ -70,9 +66,9 @@ def run_config(
     ]
     with _stdout_kept():
         if nproc > 1:
-            code = train.run_ranks(nproc, config, [*overrides, *own], ["--steps", str(end - 1)])
+            code = train.run_ranks(nproc, config, [*request.overrides, *own], ["--steps", str(end - 1)])
         else:
-            code = train.run(config, [*overrides, *own], steps=end - 1, progress_to_stderr=True).exit_code
+            code = train.run(config, [*request.overrides, *own], steps=end - 1, progress_to_stderr=True).exit_code
     if code != ExitCode.OK:
         return Profiled([], None, code)
     return Profiled(find_traces(out), analyse(out), code)

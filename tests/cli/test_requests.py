@@ -18,19 +18,36 @@ from mindspeed_mm.cli import requests as made
 from mindspeed_mm.core.request import Request, RequestField, all_fields, words_of
 from mindspeed_mm.fsdp.train.run.train_options import TrainOptions
 from mindspeed_mm.tasks.requests.chat import ChatRequest
+from mindspeed_mm.tasks.requests.convert import ConvertRequest
 from mindspeed_mm.tasks.requests.data import DataCheckRequest, DataPreviewRequest, DataStatsRequest
 from mindspeed_mm.tasks.requests.evaluate import EvaluateRequest
 from mindspeed_mm.tasks.requests.export import ExportRequest, ExtractRequest, MergeRequest
 from mindspeed_mm.tasks.requests.infer import InferRequest
 from mindspeed_mm.tasks.requests.init import InitRequest
-from mindspeed_mm.tasks.requests.measure import DoctorRequest, DownloadRequest, FlopsRequest, VerifyRequest
+from mindspeed_mm.tasks.requests.look import (
+    CompletionRequest,
+    ConfigRequest,
+    ModelsRequest,
+    ReportRequest,
+    RouteRequest,
+    SchemaRequest,
+)
+from mindspeed_mm.tasks.requests.measure import (
+    DoctorRequest,
+    DownloadRequest,
+    FlopsRequest,
+    ProfilingRequest,
+    VerifyRequest,
+)
+from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest, RolloutsRequest, ScoreRequest
 from mindspeed_mm.tasks.requests.serve import ServeRequest
 from mindspeed_mm.tasks.requests.train import CheckRequest, TrainRequest
 
 REQUESTS: tuple[type[Request], ...] = (
-    ChatRequest, CheckRequest, DataCheckRequest, DataPreviewRequest, DataStatsRequest, DoctorRequest, DownloadRequest,
-    EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest, InferRequest, InitRequest, MergeRequest, ServeRequest,
-    TrainRequest, VerifyRequest,
+    ChatRequest, CheckRequest, CompletionRequest, ConfigRequest, ConvertRequest, DataCheckRequest, DataPreviewRequest,
+    DataStatsRequest, DoctorRequest, DownloadRequest, EvaluateRequest, ExportRequest, ExtractRequest, FlopsRequest,
+    InferRequest, InitRequest, MergeRequest, ModelsRequest, ProfilingRequest, ReferenceRequest, ReportRequest,
+    RolloutsRequest, RouteRequest, SchemaRequest, ScoreRequest, ServeRequest, TrainRequest, VerifyRequest,
 )  # fmt: skip
 
 
@@ -80,8 +97,8 @@ def test_the_words_of_a_request_make_it_again(kind: type[Request]) -> None:
     random_numbers, expected, words, arguments, needed = random.Random(5), {}, [], [], []
     for each in all_fields(kind):
         if each.declared.is_argument:
-            several = ["a", "section.key=b"] if each.is_multiple else [f"{each.name}-0"]
-            arguments += several
+            one = each.choices[0] if each.choices else f"{each.name}-0"
+            arguments += ["a", "section.key=b"] if each.is_multiple else [one]
             continue
         values = [value_of(each, random_numbers) for _ in range(2 if each.is_multiple else 1)]
         words += [word for value in values for word in written(each, value)]
@@ -118,3 +135,8 @@ def test_the_python_door_has_the_same_defaults(function: Callable[..., Any], kin
         default = options[name].default
         expected = own.get(name, None if default is MISSING else default)
         assert parameters[name].default == expected, name
+
+
+def test_an_option_may_stand_alone_or_have_a_short_form() -> None:
+    given = {(): "true", ("--verify",): "true", ("--no-verify",): "false", ("--verify", "full"): "full"}
+    assert {words: parsed(ConvertRequest, ["a", "b", *words]).verify for words in given} == given

@@ -15,7 +15,7 @@ from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.utils.register import model_register
-from mindspeed_mm.tasks.models import catalogue, routes
+from mindspeed_mm.tasks.models import catalogue, routes, topics
 from tests.checkpoint.megatron.test_family_round_trips import NAMES as CONVERTED
 from tests.families.test_released_packed import PACKED
 from tests.fsdp.train import (
@@ -104,7 +104,7 @@ def test_every_task_of_a_generator_has_its_test() -> None:
                 card.name,
                 task,
             )
-            assert function in catalogue.as_card(card)
+            assert function in catalogue.as_proof(card)
 
 
 def _adapters(base: type[DiffusionAdapter]) -> Iterator[type[DiffusionAdapter]]:
@@ -147,7 +147,7 @@ def test_classes_are_there_and_are_built_by_their_ids() -> None:
 
 
 def test_every_card_has_a_task_and_no_class_has_two() -> None:
-    assert {card.task for card in families()} <= routes.TASKS.keys()
+    assert {card.task for card in families()} <= topics.TASKS.keys()
     assert len(BY_CLASS) == len(BY_NAME) == len(families())
 
 
@@ -247,17 +247,17 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     ("wish", "title", "family"),
     [
-        ("fine-tune a speech recogniser", routes.TASKS["hear"].title, "qwen3_asr"),
-        ("teach Qwen3-VL to read receipts", routes.TASKS["see"].title, "qwen3vl"),
-        ("train an OCR model", routes.TASKS["see"].title, "deepseek_ocr2"),
-        ("t2v with Wan", routes.TASKS["film"].title, "wan"),
-        ("make videos of my cat", routes.TASKS["film"].title, "wan"),
-        ("draw pictures in my style", routes.TASKS["draw"].title, "flux"),
-        ("an omni assistant", routes.TASKS["omni"].title, "qwen3omni"),
-        ("SFT of an LLM", routes.TASKS["text"].title, "qwen3"),
-        ("text to video LoRA", routes.TASKS["film"].title, "wan"),
-        ("speech-to-text with whisper", routes.TASKS["hear"].title, "whisper"),
-        ("fine-tune text to speech", routes.TASKS["speak"].title, "cosyvoice3"),
+        ("fine-tune a speech recogniser", topics.TASKS["hear"].title, "qwen3_asr"),
+        ("teach Qwen3-VL to read receipts", topics.TASKS["see"].title, "qwen3vl"),
+        ("train an OCR model", topics.TASKS["see"].title, "deepseek_ocr2"),
+        ("t2v with Wan", topics.TASKS["film"].title, "wan"),
+        ("make videos of my cat", topics.TASKS["film"].title, "wan"),
+        ("draw pictures in my style", topics.TASKS["draw"].title, "flux"),
+        ("an omni assistant", topics.TASKS["omni"].title, "qwen3omni"),
+        ("SFT of an LLM", topics.TASKS["text"].title, "qwen3"),
+        ("text to video LoRA", topics.TASKS["film"].title, "wan"),
+        ("speech-to-text with whisper", topics.TASKS["hear"].title, "whisper"),
+        ("fine-tune text to speech", topics.TASKS["speak"].title, "cosyvoice3"),
         ("quantise my model", "Train or run with weights in 4 or 8 bits", None),
         ("evaluate word error rate", "Score a model", None),
         ("resume training on another number of gpus", "Go on with a run", None),
@@ -265,18 +265,18 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ("convert Qwen2.5-VL to Megatron", "Convert a checkpoint to another layout", "qwen2_5vl"),
         ("LoRA of Gemma 3", "Train small matrices beside frozen weights", None),
         ("my training is too slow", "Find out where the time goes", None),
-        ("handwriting recognition", routes.TASKS["see"].title, "deepseek_ocr"),
-        ("read tables out of PDFs", routes.TASKS["see"].title, "deepseek_ocr2"),
-        ("a video model that answers questions", routes.TASKS["see"].title, "qwen3vl"),
-        ("video captions", routes.TASKS["see"].title, "qwen2_5vl"),
-        ("animate a photo", routes.TASKS["film"].title, "wan"),
-        ("edit an image", routes.TASKS["draw"].title, "qwen_image"),
-        ("inpaint a hole", routes.TASKS["draw"].title, "flux"),
-        ("audio question answering", routes.TASKS["omni"].title, "qwen2_5omni"),
-        ("emotion recognition from voice", routes.TASKS["omni"].title, "qwen3omni"),
-        ("a speech to speech assistant", routes.TASKS["omni"].title, "qwen2_5omni"),
-        ("talking assistant that sees and hears", routes.TASKS["omni"].title, "qwen2_5omni"),
-        ("clone a voice", routes.TASKS["speak"].title, "qwen3tts"),
+        ("handwriting recognition", topics.TASKS["see"].title, "deepseek_ocr"),
+        ("read tables out of PDFs", topics.TASKS["see"].title, "deepseek_ocr2"),
+        ("a video model that answers questions", topics.TASKS["see"].title, "qwen3vl"),
+        ("video captions", topics.TASKS["see"].title, "qwen2_5vl"),
+        ("animate a photo", topics.TASKS["film"].title, "wan"),
+        ("edit an image", topics.TASKS["draw"].title, "qwen_image"),
+        ("inpaint a hole", topics.TASKS["draw"].title, "flux"),
+        ("audio question answering", topics.TASKS["omni"].title, "qwen2_5omni"),
+        ("emotion recognition from voice", topics.TASKS["omni"].title, "qwen3omni"),
+        ("a speech to speech assistant", topics.TASKS["omni"].title, "qwen2_5omni"),
+        ("talking assistant that sees and hears", topics.TASKS["omni"].title, "qwen2_5omni"),
+        ("clone a voice", topics.TASKS["speak"].title, "qwen3tts"),
         ("serve with vllm", "Serve a model over HTTP", None),
         ("fine-tune with one 24 GB card", "Fit into memory", None),
         ("MMMU", "Score a model on a published set", None),
@@ -340,7 +340,7 @@ def test_the_tree_of_document_000_leads_where_it_says(wish: str, page: str) -> N
 
 @pytest.mark.parametrize(("tasks", "wish"), [(tasks, wish) for tasks, wishes in CRITERIA.items() for wish in wishes])
 def test_the_criteria_of_document_001_lead_to_their_kind(tasks: tuple[str, ...], wish: str) -> None:
-    assert routes.find(wish).title in [routes.TASKS[task].title for task in tasks]
+    assert routes.find(wish).title in [topics.TASKS[task].title for task in tasks]
 
 
 @pytest.mark.parametrize("wish", POSTTRAINING)
@@ -363,8 +363,8 @@ def test_only_families_that_do_it_are_told_where_others_cannot() -> None:
 
 def test_what_a_card_does_is_known() -> None:
     for card in families():
-        assert all(routes.ASPECTS[each].task == card.task for each in card.does), card.name
-    for name in routes.ASPECTS.keys() - {"video"}:
+        assert all(topics.ASPECTS[each].task == card.task for each in card.does), card.name
+    for name in topics.ASPECTS.keys() - {"video"}:
         assert any(name in card.does for card in families()), name
 
 
@@ -431,10 +431,10 @@ def test_a_family_is_found_by_its_title_however_it_is_written(name: str) -> None
 
 
 def test_commands_and_pages_of_routes_exist() -> None:
-    for aspect in routes.ASPECTS.values():
-        assert not aspect.stage or aspect.stage in routes.TASKS[aspect.task].stages
+    for aspect in topics.ASPECTS.values():
+        assert not aspect.stage or aspect.stage in topics.TASKS[aspect.task].stages
         parse(aspect.command or "mm models")
-    for each in (*routes.TASKS.values(), *routes.ANY_MODEL):
+    for each in (*topics.TASKS.values(), *topics.ANY_MODEL):
         assert (ROOT / each.page).is_file()
         for command in each.stages.values():
             if shlex.split(command)[0] == "mm":
@@ -448,7 +448,7 @@ def test_a_wish_without_a_known_word_lists_what_there_is() -> None:
 
 def test_the_commands_print() -> None:
     assert "Qwen3-VL, dense" in mm("models").out
-    assert "test_released_packed.py" in mm("models", "qwen3vl").out
+    assert "test_released_packed.py" in mm("models", "qwen3vl", "--proof").out
     assert [each["name"] for each in json.loads(mm("models", "qwen3vl", "--json").out)] == ["qwen3vl"]
     assert "mm extract run.yaml" in mm("route", "make", "videos").out
 

@@ -127,9 +127,9 @@ class ModelCard:
     modalities: tuple[str, ...]
     """Of text, image, video, audio: what it takes and makes."""
     task: str
-    """What it is for: a key of `tasks.models.routes.TASKS`."""
+    """What it is for: a key of `tasks.models.topics.TASKS`."""
     does: tuple[str, ...]
-    """What it does that others of its task do not: keys of `tasks.models.routes.ASPECTS`."""
+    """What it does that others of its task do not: keys of `tasks.models.topics.ASPECTS`."""
     released: Mapping[str, float | None]
     """Name on the hub → billions of parameters, where they are known."""
     proven: Mapping[str, str]
@@ -140,6 +140,21 @@ class ModelCard:
     file::function [case] of a test that has others, too."""
     epochs: int | None = None
     """Of a generator: the passes over the data that diffusers' own command trains for, where it counts passes."""
+    smallest: Mapping[str, Any] = field(default_factory=dict)
+    """What its smallest YAML has beside the model, the rows and the training: sections of a configuration."""
+    freeze: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Part of the model → its modules, as `model.freeze` takes them."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that adapters wrap where `training.lora.target_modules` is not set: the last parts of their names,
+    or of a generator its patterns."""
+    needs_gib: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Name on the hub → `full`, `lora` and `qlora` → GiB that a step takes on one device, by the memory forecast; None:
+    more than the largest device has."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a generator of diffusers."""
+        return self.model_class.startswith("diffusers.")
 
 
 @cache
@@ -161,6 +176,10 @@ def families() -> tuple[ModelCard, ...]:
                 card["proven"],
                 card.get("tasks") or {},
                 card.get("epochs"),
+                card.get("smallest") or {},
+                {part: tuple(names) for part, names in (card.get("freeze") or {}).items()},
+                tuple(card.get("lora_targets") or ()),
+                card.get("needs_gib") or {},
             )
         )
     return tuple(found)

@@ -6,8 +6,6 @@ the first one whose forecast leaves room is written.
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +17,20 @@ from mindspeed_mm.core.errors import ConfigError, MMError, Problem, UsageError, 
 from mindspeed_mm.core.model_kinds import GENERATOR, ModelKind
 from mindspeed_mm.core.terminal import visible
 from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.models.first_yaml import (
+    RATES,
+    RATES_OF_PAIRS,
+    ROOM,
+    adapters,
+    flow,
+    merged,
+    scalar,
+    sections_for,
+)
 from mindspeed_mm.tasks.requests.init import InitRequest, Method
 from mindspeed_mm.tasks.schema import editor_line
 
 _GIB = 2**30
-_ROOM = 0.9
-"""Share of a device's memory that a forecast may take: allocators and libraries want some, too."""
 _ROWS_A_STEP = 16
 _ROWS = (8, 2, 1)
 """Rows of a device at a time that are tried: each forecast takes some seconds."""
@@ -33,9 +39,6 @@ _PIXELS = 1024 * 1024
 """Of pictures for a generator whose release names no size: those that are larger are scaled down."""
 _CHECKS_A_RUN = 10
 """Validations and checkpoints of a run."""
-_RATE = {"full": "1.0e-5", "lora": "1.0e-4", "qlora": "1.0e-4"}
-_RATE_OF_PAIRS = {"full": "1.0e-6", "lora": "5.0e-6", "qlora": "5.0e-6"}
-"""Of DPO: TRL's default, and that of LLaMA-Factory's example for adapters."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def run(request: InitRequest, tell: Callable[[str], None] = lambda _: None) -> M
         if way not in peaks:
             peaks[way] = _peak(setup.sections(way), setup.devices)
             tell(f"{way}: {in_units(peaks[way])} of {in_units(setup.memory)} a device")
-        return peaks[way] <= _ROOM * setup.memory
+        return peaks[way] <= ROOM * setup.memory
 
     for method in setup.methods():
         if not fits(Way(method, recompute=True, rows=1)):
@@ -140,9 +143,9 @@ class _Setup:
         return cls(request, kind, *_devices(request), {}, _holds_pairs(request.data))
 
     @property
-    def rates(self) -> Mapping[str, str]:
+    def rates(self) -> Mapping[Method, float]:
         """Learning rate of each method."""
-        return _RATE_OF_PAIRS if self.holds_pairs else _RATE
+        return RATES_OF_PAIRS if self.holds_pairs else RATES
 
     def methods(self) -> tuple[Method, ...]:
         """Methods to try, the best one first; generators are adapted, as their users do."""
@@ -161,35 +164,27 @@ class _Setup:
     def sections(self, way: Way) -> dict[str, dict[str, Any]]:
         """The configuration as a mapping."""
         data = self.request.data
-        basic: dict[str, Any] = {"dataset": str(data), "dataset_dir": str(data if data.is_dir() else data.parent)}
-        if self.holds_pairs:
-            basic["stage"] = "rm"
-        param: dict[str, Any] = {"basic_parameters": basic}
-        if self.kind is GENERATOR:
-            param |= {"dataset_type": "generation", "preprocess_parameters": dict(self.sizes)}
         training: dict[str, Any] = {
-            "lr": float(self.rates[way.method]),
+            "lr": self.rates[way.method],
             "micro_batch_size": way.rows,
             "gradient_accumulation_steps": self.accumulation(way),
-            "train_epochs": 1,
-            "save": self.save,
         }
-        if way.method != "full":
-            training["lora"] = {"enable": True, "rank": 16, "alpha": 32}
-        if way.method == "qlora":
-            training["lora"]["quantize"] = "nf4"
-        sections: dict[str, dict[str, Any]] = {
-            "model": {"model_name_or_path": str(self.request.model)},
-            "data": {"dataset_param": param},
-            "training": training,
-        }
-        if self.is_accelerator:
-            sections["parallel"] = {"fsdp_plan": {"param_dtype": "bf16"}}
-        if way.recompute:
-            sections["features"] = {"recompute": True}
+        own: dict[str, Any] = {"training": training}
+        if self.kind is GENERATOR:
+            own["data"] = {"dataset_param": {"dataset_type": "generation", "preprocess_parameters": self.sizes}}
         if self.holds_pairs:
-            sections["posttrain"] = {"method": "dpo"}
-        return sections
+            own |= {"data": {"dataset_param": {"basic_parameters": {"stage": "rm"}}}, "posttrain": {"method": "dpo"}}
+        if way.recompute:
+            own["features"] = {"recompute": True}
+        sections = sections_for(
+            self.request.model,
+            data,
+            data if data.is_dir() else data.parent,
+            method=way.method,
+            save=self.save,
+            dtype="bf16" if self.is_accelerator else None,
+        )
+        return merged(sections, own)
 
     @property
     def save(self) -> str:
@@ -226,7 +221,7 @@ class _Setup:
             _comment(f"{self.request.model.name}: {way}, {on}."),
             _comment(f"Check: mm check {self.request.out} --nproc {self.devices}      Train: {start}"),
             "model:",
-            f"  model_name_or_path: {quoted(self.request.model)}",
+            f"  model_name_or_path: {scalar(self.request.model)}",
             "data:",
             "  dataset_param:",
         ]
@@ -239,8 +234,8 @@ class _Setup:
             ]
         lines += [
             "    basic_parameters:",
-            f"      dataset: {quoted(basic['dataset'])}   # {self.rows:,} rows",
-            f"      dataset_dir: {quoted(basic['dataset_dir'])}   # where relative paths of media start",
+            f"      dataset: {scalar(basic['dataset'])}   # {self.rows:,} rows",
+            f"      dataset_dir: {scalar(basic['dataset_dir'])}   # where relative paths of media start",
         ]
         if self.holds_pairs:
             lines.append("      stage: rm   # rows with a better and a worse answer")
@@ -253,19 +248,17 @@ class _Setup:
             lines += ["features:", "  recompute: true   # less memory, more time: blocks are computed again"]
         lines += [
             "training:",
-            f"  lr: {self.rates[way.method]}   # {self.usual_rates(way)} are usual",
+            f"  lr: {scalar(self.rates[way.method])}   # {self.usual_rates(way)} are usual",
             f"  micro_batch_size: {way.rows}   # rows of a device at a time",
             f"  gradient_accumulation_steps: {self.accumulation(way)}   # {each} rows a step",
             "  train_epochs: 1",
-            f"  save: {quoted(self.save)}",
+            f"  save: {scalar(self.save)}",
             f"  save_interval: {interval}   # of about {steps:,} steps",
         ]
         if holds_out:
             lines.append(f"  val_interval: {interval}")
-        if way.method == "lora":
-            lines.append("  lora: {enable: true, rank: 16, alpha: 32}")
-        elif way.method == "qlora":
-            lines.append("  lora: {enable: true, rank: 16, alpha: 32, quantize: nf4}")
+        if way.method != "full":
+            lines.append(f"  lora: {flow(adapters(way.method))}")
         if self.holds_pairs:
             lines += ["posttrain:", "  method: dpo   # posttrain.dpo has its losses and beta"]
         return "\n".join(lines) + "\n"
@@ -361,13 +354,3 @@ def _in_options(problem: Problem) -> Problem:
 def _comment(text: str) -> str:
     """A line of comment, whatever is in a path."""
     return f"# {visible(text)}".replace("\n", " ")
-
-
-def quoted(value: object) -> str:
-    """A path as YAML takes it: in quotes where it might be read as something else, such as a number."""
-    text = str(value)
-    return (
-        text
-        if re.fullmatch(r"[\w.-]*[A-Za-z][\w.-]*/[\w./-]+|/[\w./-]+", text)
-        else json.dumps(text, ensure_ascii=False)
-    )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-from mindspeed_mm.tasks.models.routes import TASKS, bare, bare_names, cards_of
+from mindspeed_mm.tasks.models.routes import bare, bare_names, cards_of
+from mindspeed_mm.tasks.models.start import as_lines, device_lines, start_of
+from mindspeed_mm.tasks.models.topics import TASKS, YamlRecipe
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def as_text(cards: Sequence[ModelCard]) -> str:
 
 
 def as_card(card: ModelCard) -> str:
-    """All that is known of one family."""
+    """What a family is, and how somebody begins with it."""
     heading = TASKS[card.task].title
     names_id = f"model.model_id: {card.ids[0]}, or " if card.ids else ""
     lines = [
@@ -214,9 +217,17 @@ def as_card(card: ModelCard) -> str:
         f"  takes     {', '.join(card.modalities)}",
         f"  chosen by {names_id}the class that config.json names",
     ]
-    for hub, size in card.released.items():
-        size_told = f", {size:g} B" if size is not None else ""
-        lines.append(f"  released  {hub}{size_told}")
+    if card.tasks:
+        lines.append(f"  trains    model.task: {', '.join(card.tasks)}")
+    if card.proven:
+        lines.append(f"  proven    {', '.join(card.proven)} (by which test: mm models {card.name} --proof)")
+    start = start_of(card, YamlRecipe())
+    return "\n".join([*lines, "", *device_lines(start, card), *as_lines(start, card)])
+
+
+def as_proof(card: ModelCard) -> str:
+    """What tests prove of a family, each with the test that proves it."""
+    lines = [card.title]
     for name, case in card.proven.items():
         lines += [f"  {name:9} {PROOFS[name].what}", f"            {_test(name, case)}"]
     if card.tasks:
@@ -224,6 +235,12 @@ def as_card(card: ModelCard) -> str:
     for task, case in card.tasks.items():
         lines.append(f"            {task:6} {_test('generate', case)}")
     return "\n".join(lines)
+
+
+def as_record(card: ModelCard) -> dict[str, Any]:
+    """The card and the start for machines."""
+    start = start_of(card, YamlRecipe())
+    return {**asdict(card), "yaml": start.yaml, "fits": start.fits, "examples": start.examples}
 
 
 def _test(proof: str, case: str) -> str:

@@ -2,389 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import pairwise
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-
-
-class Topic(NamedTuple):
-    """What families of models are for, or something that is done to any model."""
-
-    title: str
-    stems: tuple[str, ...]
-    """How words begin that people use for it."""
-    stages: Mapping[str, str]
-    """What is done, in order → the command."""
-    page: str
-    note: str = ""
-    """What is not to be expected."""
-    weight: int = 1
-    """Of a word; a method that is meant whatever the model is has more."""
-
-
-class Aspect(NamedTuple):
-    """Something that some families of a task do and others do not."""
-
-    task: str
-    stems: tuple[str, ...]
-    medium: str = ""
-    """What a family has to take; none: its card says that it `does` this."""
-    stage: str = ""
-    """The stage of the task whose command is another for it; none: the others do it as well, though not best."""
-    command: str = ""
-
-
-_TRAIN = {
-    "see what is wrong before it starts": "mm check run.yaml",
-    "train": "mm train run.yaml",
-}
-_ROWS = {
-    "look at every row": "mm data check run.yaml",
-    **_TRAIN,
-}
-_TRANSCRIBED = {
-    "transcribe rows": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl",
-    "count wrong words": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
-    "write a folder that transformers loads": "mm export runs/mine exported",
-}
-_SCORED = {
-    "score it on rows that it has not seen": "mm evaluate runs/mine --data data/test.jsonl",
-    "write a folder that transformers loads": "mm export runs/mine exported",
-}
-_GENERATOR = {
-    "look at every row": "mm data check run.yaml",
-    "encode media and captions once": "mm extract run.yaml",
-    **_TRAIN,
-    "make samples": 'mm infer runs/mine --prompt "a red fox in the snow" --out samples',
-    "write a folder that diffusers loads": "mm export runs/mine exported",
-}
-
-_BY_CLASS = "another model of transformers trains by its class alone: `mm check` tells of its folder"
-
-TASKS: dict[str, Topic] = {
-    "see": Topic(
-        "Answer questions about pictures and videos",
-        (
-            "vlm",
-            "vl",
-            "vision",
-            "visual",
-            "vqa",
-            "ocr",
-            "caption",
-            "descri",
-            "understand",
-            "chart",
-            "document",
-            "see",
-            "handwrit",
-            "receipt",
-            "table",
-            "pdf",
-            "invoice",
-            "scan",
-            "screenshot",
-        ),
-        {**_ROWS, "ask it": 'mm infer runs/mine --image a.png --prompt "What is it?"', **_SCORED},
-        "docs/data.md",
-        _BY_CLASS,
-    ),
-    "omni": Topic(
-        "Answer questions about pictures, videos and sound together",
-        ("omni", "multimodal", "everything", "sound"),
-        {**_ROWS, "ask it": 'mm infer runs/mine --audio a.wav --prompt "What is heard?"', **_SCORED},
-        "docs/data.md",
-    ),
-    "hear": Topic(
-        "Turn speech into text",
-        ("asr", "speech", "recogni", "transcri", "dictat", "listen", "hear", "subtitle", "audio", "whisper"),
-        {**_ROWS, **_TRANSCRIBED},
-        "docs/data.md",
-    ),
-    "speak": Topic(
-        "Turn text into speech",
-        ("tts", "speak", "voice", "synthes", "narrat", "cosyvoice", "talker", "clon"),
-        {
-            **_ROWS,
-            "let it speak": 'mm infer runs/mine --prompt "Mind the gap." --speak gap.wav',
-            "score it by a recogniser": "mm evaluate runs/mine --data texts.jsonl --recogniser models/whisper-small",
-            "write a folder of the trained weights": "mm export runs/mine exported",
-        },
-        "docs/data.md",
-        "sound is made of codes by the codec of the release, which has to be in the model's folder",
-    ),
-    "text": Topic(
-        "Write and reason in text",
-        ("llm", "text", "language", "chat", "reason", "code", "instruct", "write"),
-        {**_ROWS, "ask it": 'mm infer runs/mine --prompt "Why is the sky blue?"', **_SCORED},
-        "docs/data.md",
-        _BY_CLASS,
-    ),
-    "draw": Topic(
-        "Make pictures from words",
-        (
-            "t2i",
-            "draw",
-            "paint",
-            "image",
-            "picture",
-            "photo",
-            "dreambooth",
-            "style",
-            "genera",
-            "diffusion",
-            "edit",
-            "inpaint",
-            "outpaint",
-            "retouch",
-            "erase",
-        ),
-        _GENERATOR,
-        "docs/generation.md",
-    ),
-    "film": Topic(
-        "Make videos from words or from a picture",
-        ("t2v", "i2v", "film", "video", "clip", "movie", "animat", "genera", "diffusion", "vace"),
-        _GENERATOR,
-        "docs/generation.md",
-    ),
-}
-"""Key of `task` in a card → what it means, in the order that lists have."""
-
-_ASK, _SAMPLE = "ask it", "make samples"
-ASPECTS: dict[str, Aspect] = {
-    "video": Aspect(
-        "see", ("video", "clip", "movie", "film", "footage"), "video", _ASK,
-        'mm infer runs/mine --video a.mp4 --prompt "What happens?"',
-    ),
-    "ocr": Aspect("see", ("ocr", "handwrit", "receipt", "table", "pdf", "invoice", "scan", "document")),
-    "edit": Aspect(
-        "draw", ("edit", "retouch", "kontext"), "", _SAMPLE,
-        'mm infer runs/mine --image a.png --prompt "make it winter" --out samples',
-    ),
-    "fill": Aspect(
-        "draw", ("inpaint", "outpaint", "fill", "erase"), "", _SAMPLE,
-        'mm infer runs/mine --image a.png --mask hole.png --prompt "a bench" --out samples',
-    ),
-    "i2v": Aspect(
-        "film", ("i2v", "animat"), "", _SAMPLE,
-        'mm infer runs/mine --image a.png --prompt "the fox runs" --out samples',
-    ),
-    "control": Aspect(
-        "film", ("vace", "control"), "", _SAMPLE,
-        'mm infer runs/mine --control edges.mp4 --prompt "a red fox" --out samples',
-    ),
-}  # fmt: skip
-"""Key of `does` in a card, or of a medium → what it is called."""
-
-
-ANY_MODEL: tuple[Topic, ...] = (
-    Topic(
-        "Compare runs",
-        ("compar", "versus", "vs", "sweep", "hyperparamet", "hyper-paramet", "grid", "optuna", "ablation"),
-        {
-            "train one run for each value": "mm train run.yaml training.lr=1e-5 training.save=runs/lr1e-5",
-            "see curves, scores and what differs in the configurations": "mm report runs/lr1e-5 runs/lr3e-5",
-            "test the difference of two scores": "mm evaluate runs/lr3e-5 --data data/test.jsonl "
-            "--against runs/lr1e-5/eval",
-        },
-        "docs/evaluation.md",
-        "there is no search over hyper-parameters: a shell loop over section.key=value is a sweep, and "
-        "`mm train --json` gives each outcome",
-        weight=2,
-    ),
-    Topic(
-        "Run on Slurm or Kubernetes",
-        ("slurm", "sbatch", "srun", "kubernetes", "k8s", "kubeflow"),
-        {
-            "verify the plan on a CPU": "mm verify run.yaml",
-            "start it on Slurm": "sbatch examples/launch/slurm.sbatch run.yaml",
-        },
-        "docs/multi-host.md",
-        "`mm train` under srun or torchrun is a rank of their job; examples/launch has a file for each way",
-        weight=2,
-    ),
-    Topic(
-        "Train without a GPU",
-        ("cpu-only", "gpu-less"),
-        {
-            "see what this machine has": "mm doctor",
-            "train and judge a small model in three minutes": "make quickstart",
-            "train": "mm train run.yaml",
-        },
-        "docs/quick-start.md",
-        "everything trains on a CPU; `mm check` forecasts the memory, and what is slow there is large models",
-        weight=2,
-    ),
-    Topic(
-        "Go on with a run",
-        ("resum", "restart", "continue", "crash", "killed", "preempt"),
-        {"start it again, on as many devices as there are now": "mm train run.yaml --nproc 4"},
-        "README.md",
-    ),
-    Topic(
-        "Convert a checkpoint to another layout",
-        ("convert", "checkpoint", "dcp", "hf2mg", "mg2hf", "reshard", "layout"),
-        {
-            "convert": "mm convert models/Qwen2.5-VL-7B-Instruct qwen-tp2 --to megatron --tp 2",
-            "see every flag of a family": "mm-convert --help",
-        },
-        "docs/conversion.md",
-    ),
-    Topic(
-        "Train small matrices beside frozen weights",
-        ("lora", "qlora", "dora", "adapter", "peft"),
-        {**_TRAIN, "merge them into the weights": "mm merge runs/mine --out merged"},
-        "docs/adapters.md",
-    ),
-    Topic(
-        "Train or run with weights in 4 or 8 bits",
-        ("quanti", "nf4", "int8", "fp8", "mxfp8", "4-bit", "8-bit", "qlora"),
-        {"set training.lora.quantize: nf4, or training.quantization_plan": "mm check run.yaml", **_TRAIN},
-        "docs/adapters.md",
-    ),
-    Topic(
-        "Score a model on a published set",
-        (
-            "benchmark",
-            "leaderboard",
-            "mmmu",
-            "docvqa",
-            "chartqa",
-            "textvqa",
-            "ai2d",
-            "mmbench",
-            "mathvista",
-            "ocrbench",
-            "realworldqa",
-            "videomme",
-            "video-mme",
-        ),
-        {
-            "score it": "mm evaluate runs/mine --benchmark docvqa_val --data sets/DocVQA",
-            "compare results": "mm evaluate runs/mine --benchmark docvqa_val --data sets/DocVQA --against base",
-        },
-        "docs/evaluation.md",
-    ),
-    Topic(
-        "Score a model",
-        ("evaluat", "benchmark", "score", "accuracy", "wer", "cer", "error", "metric"),
-        {
-            "count right answers": "mm evaluate runs/mine --data data/test.jsonl",
-            "count wrong words of transcripts": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
-            "measure the loss of held-out rows": "mm evaluate runs/mine --loss",
-        },
-        "docs/evaluation.md",
-    ),
-    Topic(
-        "Serve a model over HTTP",
-        ("serv", "api", "endpoint", "deploy", "openai", "vllm", "http", "production"),
-        {"answer as OpenAI's interface does": "mm serve runs/mine", "by vLLM": "mm serve runs/mine --engine vllm"},
-        "docs/inference.md",
-    ),
-    Topic(
-        "Talk to a model in the terminal",
-        ("talk", "conversation", "terminal", "interactive"),
-        {"talk to it": "mm chat runs/mine"},
-        "docs/inference.md",
-    ),
-    Topic(
-        "Train a model from nothing",
-        ("scratch", "pretrain", "pre-train", "initiali", "random"),
-        {"start with random weights": "mm train run.yaml model.train_from_scratch=true"},
-        "docs/data.md",
-    ),
-    Topic(
-        "Train a model on preferences or rewards",
-        ("dpo", "grpo", "nft", "ppo", "rlhf", "reward", "preference", "alignment", "reinforce", "rejected"),
-        {
-            "look at every row": "mm data check run.yaml",
-            "train on pairs of a better and a worse answer": "mm posttrain dpo run.yaml",
-            "train on rewards of the model's own answers": "mm posttrain grpo run.yaml",
-            "see what was drawn, with its rewards": "mm posttrain rollouts runs/mine",
-        },
-        "docs/posttrain.md",
-        weight=3,
-    ),
-    Topic(
-        "Find out why a loss is wrong",
-        ("nan", "inf", "diverg", "spike", "explod", "wrong", "loss"),
-        {
-            "look at what is trained": "mm data preview run.yaml",
-            "compare the plan with one process": "mm verify run.yaml",
-            "leave out steps that are not finite": "mm train run.yaml training.on_nonfinite=skip",
-        },
-        "docs/verify.md",
-    ),
-    Topic(
-        "Look at rows before training",
-        ("row", "token", "dataset", "data", "length", "preview", "stat", "clean"),
-        {
-            "see what is wrong with them": "mm data check run.yaml",
-            "count tokens and media": "mm data stats run.yaml",
-            "see some as the model does": "mm data preview run.yaml",
-        },
-        "docs/data.md",
-    ),
-    Topic(
-        "Find out where the time goes",
-        ("profil", "slow", "speed", "faster", "bottleneck", "mfu", "flop", "throughput"),
-        {"trace some steps": "mm profile run.yaml", "count FLOPs": "mm flops run.yaml"},
-        "docs/profiling.md",
-    ),
-    Topic(
-        "Fit into memory",
-        ("memory", "oom", "fit", "offload", "gb", "vram", "gpu", "card", "laptop", "cpu"),
-        {
-            "see what a rank will hold": "mm check run.yaml",
-            "train small matrices beside weights in 4 bits: training.lora.quantize": "mm train run.yaml",
-        },
-        "docs/memory.md",
-    ),
-    Topic(
-        "Spread a run over devices and hosts",
-        ("parallel", "multi", "node", "host", "cluster", "slurm", "shard", "scale", "distribut"),
-        {"verify the plan on a CPU": "mm verify run.yaml", "start it": "mm train run.yaml --nproc 8"},
-        "docs/parallelism.md",
-    ),
-    Topic(
-        "Change the suite: tests and documents",
-        ("test", "pytest", "unittest", "contribut", "docs", "documentation"),
-        {
-            "run the tests near a change": "make test-changed",
-            "run one test": 'python -m pytest tests/fsdp -xvs -k "NAME"',
-            "run all of them": "make test",
-            "look at style, types and layers": "make check",
-        },
-        "CONTRIBUTING.md",
-    ),
-    Topic(
-        "Train with the flags and functions of Megatron's entries",
-        ("megatron", "provider", "training.py", "launch", "forward_step"),
-        {
-            "see the YAML that a launch script stands for": "mm config --from-flags finetune.sh",
-            "train": "torchrun --nproc_per_node 8 pretrain_vlm.py --mm-model model.json --mm-data data.json",
-        },
-        "docs/provider.md",
-        "functions of your own are called as Megatron-LM calls them: docs/own-functions.md",
-    ),
-    Topic(
-        "Train by a YAML, with models and data sets of your own",
-        ("fsdp2", "yaml", "config", "plugin", "modelhub", "trainer.py", "onboard"),
-        {
-            "see every key": "mm schema",
-            "see what is wrong with keys, plugin and patterns": "mm check run.yaml",
-            "train": "mm train run.yaml",
-        },
-        "docs/architecture.md",
-        "a package that training.plugin names registers data sets and models: docs/plugins.md",
-    ),
-)
-
+from mindspeed_mm.tasks.models.start import FamilyStart, as_lines, device_lines, start_of, wrapped
+from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, TASKS, Aspect, Topic, YamlRecipe
 
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
@@ -476,6 +103,8 @@ class Route:
     note: str = ""
     also: Sequence[str] = ()
     """What else the wish is about, with its page."""
+    start: FamilyStart | None = None
+    """What its commands begin with, of the first family; None: they take a YAML that is there, or none."""
 
 
 def find(wish: str) -> Route:
@@ -496,34 +125,55 @@ def find(wish: str) -> Route:
     for stems, (what, way_out) in _ELSEWHERE.items():
         if _shared(stems, words):
             raise UsageError(what, way_out=way_out)
-    named = [card for card in families() if _is_named(card, words)]
-    scored: list[tuple[float, Route]] = []
+    names = {bare(word) for word in (*words, *map("".join, pairwise(words)))}  # Gemma 3 is one name
+    named = [card for card in families() if not names.isdisjoint(bare_names(card))]
+    scored: list[tuple[float, Route, Topic]] = []
     for key, task in TASKS.items():
         score = _shared(task.stems, words) + (_OF_NAMED if cards_of(key, named) else 0)
-        scored.append((score, _of_task(key, task, named, words)))
-    also: list[str] = []
+        scored.append((score, _of_task(key, task, named, words), task))
+    also: list[Topic] = []
     for topic in ANY_MODEL:
         score = topic.weight * _shared(topic.stems, words)
-        scored.append((score, Route(topic.title, named, topic.stages, topic.page, topic.note)))
+        scored.append((score, Route(topic.title, named, topic.stages, topic.page, topic.note), topic))
         if score:
-            also.append(f"{topic.title}: {topic.page}")
-    best, route = max(scored, key=lambda each: each[0])
+            also.append(topic)
+    best, route, chosen = max(scored, key=lambda each: each[0])
     if not best:
         titles = [each.title.lower() for each in (*TASKS.values(), *ANY_MODEL)]
         raise UsageError(
             f"no word of '{wish}' is known",
             way_out=f"Say in English what the model is to do, or what you want to do with it: {'; '.join(titles)}.",
         )
-    return replace(route, also=[other for other in also if other != f"{route.title}: {route.page}"])
+    others = [other for other in also if other is not chosen]
+    recipe = _recipe(chosen, others, words)
+    start = start_of(_first(route.families, named), recipe) if recipe is not None else None
+    return replace(route, also=[f"{other.title}: {other.page}" for other in others], start=start)
+
+
+def _first(found: Sequence[ModelCard], named: Sequence[ModelCard]) -> ModelCard | None:
+    """The family to begin with: of those that the wish names the one with the smallest release."""
+    asked = [card for card in found if card in named]
+    if asked:
+        return min(asked, key=lambda card: min((size for size in card.released.values() if size), default=math.inf))
+    return next(iter(found), None)
+
+
+def _recipe(chosen: Topic, others: Sequence[Topic], words: Sequence[str]) -> YamlRecipe | None:
+    """The recipe of a topic that the words ask for; that adapters are trained may be said by another topic."""
+    recipe = _asked_recipe(chosen, words)
+    if recipe is None or recipe.method is not None:
+        return recipe
+    said = [_asked_recipe(other, words) for other in others]
+    return recipe._replace(method=next((each.method for each in said if each is not None and not each.adds), None))
+
+
+def _asked_recipe(topic: Topic, words: Sequence[str]) -> YamlRecipe | None:
+    return next((each for each in topic.recipes if not each.stems or _shared(each.stems, words)), None)
 
 
 def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
     """Words that begin with one of the stems."""
     return sum(word.startswith(tuple(stems)) for word in words)
-
-
-def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
-    return not set(bare_names(card)).isdisjoint(map(bare, words))
 
 
 def bare_names(card: ModelCard) -> list[str]:
@@ -578,11 +228,22 @@ def as_text(route: Route) -> str:
         more = len(route.families) - len(shown)
         if more:
             shown.append(f"and {more} more: mm models")
-        lines.append(f"  with {'; '.join(shown)}")
+        lines += wrapped("  with ", "; ".join(shown))
     for number, (stage, command) in enumerate(route.stages.items(), start=1):
         lines.append(f"  {number}  {stage:{width}}  {command}")
     if route.note:
         lines.append(f"  note: {route.note}")
     for other in route.also:
         lines.append(f"  also: {other}")
-    return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])
+    lines.append(f"  read {route.page}; `mm models NAME` shows any other family")
+    if route.start is not None:
+        lines += _start_lines(route.start)
+    return "\n".join(lines)
+
+
+def _start_lines(start: FamilyStart) -> list[str]:
+    """The start of the first family, under its name."""
+    card = next((card for card in families() if card.name == start.family), None)
+    if card is None:
+        return as_lines(start, None)
+    return ["", card.title, *device_lines(start, card), *as_lines(start, card)]

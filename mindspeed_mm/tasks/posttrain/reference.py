@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.file_writing import check_output_file
+from mindspeed_mm.core.request import words_of
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest
 
 
 @dataclass(frozen=True)
@@ -21,21 +23,18 @@ class ReferenceOutcome:
     pairs: int
 
 
-def run(
-    config_path: Path, overrides: Sequence[str] = (), *, say: Callable[[int], None] = lambda _pairs: None
-) -> ReferenceOutcome:
+def run(request: ReferenceRequest, *, say: Callable[[int], None] = lambda _pairs: None) -> ReferenceOutcome:
     """Compute the log-probabilities of all training and validation pairs under the model as training starts, or under
     the one that `posttrain.reference.model_name_or_path` names, and write them where `kind: stored` reads them.
 
     Args:
-        config_path: The YAML.
-        overrides: `section.key=value`.
+        request: The YAML, with overrides.
         say: Told how many pairs are done.
 
     Raises:
         MMError: Configuration, model or rows are off, or the file cannot be written.
     """
-    config = _load(config_path, overrides)
+    config = _load(request.config, request.overrides)
     # Imported here: a wrong YAML is answered before torch is loaded.
     from mindspeed_mm.fsdp.train.reference_pass import stored_log_probs
 
@@ -47,14 +46,15 @@ def run(
     return ReferenceOutcome(str(path), len(stored.log_probs))
 
 
-def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str]) -> int:
+def run_ranks(request: ReferenceRequest) -> int:
     """The same in `nproc` processes on this host; returns their exit code."""
-    config = _load(config_path, overrides)  # what is wrong is answered once, not by every rank
+    config = _load(request.config, request.overrides)  # what is wrong is answered once, not by every rank
     with config.told_as_own():
         _output(config)
     from mindspeed_mm.tasks.launch.launcher import launch
 
-    return launch(nproc, ["posttrain", "reference", str(config_path), *overrides, *options], None)
+    alone: ReferenceRequest = replace(request, nproc=1)
+    return launch(request.nproc, ["posttrain", "reference", *words_of(alone)], None)
 
 
 def _output(config: ResolvedConfig) -> Path:

@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, Problem, UsageError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.tasks.requests.posttrain import ScoreRequest
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,39 +42,30 @@ class ScoreOutcome:
     """Of each reward, and of their weighted sum (`reward`); None where nothing was judged."""
 
 
-def run(
-    config_path: Path,
-    rows: Path,
-    out: Path,
-    overrides: Sequence[str] = (),
-    *,
-    histogram: Path | None = None,
-    say: Callable[[int], None] = lambda _rows: None,
-) -> ScoreOutcome:
+def run(request: ScoreRequest, *, say: Callable[[int], None] = lambda _rows: None) -> ScoreOutcome:
     """Score each row's sample, `file` (a picture) or `completion`, and where there is one `file_rejected`.
 
     A row is written as it is, with `score`, the weighted sum, and `scores` by reward; those of a rejected sample end in
     `_rejected`.
 
     Args:
-        config_path: The YAML; its `posttrain.rewards` judge.
-        rows: JSONL, JSON, CSV or parquet; pictures lie beside it.
-        out: JSONL.
-        overrides: `section.key=value`.
-        histogram: Gets the histogram of all scores, which `posttrain.dpo.histogram_path` reads.
+        request: A YAML whose `posttrain.rewards` judge, rows (JSONL, JSON, CSV or parquet; pictures lie beside them),
+            and the files to write.
         say: Told how many rows are done.
 
     Raises:
         MMError: The configuration has no rewards, a row no sample, or a file to write is somebody else's; nothing is
             written then.
     """
-    out = _output(out, "--out", (config_path, rows), _is_scored)
+    rows = request.rows
+    out = _output(request.out, "--out", (request.config, rows), _is_scored)
+    histogram = request.histogram
     if histogram is not None:
-        histogram = _output(histogram, "--histogram", (config_path, rows, out), _is_histogram)
-    arguments = load_with_plugins(config_path, overrides).arguments
+        histogram = _output(histogram, "--histogram", (request.config, rows, out), _is_histogram)
+    arguments = load_with_plugins(request.config, request.overrides).arguments
     if not arguments.posttrain.rewards:
         raise ConfigError(
-            "is empty: nothing judges", where=str(config_path), key="posttrain.rewards", way_out="Name rewards."
+            "is empty: nothing judges", where=str(request.config), key="posttrain.rewards", way_out="Name rewards."
         )
     # Imported here: a wrong YAML is answered before torch is loaded.
     from mindspeed_mm.fsdp.loss.flow_pair_objective import ScoreHistogram

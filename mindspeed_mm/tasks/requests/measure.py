@@ -1,11 +1,13 @@
-"""What `mm verify`, `mm flops`, `mm doctor` and `mm download` are asked."""
+"""What `mm verify`, `mm flops`, `mm profile`, `mm doctor` and `mm download` are asked."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.request import Request, argument, option
 
 Precision = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
@@ -49,6 +51,36 @@ class FlopsRequest(Request):
     precision: Precision = option("Precision of the peak.", "bf16")
     peak_tflops: float | None = option("Peak TFLOP/s of a device that is not in the table.", above=0)
     as_json: bool = option("Print the count as JSON.", False, flag="--json")
+
+
+@dataclass(frozen=True)
+class ProfilingRequest(Request):
+    """A configuration whose steps are recorded, or a trace that is there."""
+
+    target: Path = argument()
+    overrides: tuple[str, ...] = argument(default=())
+    steps: str | None = option(
+        "With a YAML: record steps A to B - 1, then end training.  [default: 3:6]", metavar="A:B"
+    )
+    nproc: int | None = option("With a YAML: number of ranks on this host.  [default: 1]", least=1)
+    out: Path | None = option("With a YAML: folder for traces; default: under profiling/.")
+    top: int = option("Number of rows in each table.", 10, least=1)
+    as_json: bool = option("Print the figures as JSON.", False, flag="--json")
+
+    @property
+    def recorded(self) -> tuple[int, int]:
+        """The first step that is recorded, and the one that is not any more.
+
+        Raises:
+            UsageError: They are no two steps in their order.
+        """
+        if self.steps is None:
+            return 3, 6
+        found = re.fullmatch(r"(\d+):(\d+)", self.steps)
+        if found is None or not 1 <= int(found[1]) < int(found[2]):
+            what = f"'{self.steps}' is not A:B with 1 <= A < B"
+            raise UsageError(what, key="--steps", way_out="Steps A to B - 1 are recorded: --steps 3:6.")
+        return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,6 @@ def test_defaults_differ_as_the_page_says(tool: str, word: str, theirs: str, our
     assert re.search(rf"`{word}`.*{re.escape(theirs)}", " ".join(section.split()))
 
 
-def test_the_mean_of_a_step_is_not_the_mean_of_means() -> None:
-    """Sums over all label tokens of a step by their one number, against the mean of each micro-batch's own mean."""
-    losses = [torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([3.0])]
-    ours = sum(float(each.sum()) for each in losses) / sum(each.numel() for each in losses)
-    older = sum(float(each.mean()) for each in losses) / len(losses)
-    assert (ours, older) == (pytest.approx(1.4), pytest.approx(2.0))
-    assert "1.4" in PAGE.read_text(encoding="utf-8") and "2.0" in PAGE.read_text(encoding="utf-8")
-
-
 def test_the_sign_of_the_logit_mean() -> None:
     """diffusers' scripts index timesteps that run down: a mean above 0 there is less noise, here more."""
     from mindspeed_mm.tasks.importing.draft import PeerSetup, Told

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _PICTURE_TOKENS = 729
 """The pipelines' number of features of a picture; in no configuration."""
 _GLYPHS, _GLYPHS_MASK = "glyph_embeds", "glyph_mask"
+_GLYPH_TOKENS = 256
+"""Most bytes of quoted words that the pipeline of diffusers reads (`tokenizer_2_max_length`)."""
 
 
 @model_register.register("hunyuan_video_1_5")
@@ -107,6 +109,11 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """Pad captions and quoted words, `prompt_embeds` and `glyph_embeds`, each with a mask (B, L)."""
         return pad_rows(features) | pad_rows(features, _GLYPHS, _GLYPHS_MASK)
+
+    @override
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = int(self.transformer_config.get("text_embed_2_dim", 1472))
+        return {_GLYPHS: (_GLYPH_TOKENS, width), _GLYPHS_MASK: (_GLYPH_TOKENS,)}
 
     @torch.no_grad()
     def encode_media(self, pipeline: DiffusionPipeline, pixels: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     if adapter.sound is not None:
         positions = batch[SOUND.batch_key].shape[-1] // adapter.sound.samples_per_position
         made["audio_latents"] = torch.zeros(rows, *adapter.sound.latent_shape(positions))
-    if config.keys() & {"joint_attention_dim", "pooled_projection_dim"}:
+    if config.get("joint_attention_dim") or config.get("pooled_projection_dim"):
         made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
 
     if REJECTED.batch_key in batch:
