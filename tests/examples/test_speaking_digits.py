@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import Qwen3TTSSpeechDecoder, decoder_config
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, load_voice
@@ -72,6 +71,8 @@ def test_codes_tell_sounds_apart(example: ModuleType) -> None:
 
 def test_the_folder_speaks_once_it_has_weights(example: ModuleType, tmp_path: Path) -> None:
     import tiny_codec
+
+    from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import Qwen3TTSSpeechDecoder, decoder_config
 
     example.write_model(tmp_path)
     tiny_codec.write_codec(Qwen3TTSSpeechDecoder(decoder_config(tiny_codec.DECODER)), tmp_path / "speech_tokenizer")

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.fsdp.models.qwen3tts.configuration_qwen3tts import Qwen3TTSConfig
-from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForConditionalGeneration
-from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import Qwen3TTSSpeechDecoder, decoder_config
 from tests.helpers.released_layouts import merged
+from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import CODEBOOKS, CODES, SMALL_QWEN3TTS, speech_tokenizer
 
 import transformers  # isort: skip  (after the guard of the lines above)
@@ -36,17 +34,27 @@ _BLOCKS = {
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 
+VOICE = sound_bytes(tone(0.4, 24000, 300.0), 24000)
+NAMED: dict[str, Any] = {
+    "tts_model_type": "custom_voice",
+    "talker_config": {
+        "spk_id": {"vera": 70, "uncle": 71}, "codec_language_id": {"northern": 59},
+        "spk_is_dialect": {"vera": False, "uncle": "northern"},
+    },
+}  # fmt: skip
+"""What makes a folder one with voices of its own."""
+
 
 def write_speech_codec(folder: Path) -> Path:
     """`speech_tokenizer/` of a model folder, without a second half of Mimi, as released."""
+    from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import Qwen3TTSSpeechDecoder, decoder_config  # behind the guard
+
     folder = folder / "speech_tokenizer"
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     decoder = Qwen3TTSSpeechDecoder(decoder_config(DECODER))
     encoder = transformers.MimiModel(transformers.MimiConfig(**ENCODER))
     encoder.save_pretrained(folder / "encoder")
-    from safetensors.torch import load_file
-
     weights = {f"decoder.{name}": tensor for name, tensor in decoder.state_dict().items()}
     for name, tensor in load_file(folder / "encoder" / "model.safetensors").items():
         if not name.startswith(("decoder", "upsample")):
@@ -77,6 +85,9 @@ def write_speech_codec(folder: Path) -> Path:
 
 def write_speaker(folder: Path, **settings: Any) -> Path:
     """The whole folder; `settings` are merged into its config.json."""
+    from mindspeed_mm.fsdp.models.qwen3tts.configuration_qwen3tts import Qwen3TTSConfig  # behind the guard
+    from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForConditionalGeneration
+
     tokenizer = speech_tokenizer()
     marks = {"tts_pad_token_id": "<|endoftext|>", "tts_bos_token_id": "<|im_start|>", "tts_eos_token_id": "<|im_end|>"}
     blocks = {"talker_config": _BLOCKS | {"code_predictor_config": _BLOCKS | {"hidden_size": 24, "head_dim": 6}}}

@@ -20,9 +20,8 @@ from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, load_v
 from mindspeed_mm.fsdp.utils.media_files import wave_bytes
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.evaluate import spoken
-from tests.fsdp.sampling.test_voice_qwen3tts import VOICE
 from tests.helpers.tiny_models import make_tiny_qwen3
-from tests.helpers.tiny_speech_codec import write_speaker
+from tests.helpers.tiny_speech_codec import VOICE, write_speaker
 from tests.tasks.test_transcripts import make_whisper
 
 ROWS = [

@@ -31,11 +31,10 @@ from mindspeed_mm.tasks.requests.access import Access
 from mindspeed_mm.tasks.requests.serve import ServeRequest
 from mindspeed_mm.tasks.serve.limits import Limits
 from mindspeed_mm.tasks.serve.serve import engine_of
-from tests.fsdp.sampling.test_voice_qwen3tts import NAMED, VOICE
 from tests.helpers.served import NAME, served
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_omni_talker import write_omni
-from tests.helpers.tiny_speech_codec import write_speaker
+from tests.helpers.tiny_speech_codec import NAMED, VOICE, write_speaker
 from tests.tasks.test_serve_safety import post
 
 TIGHT = Limits(

@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import Qwen3TTSSpeechDecoder, SpeechCodec, decoder_config
 from tests.helpers.packed_families import InDouble
 from tests.helpers.released_layouts import RELEASED
 from tests.helpers.tiny_speech import CODEBOOKS, CODES
 from tests.helpers.tiny_speech_codec import DECODER, ENCODER, FRAME_SAMPLES, write_speech_codec
 
 import transformers  # isort: skip  (after the guard of the lines above)
+from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import (  # isort: skip  (likewise)
+    Qwen3TTSSpeechDecoder,
+    SpeechCodec,
+    decoder_config,
+)
 
 Weights = dict[str, torch.Tensor]
 

@@ -19,23 +19,15 @@ from mindspeed_mm.core.errors import DataError, MMError, ModelFolderError, Usage
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import speaker_mel
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError
-from mindspeed_mm.fsdp.sampling.speech import qwen3tts
 from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, load_voice
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import CODES, MARKS
-from tests.helpers.tiny_speech_codec import FRAME_SAMPLES, write_speaker
+from tests.helpers.tiny_speech_codec import FRAME_SAMPLES, NAMED, VOICE, write_speaker
 
 import transformers  # isort: skip  (after the guard of the lines above)
+from mindspeed_mm.fsdp.sampling.speech import qwen3tts  # isort: skip  (likewise)
 
 FRAMES = 7
-VOICE = sound_bytes(tone(0.4, 24000, 300.0), 24000)
-NAMED: dict[str, Any] = {
-    "tts_model_type": "custom_voice",
-    "talker_config": {
-        "spk_id": {"vera": 70, "uncle": 71}, "codec_language_id": {"northern": 59},
-        "spk_is_dialect": {"vera": False, "uncle": "northern"},
-    },
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,7 @@ def voice_class(folder: Path) -> type[Voice] | None:
     if named is None:
         return None
     module, _, name = named.rpartition(".")
-    prepare_for_transformers()  # before a family's module imports transformers
+    prepare_for_transformers()  # before models of ours are imported, which are made of its own
     found: type[Voice] = getattr(importlib.import_module(f"{_ROOM}.{module}"), name)
     return found if found.can_speak(config) else None
 
