@@ -86,7 +86,7 @@ def by_hand(
     return said, False, redrawn
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_are_those_of_the_published_loop(language_model: CosyVoice3LM, seed: int) -> None:
     prompt, text, told = [5, 8, 9], [10, 11, 12], [3, 4, 5] if seed % 2 else []
     with torch.inference_mode():
