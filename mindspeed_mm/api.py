@@ -197,7 +197,7 @@ def infer(
     audios: Sequence[PathLike] | PathLike = (),
     rows: object = None,
     out: PathLike | None = None,
-    max_new_tokens: int = 512,
+    max_new_tokens: int | None = None,
     batch_size: int | None = None,
     lora: PathLike | None = None,
     config: PathLike | None = None,
@@ -215,7 +215,7 @@ def infer(
         rows: Questions: a file, or rows as in `train`.
         out: The file of the answers to `rows`; a generator's folder of samples. A file or folder that exists is
             continued, unless `overwrite`.
-        max_new_tokens: Longest answer.
+        max_new_tokens: Longest answer; None: 512.
         batch_size: Questions, or samples, at a time.
         lora: Folder of adapters to apply to the weights.
         config: A YAML that says how rows and media are read; None: as the run was trained, or as the model's folder

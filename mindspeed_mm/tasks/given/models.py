@@ -88,7 +88,7 @@ class Asked:
     out: Path | None
     folder: Path
     """For what lives as long as the call."""
-    max_new_tokens: int
+    max_new_tokens: int | None
     batch_size: int | None
     lora: Path | None
     config: Path | None
