@@ -7,5 +7,7 @@ from __future__ import annotations
 
 from mindspeed_mm.pretrain_transformers import main
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     main()

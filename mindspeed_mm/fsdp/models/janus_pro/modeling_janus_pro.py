@@ -20,6 +20,7 @@ from typing_extensions import override
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.register import model_register
 
 _DECODER = "model.language_model"
@@ -66,7 +67,8 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
         super().__init__(config)
         self.model.vqmodel.requires_grad_(False)
         # Blocks of the tokenizer would be gathered one by one, and its code book is read without a call of its module.
-        self._no_split_modules = {name for name in self._no_split_modules or () if not name.startswith("JanusVQVAE")}
+        blocks: set[str] = set(attribute_at(self, "_no_split_modules", ()))
+        self._no_split_modules = {name for name in blocks if not name.startswith("JanusVQVAE")}
 
     @property
     def picture_placeholder(self) -> int:
@@ -128,18 +130,19 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
             raise KeyError("drawn_places")
         codes_M = None
         if inputs_embeds is None:
+            assert input_ids is not None
             inputs_embeds = self.get_input_embeddings()(input_ids)
             if pixel_values is not None:
                 seen = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
-                is_seen = (input_ids == self.picture_placeholder).flatten()
+                is_seen = input_ids.eq(self.picture_placeholder).flatten()
                 if drawn_places is not None:
                     is_seen = is_seen.index_fill(0, drawn_places, value=False)
-                places = is_seen.view(*input_ids.shape, 1)  # type: ignore[union-attr]
+                places = is_seen.view(*input_ids.shape, 1)
                 inputs_embeds = inputs_embeds.masked_scatter(places, seen.to(inputs_embeds.dtype))
-            if drawn_pixel_values is not None:
+            if drawn_pixel_values is not None and drawn_places is not None:
                 codes_M = codes_of(self.model.vqmodel, drawn_pixel_values).flatten()
                 drawn = self.prepare_embeddings_for_image_generation(codes_M).to(inputs_embeds.dtype)
-                flat = inputs_embeds.flatten(0, 1).index_copy(0, drawn_places, drawn)  # type: ignore[arg-type]
+                flat = inputs_embeds.flatten(0, 1).index_copy(0, drawn_places, drawn)
                 inputs_embeds = flat.view_as(inputs_embeds)
         outputs = self.model.language_model(
             inputs_embeds=inputs_embeds,
@@ -152,7 +155,7 @@ class JanusProForConditionalGeneration(JanusForConditionalGeneration):
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output = JanusProOutput(logits=self.lm_head(hidden[:, kept]), past_key_values=outputs.past_key_values)
-        if codes_M is not None:
+        if codes_M is not None and drawn_places is not None:
             in_front = hidden.flatten(0, 1).index_select(0, drawn_places - 1)
             output.code_logits, output.code_targets = self.model.generation_head(in_front), codes_M
         return output
