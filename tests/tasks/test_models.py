@@ -394,7 +394,12 @@ NEWCOMERS = {
     "sbatch script": "Run on Slurm or Kubernetes", "run on kubernetes": "Run on Slurm or Kubernetes",
     "train without GPU": "Train without a GPU", "can I train without a GPU?": "Train without a GPU",
     "fine-tune on CPU": "Train without a GPU", "train on my cpu": "Train without a GPU",
-    "web ui": "Serve a model over HTTP", "chat with my model in a web UI": "Serve a model over HTTP",
+    **dict.fromkeys(
+        ("web ui", "dashboard", "a gradio page for training", "fine-tune in a web ui"),
+        "Train and compare runs in the browser",
+    ),
+    "plugin import errors": "Train by a YAML, with models and data sets of your own",
+    "chat with my model in a web UI": "Serve a model over HTTP",
     "load a gguf model and convert it": "Convert a checkpoint to another layout",
     "use a reward model for GRPO": "Train a model on preferences or rewards",
     "convert a checkpoint for CPU-only use": "Train without a GPU",
@@ -404,9 +409,15 @@ INSTEAD = {
     "export to gguf": "mm export", "save my model as GGUF": "llama.cpp", "convert to gguf": "convert_hf_to_gguf.py",
     "deepspeed": "FSDP2", "deepspeed zero3": "FSDP2", "train with DeepSpeed ZeRO-3": "docs/parallelism.md",
     "reward model": "mm posttrain dpo", "train a reward model": "posttrain.rewards",
-    "reward modelling": "mm posttrain", "fine-tune in a web ui": "mm init", "a gradio page for training": "mm report",
+    "reward modelling": "mm posttrain",
 }  # fmt: skip
 """What newcomers ask that is not here → a word of what to do instead."""
+
+
+@pytest.mark.parametrize("wish", ["Bagel", "fine-tune BAGEL-7B", "train step video", "open-sora 2.0", "ming"])
+def test_a_wish_for_a_planned_family_is_told_so(wish: str) -> None:
+    with pytest.raises(UsageError, match="is planned, and not built yet"):
+        routes.find(wish)
 
 
 @pytest.mark.parametrize(("wish", "title"), NEWCOMERS.items())

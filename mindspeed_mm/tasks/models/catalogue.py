@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-from mindspeed_mm.tasks.models.routes import bare, bare_names, cards_of
+from mindspeed_mm.tasks.models.routes import bare, bare_names, cards_of, refuse_planned
 from mindspeed_mm.tasks.models.start import as_lines, device_lines, start_of
-from mindspeed_mm.tasks.models.topics import TASKS, YamlRecipe
+from mindspeed_mm.tasks.models.topics import PLANNED, TASKS, YamlRecipe
 
 
 @dataclass(frozen=True)
@@ -70,26 +69,6 @@ PROOFS = {
 """Name of a column → what it says and the test."""
 
 
-PLANNED = {
-    "bagel": "BAGEL, understanding and drawing by one model",
-    "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
-    "internvlu": "InternVL-U, understanding and drawing by one model",
-    "kimi_k3": "Kimi-K3, pictures and text",
-    "longcat_next": "LongCat-Next, pictures, sound and text",
-    "mimo_v2_5": "MiMo-V2.5, pictures, videos, sound and text",
-    "ming": "Ming, pictures, videos, sound and text",
-    "moss_tts_delay": "MOSS-TTS, text to speech tokens",
-    "open_sora_plan": "Open-Sora-Plan 1.3 and 1.5, text and image to video",
-    "opensora2.0": "Open-Sora 2.0, text and image to video",
-    "qihoo_t2x": "Qihoo-T2X, text to image and video",
-    "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
-    "stepvideo": "StepVideo, text and image to video",
-    "vae": "VAE, training of the autoencoders of videos",
-    "videoalign": "VideoAlign, rewards of videos",
-}
-"""Name → title of families that no library has in a form that trains, and that are not built here yet."""
-
-
 def find(name: str) -> list[ModelCard]:
     """The families that a name stands for: a family's own or its beginning, a `model_id`, a class, a name on the hub,
     also of a size that is not listed, or a folder with a `config.json`.
@@ -101,7 +80,7 @@ def find(name: str) -> list[ModelCard]:
     if Path(name).is_dir():
         return _in_folder(Path(name))
     wanted = name.lower()
-    _refuse_planned(wanted)
+    refuse_planned([wanted.rpartition("/")[2]])
     found = [card for card in families() if bare(wanted) in map(bare, _names(card))] or _akin(wanted)
     if not found:
         known: set[str] = set()
@@ -133,17 +112,6 @@ def _akin(name: str) -> list[ModelCard]:
     if beginning or "/" not in name:
         return beginning
     return begun
-
-
-def _refuse_planned(wanted: str) -> None:
-    """Raise `UsageError` for the name of a planned family, with a version or a size behind it perhaps."""
-    asked = bare(wanted.rpartition("/")[2])
-    for name, title in PLANNED.items():
-        names = (bare(name), bare(title.partition(",")[0]))
-        if asked in names or any(re.fullmatch(rf"{each}[v_]?\d\w*", asked) for each in names):
-            raise UsageError(
-                f"'{name}' ({title}) is planned, and not built yet", way_out="`mm models` lists what is built."
-            )
 
 
 def _names(card: ModelCard) -> Iterator[str]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.tasks.models.start import FamilyStart, as_lines, device_lines, start_of, wrapped
-from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, TASKS, Aspect, Topic, YamlRecipe
+from mindspeed_mm.tasks.models.topics import ANY_MODEL, ASPECTS, PLANNED, TASKS, Aspect, Topic, YamlRecipe
 
 _SEEN, _HEARD = r"(image|picture|photo|page|scan)s?", r"(audio|sound|music|voice|speech)s?"
 _ASKED = r"(questions?|answer\w*|ask\w*|caption\w*|descri\w*|understand\w*|emotions?)"
@@ -19,9 +19,11 @@ _PHRASES = {
     r"\b(to|into|as|export\w*|write|save\w*|make)\b.*\bgguf\b": "gguf-export",
     r"\b(train\w*|fit|build)\b.*\breward[ -]models?\b": "rewardmodel",
     r"^\W*(a )?reward[ -]models?\W*$|\breward[ -]model+ing\b": "rewardmodel",
-    r"\b(train\w*|fine-?tun\w*|start\w*)\b.*\b(web[ -]?ui|gui|browser|gradio|llamaboard)\b": "webtrain",
-    r"\b(web[ -]?ui|gui|browser|gradio)\b.*\b(train\w*|fine-?tun\w*)\b": "webtrain",
+    r"\b(train\w*|fine-?tun\w*|start\w*)\b.*\b(web[ -]?ui|gui|browser|gradio|llamaboard)\b": "webboard",
+    r"\b(web[ -]?ui|gui|browser|gradio)\b.*\b(train\w*|fine-?tun\w*)\b": "webboard",
+    r"^\W*(an? |the )?(web[ -]?ui|gui|gradio|dashboard|web ?board)\W*$": "webboard",
     r"\b(web[ -]?ui|gui|gradio|chat page)\b": "serve serve",
+    r"\bplugin\w*\b.*\berrors?\b": "plugin plugin",
     r"\b(without|no|lacking)\b( an?| any)? (gpus?|npus?|accelerators?|cuda)\b": "cpu-only",
     r"\bon( an?| my)? cpus?\b|\bcpu[ -]only\b": "cpu-only",
     r"\bunit[ -]tests?\b|\bci\b": "unittest",
@@ -79,11 +81,6 @@ _ELSEWHERE = {
         "Train on the pairs directly by `mm posttrain dpo run.yaml`, or use a reward function, a judge or a served "
         "reward model in posttrain.rewards of `mm posttrain grpo run.yaml`: docs/posttrain.md.",
     ),
-    ("webtrain",): (
-        "there is no page to start training from",
-        "Let `mm init --model FOLDER --data FILE` write the YAML, start it by `mm train run.yaml`, and watch it by "
-        "TensorBoard or `mm report runs/mine`; the page of `mm serve runs/mine` is for trying a model.",
-    ),
 }
 """What is done here in another way, in the words of `_PHRASES` → what is so, and what to do instead."""
 
@@ -113,7 +110,7 @@ def find(wish: str) -> Route:
     A family that is named decides the task, unless the wish has as many words for something that is done to any model.
 
     Raises:
-        UsageError: No word is known.
+        UsageError: No word is known, or the wish names a family that is not built.
     """
     text = wish.lower()
     for phrase, word in _PHRASES.items():
@@ -125,7 +122,9 @@ def find(wish: str) -> Route:
     for stems, (what, way_out) in _ELSEWHERE.items():
         if _shared(stems, words):
             raise UsageError(what, way_out=way_out)
-    names = {bare(word) for word in (*words, *map("".join, pairwise(words)))}  # Gemma 3 is one name
+    named_words = (*words, *map("".join, pairwise(words)))  # Gemma 3 is one name
+    refuse_planned(named_words)
+    names = set(map(bare, named_words))
     named = [card for card in families() if not names.isdisjoint(bare_names(card))]
     scored: list[tuple[float, Route, Topic]] = []
     for key, task in TASKS.items():
@@ -179,6 +178,16 @@ def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
 def bare_names(card: ModelCard) -> list[str]:
     """What a person may call a family: its name, its ids, its further names, and its title up to a comma."""
     return list(map(bare, (card.name, *card.ids, *card.called, card.title.partition(",")[0])))
+
+
+def refuse_planned(names: Iterable[str]) -> None:
+    """Raise `UsageError` for the name of a planned family, with a version or a size behind it perhaps."""
+    asked = list(map(bare, names))
+    for name, title in PLANNED.items():
+        known = "|".join(map(bare, (name, title.partition(",")[0])))
+        if any(re.fullmatch(rf"({known})([v_]?\d\w*)?", each) for each in asked):
+            what = f"'{name}' ({title}) is planned, and not built yet"
+            raise UsageError(what, way_out="`mm models` lists what is built.")
 
 
 def bare(name: str) -> str:

@@ -254,6 +254,18 @@ ANY_MODEL: tuple[Topic, ...] = (
         recipes=_AS_USUAL,
     ),
     Topic(
+        "Train and compare runs in the browser",
+        ("webboard",),
+        {
+            "open the board": "mm ui runs",
+            "write the curves of some runs into one page": "mm report runs/mine",
+            "talk to a trained model": "mm serve runs/mine",
+        },
+        "docs/board.md",
+        "a form of the board makes a YAML, checks it and starts the run",
+        weight=2,
+    ),
+    Topic(
         "Run on Slurm or Kubernetes",
         ("slurm", "sbatch", "srun", "kubernetes", "k8s", "kubeflow"),
         {
@@ -449,3 +461,22 @@ ANY_MODEL: tuple[Topic, ...] = (
         recipes=_AS_USUAL,
     ),
 )
+
+PLANNED = {
+    "bagel": "BAGEL, understanding and drawing by one model",
+    "deepseekv3-vl": "DeepSeek-V3 with a vision tower",
+    "internvlu": "InternVL-U, understanding and drawing by one model",
+    "kimi_k3": "Kimi-K3, pictures and text",
+    "longcat_next": "LongCat-Next, pictures, sound and text",
+    "mimo_v2_5": "MiMo-V2.5, pictures, videos, sound and text",
+    "ming": "Ming, pictures, videos, sound and text",
+    "moss_tts_delay": "MOSS-TTS, text to speech tokens",
+    "open_sora_plan": "Open-Sora-Plan 1.3 and 1.5, text and image to video",
+    "opensora2.0": "Open-Sora 2.0, text and image to video",
+    "qihoo_t2x": "Qihoo-T2X, text to image and video",
+    "self_forcing": "Self-Forcing, video frame after frame by a student of Wan2.1",
+    "stepvideo": "StepVideo, text and image to video",
+    "vae": "VAE, training of the autoencoders of videos",
+    "videoalign": "VideoAlign, rewards of videos",
+}
+"""Name → title of families that no library has in a form that trains, and that are not built here yet."""
