@@ -9,7 +9,7 @@ import transformers
 
 from tests.helpers.tiny_processors import byte_tokenizer
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIDE, _PATCH = 32, 8
 
 

@@ -68,7 +68,7 @@ def test_its_loss_is_that_of_transformers_with_the_processors_own_suffixes(folde
     assert trained.code == 0, trained.err
     (step,) = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     processor = transformers.AutoProcessor.from_pretrained("model")
-    model = transformers.PaliGemmaForConditionalGeneration.from_pretrained("model")
+    model = transformers.PaliGemmaForConditionalGeneration.from_pretrained("model").train()
     inputs = processor(
         text=["<image>colour?"] * 2,
         suffix=list(ANSWERS),
