@@ -157,6 +157,9 @@ def test_what_has_no_such_loss_is_refused_by_name(folder: Path, tmp_path: Path) 
         ("no rows are given", "--data"): [folder / "model", "--loss"],
         ("no rows are given", "test.jsonl"): [folder / "model"],
     }
+    for of_loss in (["--loss"], []):
+        said = mm("evaluate", folder / "model", *of_loss, "--data", folder / "images", "--out", tmp_path / "out")
+        assert said.code == 4 and str(folder / "images") in said.err and "is a folder" in said.err
     for words, arguments in refusals.items():
         said = mm("evaluate", *arguments, *(["--out", tmp_path / "out"]))
         assert said.code == 2 and all(word in said.err for word in words), said.err

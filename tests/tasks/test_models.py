@@ -239,6 +239,13 @@ def test_a_folder_of_nothing_known_is_refused_in_one_message(tmp_path: Path, tex
     assert caught.value.problems[0].way_out
 
 
+def test_a_folder_that_is_not_there_is_told_from_a_family(tmp_path: Path) -> None:
+    with pytest.raises(MMError, match="no folder and no family is called"):
+        catalogue.find(str(tmp_path / "gone"))
+    with pytest.raises(MMError, match="no family is called 'Nobody/qqq'"):
+        catalogue.find("Nobody/qqq")
+
+
 def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(MMError, match=r"no family is called 'qwen3vll'.*[Dd]id you mean.*qwen3vl"):
         catalogue.find("qwen3vll")

@@ -240,7 +240,8 @@ def _nothing_named(request: EvaluateRequest) -> UsageError:
 def _with_rows(param: DatasetParam, data: Path, media_dir: Path | None) -> DatasetParam:
     """The section with one file as its rows; all of them are read, each on its own."""
     if not data.is_file():
-        raise DataError("there is no such file", where=str(data), way_out="Give a JSONL file of conversations.")
+        what = "is a folder, not a file of rows" if data.is_dir() else "there is no such file"
+        raise DataError(what, where=str(data), way_out="Give a JSONL file of conversations.")
     basic = param.basic_parameters
     row_format = RowsView(param).row_format(data)
     told = {f.name: getattr(row_format, f.name) for f in fields(RowFormat) if f.name in DatasetAttr.model_fields}

@@ -86,8 +86,9 @@ def find(name: str) -> list[ModelCard]:
         known: set[str] = set()
         for card in families():
             known |= {card.name, *card.ids, card.title}
+        is_lost_path = Path(name).parent.is_dir() and "/" in name
         raise UsageError(
-            f"no family is called '{name}'",
+            f"no folder and no family is called '{name}'" if is_lost_path else f"no family is called '{name}'",
             way_out=f"{did_you_mean(name, sorted(known))}`mm models` lists all. A model of transformers that is not "
             "listed trains by its class alone: try `mm check` with its folder.",
         )

@@ -17,11 +17,16 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin, build_mm_plugin, register_mm_plugin
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, TokenMarks
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
+    MediaFeatures,
+    TokenMarks,
+    marks_left_to_collators,
+)
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from tests.fsdp.data.conftest import picture
+from tests.helpers.tiny_paligemma import paligemma_processor
 from tests.helpers.tiny_processors import FAMILIES, build_processor, byte_tokenizer
 
 SIZES = [(32, 32), (48, 32), (16, 80), (100, 37), (7, 9), (300, 200), (1, 1)]
@@ -143,6 +148,22 @@ def test_pictures_of_families_without_a_template_here(build: Callable[[], Any]) 
     text = f"Look at {token} and {token}.\n{token} What is shown?"
     own = own_call(processor, text, images=images)
     check_equal(processor, plugin, text, [plugin.encode_image(image) for image in images], own)
+
+
+def test_what_a_processor_makes_of_its_placeholder_alone_stays_out_of_the_batch() -> None:
+    """PaliGemma's gives labels and types of the text that it was called with: here, the picture's placeholder."""
+    processor = paligemma_processor()
+    image = picture(48, 32)
+    made = plugin_of(processor).encode_image(image)
+    assert {"labels", "token_type_ids"} <= processor(text="<image>", images=image).keys()
+    assert made.tensors.keys() == {"pixel_values"}
+
+
+def test_types_of_tokens_that_only_a_collator_can_make() -> None:
+    assert marks_left_to_collators(paligemma_processor()) == "token_type_ids"
+    made_here = [build_processor(family) for family in ("gemma3", "qwen3_vl", "llava")]
+    assert [marks_left_to_collators(processor) for processor in made_here] == [None] * 3
+    assert marks_left_to_collators(byte_tokenizer({"pad_token": "<pad>"}, None)) is None
 
 
 @pytest.mark.parametrize("frames", [1, 4, 5])

@@ -138,7 +138,8 @@ def read_questions(
         DataError: Naming the bad rows (the first ten), or the file.
     """
     if not path.is_file():
-        raise DataError("there is no such file", where=str(path), way_out="Give a JSONL file of conversations.")
+        what = "is a folder, not a file of rows" if path.is_dir() else "there is no such file"
+        raise DataError(what, where=str(path), way_out="Give a JSONL file of conversations.")
     if media_dir is not None and not media_dir.is_dir():
         way_out = "Name the folder that media paths start at."
         raise DataError("there is no such folder", where=str(media_dir), key=media_key, way_out=way_out)

@@ -170,6 +170,17 @@ def _name_of_marks(processor: Processor) -> str:
     return "token_type_ids" if is_listed and "mm_token_type_ids" not in names else "mm_token_type_ids"
 
 
+def marks_left_to_collators(processor: object) -> str | None:
+    """`token_type_ids` where a family's processor gives them with every text and nothing here makes them; else None.
+
+    PaliGemma's tell questions, which are seen in both directions, from answers: a collator makes them of the labels.
+    """
+    if setting_of(processor, object, "tokenizer") is None or _asks_for_marks(processor):
+        return None
+    name = _name_of_marks(processor)
+    return name if name == "token_type_ids" else None
+
+
 def _owner_of(processor: object, attribute: str) -> str:
     """Name of the class that a processor has an attribute from."""
     for kind in type(processor).__mro__:

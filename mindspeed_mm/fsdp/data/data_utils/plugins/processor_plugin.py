@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 _KEY = "data.dataset_param.preprocess_parameters"
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _TEXT_KEYS = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "video_metadata"}
+    {
+        *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"),
+        *("text_replacement_offsets", "video_metadata"),
+    }
 )
 _COUNTS = frozenset({"num_patches", "num_crops", "num_audio_tokens", "num_chunks_per_video"})
 """What processors count for themselves and no model's `forward` takes."""
