@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import MachineError, UsageError
@@ -20,6 +20,12 @@ _HEAD_BYTES = 1 << 24
 
 IsOurs = Callable[[bytes], bool]
 """From the beginning of a file to whether one of us wrote it."""
+MediumKind = Literal["WAV", "PNG"]
+_MEDIA: dict[MediumKind, tuple[str, IsOurs]] = {
+    "WAV": (".wav", lambda head: (head[:4], head[8:12]) == (b"RIFF", b"WAVE")),
+    "PNG": (".png", lambda head: head.startswith(b"\x89PNG\r\n\x1a\n")),
+}
+"""Kind → the ending of its files, and how they begin."""
 
 
 def check_output_file(path: Path, is_ours: IsOurs, key: str = "") -> Path:
@@ -51,6 +57,31 @@ def check_output_file(path: Path, is_ours: IsOurs, key: str = "") -> Path:
                 key=key,
                 way_out="Name another file, or move this one away first.",
             )
+    return target
+
+
+def check_medium_file(path: Path, kind: MediumKind, sources: Collection[Path], key: str = "") -> Path:
+    """The file that a sound or a picture may be written to under this name. Changes nothing.
+
+    Args:
+        path: As a person named it.
+        kind: What is written, which an older file of this kind makes room for.
+        sources: Files that it is made of, which stay.
+        key: The option that named it.
+
+    Returns:
+        It, absolute and without links.
+
+    Raises:
+        UsageError: Its ending says another kind, it is one of the sources, or see `check_output_file`.
+    """
+    ending, is_of_kind = _MEDIA[kind]
+    if path.suffix.lower() not in ("", ending):
+        what, way_out = f"ends in '{path.suffix}', and what is written is {kind}", f"Let it end in '{ending}'."
+        raise UsageError(what, where=str(path), key=key, way_out=way_out)
+    target = check_output_file(path, is_of_kind, key)
+    if any(target == source.resolve() for source in sources):
+        raise UsageError("is a file that the model is shown", where=str(path), key=key, way_out="Name another file.")
     return target
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+MOST_SEED = 2**63 - 1
+"""Of those that people give: torch's generators take no more, and servers of OpenAI's interface neither."""
+
 
 def derive_seed(*parts: int | str) -> int:
     """64 bits that depend on all parts and their order, on every machine the same."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.core.file_writing import check_output_place
+from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.file_writing import check_medium_file, check_output_place
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "some/folder/x.jsonl"])
@@ -21,3 +21,21 @@ def test_a_place_is_tried_out(tmp_path: Path, name: str) -> None:
 def test_a_place_that_takes_no_file_is_refused(name: str) -> None:
     with pytest.raises(MachineError, match=r"--out.*cannot be written"):
         check_output_place(Path(name), "--out")
+
+
+def test_a_sound_takes_the_place_of_a_sound_alone(tmp_path: Path) -> None:
+    sound, notes, folder = tmp_path / "a.wav", tmp_path / "notes", tmp_path / "b.wav"
+    sound.write_bytes(b"RIFF\0\0\0\0WAVEfmt ")
+    notes.write_text("mine")
+    folder.mkdir()
+    assert check_medium_file(sound, "WAV", [notes]) == sound.resolve()
+    assert check_medium_file(tmp_path / "new" / "A.WAV", "WAV", []).name == "A.WAV"
+    for path, says in (
+        (sound, "is a file that the model is shown"),
+        (notes, "did not write"),
+        (folder, "is a folder"),
+        (tmp_path / "a.mp3", "ends in '.mp3', and what is written is WAV"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            check_medium_file(path, "WAV", [tmp_path / "new" / ".." / "a.wav"], "--speak")
+    assert sorted(tmp_path.iterdir()) == [sound, folder, notes]

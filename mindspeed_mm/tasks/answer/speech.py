@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_mm.core.artifacts import atomic_write_bytes
+from mindspeed_mm.core.artifacts import atomic_write_bytes, make_writable_folder
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.core.file_writing import check_output_place
-from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.core.file_writing import check_medium_file
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.speech.voice import (
@@ -43,8 +42,7 @@ def run(request: InferRequest) -> SpokenFile:
         MMError: The model does not speak or has no such voice, a medium cannot be read, or the file cannot be written.
     """
     assert request.speak is not None
-    out = resolve_output(request.speak)
-    check_output_place(out, "--speak")
+    out = check_medium_file(request.speak, "WAV", [path for _, path in request.media], "--speak")
     source = resolve_model(request.model)
     voice = load_voice(source.folder, rows_view(source, request.config).of_people())
     answer: Answer | None = None
@@ -53,6 +51,7 @@ def run(request: InferRequest) -> SpokenFile:
         answer, said = voice.answer(request.prompt, media_items(request), sampling_of(request), request.speaker)
     else:
         said = voice.speak(_job(request, voice))
+    make_writable_folder(out.parent)
     atomic_write_bytes(out, wave_bytes(said.sound))
     return SpokenFile(request.speak, said, answer)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.request import Request, argument, option
+from mindspeed_mm.core.seeds import MOST_SEED
 from mindspeed_mm.tasks.requests.shared import checkpoint_option
 
 _OF_SERVERS = ("name", "key_file")
@@ -33,7 +34,7 @@ class ChatRequest(Request):
         above=0,
         most=1,
     )
-    seed: int | None = option("Seed of each answer; default: a new one each time.", least=0)
+    seed: int | None = option("Seed of each answer; default: a new one each time.", least=0, most=MOST_SEED)
     lora: Path | None = option("Folder of adapters to apply to the weights.")
     config: Path | None = option("YAML whose data section sets the chat template and media sizes; default: the run's.")
     name: str = option("Name of a server's model to talk to; default: the first one listed.", "")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.core.request import Request, argument, fields_of, option
+from mindspeed_mm.core.seeds import MOST_SEED
 from mindspeed_mm.core.whole_text import check_whole_characters
 from mindspeed_mm.tasks.requests.shared import checkpoint_option, height_and_width
 
@@ -108,7 +109,9 @@ class InferRequest(Request):
         only=GENERATOR,
     )
     seed: int | None = option(
-        "Seed, from which each row, prompt and sample derives its own. Default: 0; generators: the run's.", least=0
+        "Seed, from which each row, prompt and sample derives its own. Default: 0; generators: the run's.",
+        least=0,
+        most=MOST_SEED,
     )
     last_image: Path | None = option("Last frame of a video.", only=GENERATOR)
     mask: Path | None = option("Mask, a picture or video that is white where content is generated.", only=GENERATOR)
@@ -294,7 +297,7 @@ def _check_drawing(request: InferRequest) -> None:
         if getattr(request, name):
             key = f"--{name.replace('_', '-')}"
             raise UsageError("the answer is a picture", key=key, way_out="Leave it out, or --draw.")
-    if request.max_new_tokens != MAX_NEW_TOKENS:
+    if request.max_new_tokens is not None:
         way_out = "Leave it out."
         raise UsageError("a picture has as many codes as the model says", key="--max-new-tokens", way_out=way_out)
 

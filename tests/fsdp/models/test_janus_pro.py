@@ -285,7 +285,10 @@ def test_guidance_of_one_and_pictures_in_the_prompt(run: Path, tmp_path: Path) -
     folder, picture = run.parent / "model", run.parent / "rows" / "0.png"
     words = ["--temperature", 0, "--guidance-scale", 1, "--prompt"]
     assert mm("infer", folder, *words, "Draw.", "--draw", tmp_path / "a.png").code == 0
-    assert mm("infer", folder, *words, "Draw.", "--draw", tmp_path / "b.png", "--image", picture).code == 0
+    twice = tmp_path / "made" / "b.png"  # in a folder that is made, and over a picture
+    for _ in range(2):
+        assert mm("infer", folder, *words, "Draw.", "--draw", twice, "--image", picture).code == 0
+    twice.rename(tmp_path / "b.png")
     model, processor = reference(folder, torch.float32), transformers.AutoProcessor.from_pretrained(folder)
     for name, content in (("a", "Draw."), ("b", "<image_placeholder>Draw.")):
         text = f"<s><|User|>:\n{content}\n\n<|Assistant|>:\n"
@@ -312,6 +315,11 @@ def test_guidance_of_one_and_pictures_in_the_prompt(run: Path, tmp_path: Path) -
     [
         (["--guidance-scale", 3, "--prompt", "a"], "nothing is drawn"),
         (["--draw", "a.png", "--prompt", "a", "--guidance-scale", 0.5], "0.5 is below 1"),
+        (["--draw", "a.png", "--prompt", "a", "--guidance-scale", 1e38], "too large"),
+        (["--draw", "a.png", "--prompt", "a", "--temperature", 1e-9], "below 0.001"),
+        (["--draw", "a.png", "--prompt", "a", "--seed", 2**63], "not in the range"),
+        (["--draw", "a.png", "--prompt", "x" * 480], "the model takes 512"),
+        (["--draw", "a.jpg", "--prompt", "a"], "what is written is PNG"),
         (["--draw", "a.png", "--prompt", "a", "--beams", 2], "the answer is a picture"),
         (["--draw", "a.png", "--prompt", "a", "--max-new-tokens", 9], "as many codes as the model says"),
         (["--draw", "a.png", "--image", "IMAGE"], "nothing says what to draw"),

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
 
-from mindspeed_mm.core.errors import MMError, UsageError  # noqa: E402
+from mindspeed_mm.core.errors import DataError, MMError, UsageError  # noqa: E402
 from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM  # noqa: E402
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling  # noqa: E402
 from mindspeed_mm.fsdp.sampling.finite import NotFiniteError  # noqa: E402
@@ -184,6 +184,14 @@ def test_long_texts_are_one_sound(voice: CosyVoice3Voice) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_sentence_for_which_there_is_no_room(voice: CosyVoice3Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found before the sentences ahead of it are said."""
+    monkeypatch.setattr(voice._talker.model.config.llm_config, "max_position_embeddings", 200)
+    monkeypatch.setattr(voice._talker, "talk", lambda *_: pytest.fail("speaks"))
+    with pytest.raises(DataError, match="the model takes 200"):
+        voice.speak(SpeechJob("Short one. " * 9 + "nine " * 200, Sampling(3, seed=0), "anna"))
 
 
 def test_numbers_that_are_not_finite_are_refused(folder: Path) -> None:

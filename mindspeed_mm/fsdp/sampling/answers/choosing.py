@@ -35,6 +35,13 @@ MOST_BEAMS = 1024
 """Searches of more gain nothing, and each beam is a row of the batch."""
 
 
+def check_temperature(temperature: float | None, chosen: str) -> None:
+    """Raise `UsageError` for a temperature that scores cannot be divided by; `chosen` names what is chosen by them."""
+    if temperature and temperature < LEAST_TEMPERATURE:
+        what = f"temperature {temperature:g} is below {LEAST_TEMPERATURE}, and is not 0"
+        raise UsageError(what, key="--temperature", way_out=f"0 always takes the likeliest {chosen}.")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. What is None is as the model's generation configuration says."""
@@ -55,9 +62,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for a temperature that logits cannot be divided by, and for more beams than fit."""
-        if self.temperature and self.temperature < LEAST_TEMPERATURE:
-            what = f"temperature {self.temperature:g} is below {LEAST_TEMPERATURE}, and is not 0"
-            raise UsageError(what, key="--temperature", way_out="0 always takes the likeliest token.")
+        check_temperature(self.temperature, "token")
         if self.beams and self.beams > MOST_BEAMS:
             what = f"{self.beams:,} beams are too many: each takes the memory of a row"
             raise UsageError(what, key="--beams", way_out=f"Give up to {MOST_BEAMS}.")

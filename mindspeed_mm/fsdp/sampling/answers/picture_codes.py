@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.sampling.answers.choosing import check_temperature
 from mindspeed_mm.fsdp.sampling.finite import not_finite, rows_are_finite
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 GUIDANCE, TEMPERATURE = 5.0, 1.0
 """As published."""
+MOST_GUIDANCE = 1000
+"""Far above it the scores of the prompt are lost, and in the end they overflow."""
 _PARTS = ("vqmodel.decoder", "generation_embeddings", "generation_aligner", "generation_head")
 
 
@@ -124,11 +127,15 @@ def choice_of(
     """What is given, else as published.
 
     Raises:
-        UsageError: Guidance is below 1, which no scores are steered by.
+        UsageError: Guidance is below 1 or so large that scores overflow, or the temperature is too small.
     """
     if guidance is not None and guidance < 1:
         way_out = "1 switches guidance off, the published weight is 5."
         raise UsageError(f"{guidance:g} is below 1", key="--guidance-scale", way_out=way_out)
+    if guidance is not None and guidance > MOST_GUIDANCE:
+        way_out = f"Give up to {MOST_GUIDANCE:,}; the published weight is 5."
+        raise UsageError(f"{guidance:g} is too large", key="--guidance-scale", way_out=way_out)
+    check_temperature(temperature, "code")
     return CodeChoice(
         guidance=GUIDANCE if guidance is None else guidance,
         temperature=TEMPERATURE if temperature is None else temperature,

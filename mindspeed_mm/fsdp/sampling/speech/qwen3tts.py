@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from mindspeed_mm.core.batch import SPEAKER_CODE
-from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
@@ -29,11 +29,10 @@ from mindspeed_mm.fsdp.models.loading.folder import load_model_config
 from mindspeed_mm.fsdp.models.loading.pretrained import load_pretrained
 from mindspeed_mm.fsdp.models.qwen3tts.modeling_qwen3tts import Qwen3TTSForConditionalGeneration
 from mindspeed_mm.fsdp.models.qwen3tts.speech_codec import SpeechCodec
-from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import TokenChoice
 from mindspeed_mm.fsdp.sampling.speech.talking import FrameChoice, talk
-from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice
+from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, room_for
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
@@ -93,7 +92,7 @@ class Qwen3TTSVoice(Voice):
             TokenChoice.of(job.sampling, self._first),
             TokenChoice.of(replace(job.sampling, repetition_penalty=None), self._others),
             self._codec.decoder.config.codebook_size,
-            self._room(len(prompt), job.sampling.max_new_tokens),
+            room_for(self.model.config, len(prompt), job.sampling.max_new_tokens),
             job.is_given_up,
         )
         codes, finished = talk(self.model, prompt, choice)
@@ -102,19 +101,6 @@ class Qwen3TTSVoice(Voice):
             samples_1T = self._codec.decoder.decode(whole.T[None]) if len(whole) else codes.new_zeros((1, 0)).float()
         told = samples_1T[0, len(heard) * self._codec.decoder.frame_samples :]
         return told.float().cpu().numpy(), finished
-
-    def _room(self, length: int, most: int) -> int:
-        """How many frames there is room for behind a prompt.
-
-        Raises:
-            DataError: None.
-        """
-        longest = longest_of(self.model.config)
-        room = most if longest is None else min(most, longest - length)
-        if room < 1:
-            what = f"the text and all that goes with it have {length} tokens, and the model takes {longest}"
-            raise DataError(what, key="prompt", way_out="Say it in parts.")
-        return room
 
     def _codes_of(self, reference: Reference | None) -> np.ndarray:
         """(N, G) int64 codes of a recording whose words are known; none otherwise."""

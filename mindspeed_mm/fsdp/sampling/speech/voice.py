@@ -21,6 +21,7 @@ from mindspeed_mm.core.errors import DataError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import read_audio
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.models.loading.folder import read_config
+from mindspeed_mm.fsdp.models.structure.positions import longest_of
 from mindspeed_mm.fsdp.params.cards import voices
 from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
@@ -87,6 +88,25 @@ class Utterance:
     def seconds(self) -> float:
         """How long the sound lasts."""
         return self.sound.samples.shape[1] / self.sound.rate
+
+
+def room_for(config: Any, length: int, most: int) -> int:
+    """How many tokens of speech there is room for behind a prompt: `most`, or fewer.
+
+    Args:
+        config: Of the model that says them.
+        length: Tokens of the prompt.
+        most: That are wanted.
+
+    Raises:
+        DataError: None.
+    """
+    longest = longest_of(config)
+    room = most if longest is None else min(most, longest - length)
+    if room < 1:
+        what = f"the text and all that goes with it have {length} tokens, and the model takes {longest}"
+        raise DataError(what, key="prompt", way_out="Say it in parts.")
+    return room
 
 
 class Voice(ABC):

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.sampling.finite import not_finite
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.passages import passages
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.reference import Guide, Listener
 from mindspeed_mm.fsdp.sampling.speech.cosyvoice3.talking import RepetitionAware, TokenSpeaker, without_long_silence
-from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice
+from mindspeed_mm.fsdp.sampling.speech.voice import SpeechJob, Voice, room_for
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor
 
@@ -37,6 +37,8 @@ _ASSISTANT = "You are a helpful assistant."
 """First sentence of the published prompts."""
 _OF_TRAINING = "generator."
 """Prefix of weight names in a vocoder that was saved together with its discriminators."""
+_MARKS = 2
+"""Tokens before and after the text of a sequence."""
 _Sizes = TypeVar("_Sizes")
 
 
@@ -87,12 +89,14 @@ class CosyVoice3Voice(Voice):
         left = job.sampling.max_new_tokens
         waves: list[np.ndarray] = []
         is_whole = True
-        for passage in passages(job.text.strip(), lambda text: len(self._ids(text))):
+        parts = [self._ids(passage) for passage in passages(job.text.strip(), lambda text: len(self._ids(text)))]
+        around = len(prompt) + len(spoken) + _MARKS
+        rooms = [room_for(self._talker.model.config.llm_config, around + len(part), longest) for part in parts]
+        for part, room in zip(parts, rooms, strict=True):
             if left <= 0 or job.is_given_up():
                 is_whole = False
                 break
-            most = min(left, longest)
-            tokens, ended = self._talker.talk(prompt, self._ids(passage), spoken, choice, most, job.is_given_up)
+            tokens, ended = self._talker.talk(prompt, part, spoken, choice, min(left, room), job.is_given_up)
             left, is_whole = left - len(tokens), is_whole and ended
             if tokens:
                 waves.append(self._wave(without_long_silence(tokens), guide))
