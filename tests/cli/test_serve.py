@@ -74,7 +74,7 @@ def page_code() -> tuple[str, str, str]:
     """The command, the program and the call of curl that the page shows."""
     text = PAGE.read_text(encoding="utf-8")
     (words,) = re.findall(r"^mm (serve .*)$", text, flags=re.MULTILINE)
-    (python,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    python, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)  # the others speak
     (curl,) = re.findall(r"```sh\n(curl .*?)```", text, flags=re.DOTALL)
     return words, python, curl
 

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.train.stored_reference import StoredLogProbs, is_stored_l
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.tasks.posttrain import reference
+from mindspeed_mm.tasks.requests.posttrain import ReferenceRequest
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.counted_patches import counted_patches
 from tests.helpers.parity import compare_steps, full
@@ -47,7 +48,7 @@ def scored(yaml: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stored log-probabilities of the pairs."""
     file = tmp_path_factory.mktemp("scored") / "reference.safetensors"
     with keeping_double():
-        outcome = reference.run(Path(yaml), [f"posttrain.reference.path={file}"])
+        outcome = reference.run(ReferenceRequest(Path(yaml), (f"posttrain.reference.path={file}",)))
     assert outcome.pairs == 24
     return file
 
@@ -135,7 +136,7 @@ def test_only_what_was_stored_is_stored_over(yaml: str, scored: Path, tmp_path: 
     save_file({"weight": torch.zeros(2)}, mine, {"format": "pt"})
     before = mine.read_bytes()
     with pytest.raises(UsageError, match="this command did not write") as caught:
-        reference.run(Path(yaml), [f"posttrain.reference.path={mine}"])
+        reference.run(ReferenceRequest(Path(yaml), (f"posttrain.reference.path={mine}",)))
     assert "posttrain.reference.path" in str(caught.value) and mine.read_bytes() == before
     assert is_stored_log_probs(scored.read_bytes())
 

@@ -220,8 +220,9 @@ class Qwen2VLDataset(MMDataset):
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
         shaping = {key for key in SHAPING_PREPROCESS if key not in _ADDED or self._preprocess[key]}
+        basic = {key for key in _SHAPING_BASIC if key not in _ADDED or self.basic_parameters[key]}
         settings = {
-            "basic_parameters": self.basic_parameters.model_dump(mode="json", include=_SHAPING_BASIC),
+            "basic_parameters": self.basic_parameters.model_dump(mode="json", include=basic),
             "preprocess_parameters": self._preprocess.model_dump(mode="json", include=shaping),
             "attr": self._attr.model_dump(mode="json"),
             "template": "" if self.template is None else hashlib.sha256(self.template.source.encode()).hexdigest(),
