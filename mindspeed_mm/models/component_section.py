@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.dtypes import TORCH_DTYPES
 
@@ -17,8 +17,17 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf
 
 
 def section_of(config: Any) -> dict[str, Any]:
-    """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`."""
-    return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+    """A section as a dict of one's own: of a mapping, or of anything with `to_dict()`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not hasattr(config, "to_dict"):
+        way_out = "Pass the component's section of model.json."
+        raise ConfigError(f"{config!r:.80} is not a section of model.json", way_out=way_out)
+    return dict(config.to_dict())
 
 
 def needed(section: Mapping[str, Any], key: str, name: str) -> Any:
@@ -29,8 +38,22 @@ def needed(section: Mapping[str, Any], key: str, name: str) -> Any:
 
 
 def folder_of(section: Mapping[str, Any], name: str) -> Path:
-    """The folder that `from_pretrained` names. Raises `ConfigError` where it names none."""
-    return Path(str(needed(section, "from_pretrained", name)))
+    """The folder that `from_pretrained` names.
+
+    Raises:
+        ConfigError: It names none.
+        ModelFolderError: It is not there.
+    """
+    folder = Path(str(needed(section, "from_pretrained", name)))
+    if not folder.is_dir():
+        way_out = f"Relative paths start at '{Path.cwd()}'."
+        raise ModelFolderError(
+            "is a file, not a folder" if folder.exists() else "does not exist",
+            where=str(folder),
+            key=f"{name}.from_pretrained",
+            way_out=way_out,
+        )
+    return folder
 
 
 def dtype_of(section: Mapping[str, Any], name: str) -> torch.dtype | None:

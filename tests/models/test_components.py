@@ -266,3 +266,15 @@ def test_parts_that_are_not_built_name_what_is(folder: Path) -> None:
     with pytest.raises(ConfigError, match="the weights have other sizes") as caught:
         PredictModel(sizes(folder, num_layers=7, from_pretrained=str(folder / "transformer")))
     assert caught.value.problems[0].key == "predictor.num_layers"
+
+
+@pytest.mark.parametrize("kind", [AEModel, TextEncoder, PredictModel])
+def test_what_is_no_section_is_told(kind: type[Any]) -> None:
+    for given in (None, 3, "vae"):
+        with pytest.raises(ConfigError, match=r"is not a section of model\.json"):
+            kind(given)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"ae\.from_pretrained.*does not exist"):
+        ae(tmp_path / "nowhere")

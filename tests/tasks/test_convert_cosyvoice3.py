@@ -37,8 +37,9 @@ def write_release(folder: Path, *, tied: bool = True) -> CosyVoice3LM:
     (base / "config.json").write_text(json.dumps(LLM | {"tie_word_embeddings": True, "model_type": "qwen2"}))
     byte_tokenizer(BASE, None).save_pretrained(base)
     torch.save(model.state_dict() | {"epoch": 3, "step": 1000}, folder / "llm.pt")
-    torch.save({"weight": torch.ones(2)}, folder / "flow.pt")
-    for name in ("hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx", "cosyvoice3.yaml"):
+    for name in ("flow.pt", "hift.pt"):
+        torch.save({"weight": torch.ones(2)}, folder / name)
+    for name in ("campplus.onnx", "speech_tokenizer_v3.onnx", "cosyvoice3.yaml"):
         (folder / name).write_bytes(name.encode())
     return model
 
@@ -95,6 +96,17 @@ def test_what_is_no_release_is_told(tmp_path: Path) -> None:
     (tmp_path / "release" / "llm.pt").write_bytes(b"broken")
     assert "is broken" in mm("convert", tmp_path / "release", tmp_path / "folder").err
     assert not (tmp_path / "folder").exists()
+
+
+def test_files_of_sound_are_read_before_they_are_copied(tmp_path: Path) -> None:
+    write_release(tmp_path / "release")
+    vocoder = tmp_path / "release" / "hift.pt"
+    vocoder.write_bytes(vocoder.read_bytes()[:-40])
+    cut = mm("convert", tmp_path / "release", tmp_path / "folder")
+    assert cut.code and "hift.pt" in cut.err and "is broken" in cut.err and not (tmp_path / "folder").exists()
+    vocoder.unlink()
+    done = mm("convert", tmp_path / "release", tmp_path / "folder")
+    assert done.code == 0 and "no file hift.pt" in done.err, done.err
 
 
 def test_a_folder_goes_back_alone(tmp_path: Path) -> None:

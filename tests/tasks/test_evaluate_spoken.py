@@ -117,6 +117,7 @@ def test_who_does_not_speak_or_hear(folder: Path, tmp_path: Path) -> None:
     for place, says in ((0, "the model does not speak"), (4, "the model hears nothing")):
         found = CliRunner().invoke(command, [*words[:place], text, *words[place + 1 :]])
         assert isinstance(found.exception, UsageError) and says in str(found.exception), found.exception
+        assert not (tmp_path / "eval").exists()  # nothing was said
     for more in (["--lora", text], ["--judge", "http://x"], ["--plan", text], ["--loss"]):
         found = CliRunner().invoke(command, [*words, *more])
         assert isinstance(found.exception, UsageError), more

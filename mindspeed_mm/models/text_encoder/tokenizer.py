@@ -41,7 +41,7 @@ class Tokenizer:
 
 
 def _tokenizer(section: dict[str, Any]) -> Any:
-    name, folder = str(needed(section, "autotokenizer_name", _NAME)), folder_of(section, _NAME)
+    name = str(needed(section, "autotokenizer_name", _NAME))
     prepare_for_transformers()
     found = getattr(importlib.import_module("transformers"), name, None)
     if not hasattr(found, "from_pretrained"):
@@ -51,8 +51,7 @@ def _tokenizer(section: dict[str, Any]) -> Any:
             way_out="Name a class of transformers (AutoTokenizer, T5Tokenizer …). Of other models mm extract and mm "
             "train tokenize captions as the model's family does.",
         )
-    if not folder.is_dir():
-        raise ModelFolderError("does not exist", where=str(folder), key=f"{_NAME}.from_pretrained")
+    folder = folder_of(section, _NAME)
     options = {key: value for key, value in section.items() if key not in _OURS}
     try:
         return found.from_pretrained(str(folder), local_files_only=True, **options)  # type: ignore[union-attr]

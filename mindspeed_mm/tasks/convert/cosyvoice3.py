@@ -16,12 +16,22 @@ import mindspeed_mm.fsdp.models.cosyvoice3 as family
 from mindspeed_mm.checkpoint.conversion.files import PtFile, SafetensorsFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
-from mindspeed_mm.checkpoint.cosyvoice3_release import BASE, LANGUAGE_MODEL, SOUND_FILES, is_cosyvoice3_release
+from mindspeed_mm.checkpoint.cosyvoice3_release import (
+    BASE,
+    FLOW,
+    LANGUAGE_MODEL,
+    SAVED_VOICES,
+    SOUND_FILES,
+    VOCODER,
+    is_cosyvoice3_release,
+)
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.reading import pt_tensors
+from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.terminal import say
 from mindspeed_mm.fsdp.utils.processor import load_processor
 
 HEAD, EMBEDDING = "llm.model.lm_head.weight", "llm.model.model.embed_tokens.weight"
@@ -43,7 +53,7 @@ def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
         writing: How to write and verify.
 
     Raises:
-        CheckpointError: `llm.pt` is broken.
+        CheckpointError: `llm.pt` or a file of sound is broken.
         ModelFolderError: A file is missing, or the weights are of another model.
         UsageError: The target must not be written.
     """
@@ -55,6 +65,8 @@ def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
     left_out = {}
     if tied and tensors.pop(HEAD, None) is not None:
         left_out[HEAD] = "the embedding of text once more"
+    sound = _sound_files(release)
+    _check_sound(sound, release)
     with TemporaryDirectory() as drawer:
         tokenizer_files = _write_tokenizer(release / BASE, Path(drawer))
         conversion = Conversion(
@@ -63,7 +75,7 @@ def release_to_hf(release: Path, target: Path, writing: Writing) -> Converted:
             files={"model.safetensors": SafetensorsFile(tensors)},
             layout={"kind": "hf"},
             left_out=left_out,
-            copies=tokenizer_files | _sound_files(release),
+            copies=tokenizer_files | sound,
             texts={"config.json": json.dumps(_config(release, tensors, tied=tied), indent=2) + "\n"},
         )
         return convert(conversion, target, replace(writing, examine=None), stream=sys.stderr)
@@ -113,6 +125,19 @@ def _check_names(tensors: Mapping[str, LazyTensor], where: Path) -> None:
     if missing:
         way_out = "Name weights of CosyVoice3's language model."
         raise ModelFolderError(f"has no weight {missing[0]}", where=str(where), way_out=way_out)
+
+
+def _check_sound(files: Mapping[str, Path], release: Path) -> None:
+    """Report what is missing to speak.
+
+    Raises:
+        CheckpointError: A file is broken, which a copy would be as well.
+    """
+    for name in (FLOW, VOCODER, SAVED_VOICES):
+        if name in files:
+            load_weights(files[name])
+        elif name != SAVED_VOICES:
+            say(f"note: {release} has no file {name}: the folder can be trained, and does not speak", err=True)
 
 
 def _sound_files(folder: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import DataError, MMError, Problem, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.sampling.answers.asking import RowsView
+from mindspeed_mm.fsdp.sampling.answers.asking import QuestionEncoder, RowsView
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.live import Answer
 from mindspeed_mm.fsdp.sampling.answers.questions import DEFAULT_TASK, Question, ask, text_field
@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.sampling.answers.scored import (
     write_evaluation,
 )
 from mindspeed_mm.fsdp.sampling.answers.scoring import Comparison
-from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, load_voice
+from mindspeed_mm.fsdp.sampling.speech.voice import Reference, SpeechJob, Voice, is_speaker, load_voice
 from mindspeed_mm.fsdp.utils.media_files import wave_bytes
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.answer.answering import answer_all
@@ -71,6 +71,7 @@ def run(request: EvaluateRequest) -> Evaluation:
     voice = load_voice(source.folder, rows_view(source, request.config).of_people())
     most = request.max_new_tokens or voice.usual_tokens
     lines, unread = read_lines(data, request.media_dir or data.parent, most)
+    _check_hearing(recogniser.folder, rows_view(recogniser))
     questions = [Question(line.row, line.id, line.task, ask(line.job.text).sample, line.job.text) for line in lines]
     others = None if request.against is None else read_others(request.against, questions, comparison)
     for line in lines:
@@ -178,18 +179,18 @@ def _speak(voice: Voice, lines: Sequence[SpokenLine], folder: Path) -> int:
     return cut_off
 
 
+def _check_hearing(folder: Path, view: RowsView) -> None:
+    """Raise `UsageError` for a recogniser that hears nothing: before the texts are said, which may take hours."""
+    if is_speaker(folder) or not QuestionEncoder(folder, view).hears:
+        way_out = "Name a folder of a speech recogniser, or a run that trained one."
+        raise UsageError("the model hears nothing", where=str(folder), key="--recogniser", way_out=way_out)
+
+
 def _hear(
     folder: Path, view: RowsView, lines: Sequence[SpokenLine], sounds: Path, rows_at_a_time: int
 ) -> dict[int, Answer]:
-    """Row → what the recogniser writes down.
-
-    Raises:
-        UsageError: It does not hear.
-    """
+    """Row → what the recogniser writes down."""
     generator = load_generator(folder, None, view)
-    if not generator.encoder.hears:
-        way_out = "Name a folder of a speech recogniser, or a run that trained one."
-        raise UsageError("the model hears nothing", where=str(folder), key="--recogniser", way_out=way_out)
     questions = []
     for line in lines:
         item = MediaItem("audio", str(_sound(sounds, line).absolute()))

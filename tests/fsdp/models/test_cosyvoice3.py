@@ -200,6 +200,7 @@ def test_parquet_of_the_recipes_is_read(folder: Path, tmp_path: Path) -> None:
         ({"text": "hi", "speech_token": []}, "no speech tokens"),
         ({"text": "hi"}, "no speech tokens"),
         ({"text": "hi", "speech_token": [1.5]}, "no speech tokens"),
+        ({"text": "hi", "speech_token": [[1], [2, 3]]}, "no speech tokens"),
         ({"text": "hi", "speech_token": [CODEC]}, "those of the codec from 0 to 49"),
         ({"text": " ", "speech_token": [1]}, "is not text"),
     ],

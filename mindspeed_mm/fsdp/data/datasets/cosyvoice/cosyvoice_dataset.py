@@ -94,7 +94,10 @@ class CosyVoiceDataset(SpokenRows):
 
     def _codes(self, row: dict[str, Any], place: str) -> list[int]:
         given = row.get("speech_token")
-        codes = np.asarray([] if given is None else given)
+        try:
+            codes = np.asarray([] if given is None else given)
+        except ValueError:  # lists of unequal lengths
+            codes = np.asarray([])
         if codes.ndim != 1 or not len(codes) or not np.issubdtype(codes.dtype, np.integer):
             raise DataError(
                 "there are no speech tokens",
