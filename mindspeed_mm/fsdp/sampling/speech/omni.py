@@ -90,10 +90,17 @@ class OmniVoice(AnsweringVoice):
         words, _ = tokens.encode(tokens.protect(job.text), ())
         finished = len(words) <= job.sampling.max_new_tokens
         ids = [*words[: job.sampling.max_new_tokens].tolist(), self.thinker.end_ids[0]]
-        return self._spoken(question, ids, job.name, job.sampling.seed), finished
+        return self._spoken(question, ids, job.name, job.sampling.seed, _of_talker(job.sampling)), finished
 
-    def _spoken(self, question: EncodedQuestion, ids: Sequence[int], voice: str | None, seed: int | None) -> np.ndarray:
-        """Samples (N,) of an answer with these tokens."""
+    def _spoken(
+        self,
+        question: EncodedQuestion,
+        ids: Sequence[int],
+        voice: str | None,
+        seed: int | None,
+        talker: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Samples (N,) of an answer with these tokens; `talker`: how its codes are chosen, where not as usual."""
         inputs = in_dtype_of(self.model, move_to(self._encoder.collate([question]), self.model.device))
         asked = len(question.input_ids)
 
@@ -110,6 +117,15 @@ class OmniVoice(AnsweringVoice):
                 thinker_max_new_tokens=len(ids),
                 thinker_eos_token_id=list(self.thinker.end_ids),
                 thinker_prefix_allowed_tokens_fn=only_its_words,
+                **(talker or {}),
             )
         samples: np.ndarray = waves.reshape(-1).float().cpu().numpy()
         return samples
+
+
+def _of_talker(sampling: Sampling) -> dict[str, Any]:
+    """What is set of a sampling, as transformers' `generate` takes it for the talker."""
+    if sampling.temperature == 0:
+        return {"talker_do_sample": False}
+    asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return {f"talker_{name}": value for name, value in asked.items() if value is not None}
