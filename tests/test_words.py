@@ -190,6 +190,7 @@ SAYS = {
     "checkpoint/ptd/converters.py",
     "tasks/convert/adapter_checkpoint.py",
     "tasks/dancegrpo/run.py",
+    "tasks/convert/cosyvoice3.py",
     "tasks/launch/launcher.py",
     "tools/feature_extraction/get_sora_feature.py",
 }
