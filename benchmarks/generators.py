@@ -85,7 +85,7 @@ COGVIDEOX = Shape(
     "cogvideox",
     batch_size=16,
     samples=336,
-    sizes={"height": 64, "width": 64, "num_frames": 5, "frame_interval": 1},
+    sizes={"height": 64, "width": 64, "num_frames": 9, "frame_interval": 1},
     transformer={
         "num_layers": 4,
         "attention_head_dim": 32,
@@ -93,7 +93,7 @@ COGVIDEOX = Shape(
         "time_embed_dim": 64,
         "sample_height": 8,
         "sample_width": 8,
-        "sample_frames": 5,
+        "sample_frames": 9,
         "max_text_seq_length": TEXT_TOKENS,
     },
 )
