@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,13 +72,44 @@ def test_a_data_set_that_ends_is_not_started_again() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_what_is_shared_or_was_there_before_is_no_growth(tmp_path: Path) -> None:
-    before = os.urandom(64 << 20)
+_MEMORY_TO_ORDER = """
+import mmap, sys
+
+held = []
+for line in sys.stdin:
+    kind, mib = line.split()
+    pages = mmap.mmap(-1, int(mib) << 20, flags=getattr(mmap, kind) | mmap.MAP_ANONYMOUS)
+    for start in range(0, len(pages), mmap.PAGESIZE):
+        pages[start] = 1
+    held.append(pages)
+    print("taken", flush=True)
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """A process that takes memory when told, and nothing else: a test's own process frees and takes as it likes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _MEMORY_TO_ORDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        yield started
+        started.kill()
+
+
+def test_what_is_shared_or_was_there_before_is_no_growth(process: subprocess.Popen[str]) -> None:
+    def take(kind: str, mib: int) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        print(kind, mib, file=process.stdin, flush=True)
+        assert process.stdout.readline() == "taken\n"
+
     memory = WorkerMemory(16 << 20)
-    assert [memory.note_delivery([os.getpid()]) for _ in range(8)] == [None] * 8
-    after = os.urandom(64 << 20)
-    said = [memory.note_delivery([os.getpid()]) for _ in range(4)]
+    take("MAP_PRIVATE", 64)
+    assert [memory.note_delivery([process.pid]) for _ in range(8)] == [None] * 8
+    take("MAP_SHARED", 64)
+    assert [memory.note_delivery([process.pid]) for _ in range(4)] == [None] * 4
+    take("MAP_PRIVATE", 32)
+    said = [memory.note_delivery([process.pid]) for _ in range(4)]
     assert said[:3] == [None] * 3
-    assert str(said[3]).startswith("data worker 0 has grown by ")
-    assert own_bytes(os.getpid()) > len(before) + len(after)
+    assert str(said[3]).startswith("data worker 0 has grown by 32 MiB to ")
+    assert own_bytes(process.pid) > 96 << 20
     assert own_bytes(2**30) == 0  # no such process
