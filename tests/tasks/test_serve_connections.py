@@ -85,7 +85,7 @@ def test_half_sent_requests_keep_no_client_out(generator: Generator, crowd: Exit
         for _ in range(3):
             assert asked(address)[0] == 200
             assert asked(address, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")[0] == 200
-        assert time.monotonic() - begun_s < 5 < limits.max_head_seconds
+        assert time.monotonic() - begun_s < 20 < limits.max_head_seconds
         first = received(half[0])
         assert status_of(first) == 429 and b"--max-connections-per-address 16" in first
         crowd.close()
@@ -122,7 +122,7 @@ def test_a_head_has_a_time_limit_however_it_drips(generator: Generator) -> None:
                 continue
             except ConnectionError:
                 break
-        assert 0.2 < time.monotonic() - begun_s < 3
+        assert 0.2 < time.monotonic() - begun_s < WAIT_S
         assert status_of(ended) == 408 and b"--max-head-seconds 0.4" in ended
         assert status_of(received(first)) == 408
         first.close()

