@@ -27,10 +27,14 @@ from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
+from mindspeed_mm.fsdp.ops.windowed_attention import attend_in_blocks, pays_off, window_mask
 from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 ATTENTION_NAME = "mm_varlen"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
+
+_SINK_FEATURES = 8
+"""Added to the width of heads: one would do, but fused kernels take widths that 8 divides."""
 
 PADDING_KEY = "pad_tokens"
 BORDER_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", PADDING_KEY)
@@ -88,7 +92,7 @@ def varlen_attention(
         s_aux: (H,) learned sink logits, which take part in the softmax and carry no value.
         cu_seq_lens_q: (documents + 1,) borders in the row, 0 first, T last. Given: the row is packed.
         cu_seq_lens_k: The same for keys.
-        max_length_q: Longest document.
+        max_length_q: Longest document; None: read off the borders.
         max_length_k: The same for keys.
         others: What models pass along and attention has no use for.
 
@@ -106,12 +110,17 @@ def varlen_attention(
     layer = _Layer(dropout, scaling, is_causal, sliding_window, s_aux)
     check_mask(attention_mask, packed=cu_seq_lens_q is not None)
     if cu_seq_lens_q is None:
+        rows, tokens = len(query), query.shape[2]
+        if attention_mask is None and layer.is_windowed(tokens, key.shape[2]) and layer.fits_flash(query, value):
+            borders = torch.arange(0, (rows + 1) * tokens, tokens, device=query.device)
+            return layer.attend_flash(query, key, value, borders, borders, tokens, tokens), None
         output = layer.attend(query, key, value, attention_mask)
         return output.transpose(1, 2).contiguous(), None
     if cu_seq_lens_k is None:
         cu_seq_lens_k = cu_seq_lens_q
-    if layer.fits_flash(query, value) and max_length_q is not None and max_length_k is not None:
-        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if layer.fits_flash(query, value):
+        longest = (max_length_q or _longest(cu_seq_lens_q), max_length_k or _longest(cu_seq_lens_k))
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, *longest)
         return layer.attend_flash(query, key, value, *lengths), None
     output = layer.attend_documents(query, key, value, cu_seq_lens_q, cu_seq_lens_k)
     return output.transpose(1, 2).contiguous(), None
@@ -219,7 +228,8 @@ class _Layer:
     def attend_documents(
         self, q_1HTD: torch.Tensor, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
     ) -> torch.Tensor:
-        """(1, H, T, Dv): every document on its own. The host knows the borders, or reads them in the first layer."""
+        """(1, H, T, Dv): every document on its own, those of equal length in one call. The host knows the borders, or
+        reads them in the first layer."""
         borders_q, borders_k = host_values(cu_q), host_values(cu_k)
         check_borders(borders_q, q_1HTD)
         check_borders(borders_k, k_1KSD)
@@ -227,29 +237,52 @@ class _Layer:
             return attend_npu_documents(q_1HTD, k_1KSD, v_1KSD, borders_q, borders_k, **self._for_npu(q_1HTD))
         lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
         # Not slices: the gradient of each of them would be as long as the row.
-        documents = zip(
-            q_1HTD.split(lengths_q, dim=2),
-            k_1KSD.split(lengths_k, dim=2),
-            v_1KSD.split(lengths_k, dim=2),
-            strict=True,
-        )
-        return torch.cat([self.attend(q, k, v, None) for q, k, v in documents if q.shape[2]], dim=2)
+        q, k, v = (t.split(n, dim=2) for t, n in ((q_1HTD, lengths_q), (k_1KSD, lengths_k), (v_1KSD, lengths_k)))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
+            if lengths[0]:
+                alike.setdefault(lengths, []).append(number)
+        outputs: dict[int, torch.Tensor] = {}
+        for numbers in alike.values():
+            batch_q, batch_k, batch_v = (_joined([documents[number] for number in numbers]) for documents in (q, k, v))
+            outputs.update(zip(numbers, self.attend(batch_q, batch_k, batch_v, None).split(1), strict=True))
+        return torch.cat([outputs[number] for number in sorted(outputs)], dim=2)
 
     def attend(
         self, q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """(B, H, T, Dv) by scaled dot-product attention. One query token sees all keys, as in decoding."""
+        """(B, H, T, Dv) by scaled dot-product attention. Fewer queries than keys are the last of them."""
         tokens, keys = q_BHTD.shape[2], k_BKSD.shape[2]
         causal = self.causal and tokens > 1 and mask is None
         if self.sinks is None and fits_npu(q_BHTD, v_BKSD):
             return attend_npu(q_BHTD, k_BKSD, v_BKSD, mask, **self._for_npu(q_BHTD) | {"causal": causal})
-        if causal and self.window is not None and keys > self.window:
-            mask, causal = _band(tokens, self.window, q_BHTD.device), False
+        window = keys if self.window is None else self.window
+        if causal and keys > window and pays_off(keys, window) and not self.dropout:
+            return self._attend_in_blocks(q_BHTD, k_BKSD, v_BKSD, window)
+        if causal and (keys > window or keys > tokens):
+            mask, causal = window_mask(tokens, keys, window, q_BHTD.device), False
+        return self._attend(q_BHTD, k_BKSD, v_BKSD, mask, self.sinks, causal)
+
+    @outside_graphs
+    def _attend_in_blocks(
+        self, q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        return attend_in_blocks(self._attend, q_BHTD, k_BKSD, v_BKSD, self.sinks, window)
+
+    def _attend(
+        self,
+        q_BHTD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_H: torch.Tensor | None,
+        causal: bool = False,
+    ) -> torch.Tensor:
         scale, groups = self._scale_of(q_BHTD), q_BHTD.shape[1] // k_BKSD.shape[1]
-        if mask is not None or self.sinks is not None:
+        if mask is not None or sinks_H is not None:
             k_BKSD, v_BKSD = k_BKSD.repeat_interleave(groups, dim=1), v_BKSD.repeat_interleave(groups, dim=1)
-        if self.sinks is not None:
-            return self._attend_with_sinks(q_BHTD, k_BKSD, v_BKSD, mask, causal, scale)
+        if sinks_H is not None:
+            return self._attend_with_sinks(q_BHTD, k_BKSD, v_BKSD, sinks_H, mask, causal, scale)
         return F.scaled_dot_product_attention(
             q_BHTD,
             k_BKSD,
@@ -260,6 +293,10 @@ class _Layer:
             scale=scale,
             enable_gqa=groups > 1 and mask is None,
         )
+
+    def is_windowed(self, tokens: int, keys: int) -> bool:
+        """Whether the window cuts a whole row short."""
+        return self.causal and self.window is not None and tokens == keys > self.window
 
     def _scale_of(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -277,52 +314,52 @@ class _Layer:
 
     def attend_flash(
         self,
-        q_1HTD: torch.Tensor,
-        k_1KSD: torch.Tensor,
-        v_1KSD: torch.Tensor,
+        q_BHTD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
         cu_q: torch.Tensor,
         cu_k: torch.Tensor,
         max_q: int,
         max_k: int,
     ) -> torch.Tensor:
-        """(1, T, H, D) in one call, without reading the borders on the host."""
+        """(B, T, H, D) in one call, without reading the borders on the host. Rows stand one behind the other."""
         from torch.nn.attention.varlen import varlen_attn  # of use on an accelerator only
 
-        groups, options = q_1HTD.shape[1] // k_1KSD.shape[1], {}
+        groups, options = q_BHTD.shape[1] // k_BKSD.shape[1], {}
         if groups > 1 and takes_argument(varlen_attn, "enable_gqa"):
             options = {"enable_gqa": True}
         elif groups > 1:
-            k_1KSD, v_1KSD = k_1KSD.repeat_interleave(groups, dim=1), v_1KSD.repeat_interleave(groups, dim=1)
-        q_THD, k_THD, v_THD = (t.transpose(1, 2).flatten(0, 1) for t in (q_1HTD, k_1KSD, v_1KSD))
+            k_BKSD, v_BKSD = k_BKSD.repeat_interleave(groups, dim=1), v_BKSD.repeat_interleave(groups, dim=1)
+        q_THD, k_THD, v_THD = (t.transpose(1, 2).flatten(0, 1) for t in (q_BHTD, k_BKSD, v_BKSD))
         window = (-1, -1)  # tokens before and behind that are seen; -1 is all of them
         if self.causal:
             window = (-1 if self.window is None else self.window - 1, 0)
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
         lengths = (cu_q, cu_k, max_q, max_k)
         output = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=self.scaling, window_size=window, **options)
-        return output.unsqueeze(0)
+        return output.view(-1, q_BHTD.shape[2], *output.shape[1:])
 
     def _attend_with_sinks(
         self,
         q_BHTD: torch.Tensor,
         k_BHSD: torch.Tensor,
         v_BHSD: torch.Tensor,
+        sinks_H: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
         scale: float,
     ) -> torch.Tensor:
         """Sinks by plain attention: a key in front whose score is the sink's logit and whose value is zero.
 
-        Every head gets one more feature, 1 in queries, 0 in keys and sink / scale in the key in front. A query in
-        front, dropped again, keeps the causal diagonal where it was.
+        Heads get more features, 1 in queries, 0 in keys and sink / scale in one of the key in front; values become as
+        wide, as kernels want it. A query in front, dropped again, keeps the causal diagonal where it was.
         """
         batch, heads, _, width = q_BHTD.shape
-        assert self.sinks is not None
-        logits = (self.sinks.to(q_BHTD.dtype) / scale).view(1, heads, 1, 1).expand(batch, -1, -1, -1)
-        sink_key = torch.cat([logits.new_zeros(batch, heads, 1, width), logits], dim=-1)
-        q = F.pad(q_BHTD, (0, 1), value=1.0)
-        k = torch.cat([sink_key, F.pad(k_BHSD, (0, 1))], dim=2)
-        v = F.pad(v_BHSD, (0, 0, 1, 0))
+        logits = (sinks_H.to(q_BHTD.dtype) / scale).view(1, heads, 1, 1).expand(batch, -1, -1, -1)
+        q = F.pad(q_BHTD, (0, _SINK_FEATURES), value=1.0)
+        k = torch.cat([F.pad(logits, (width, _SINK_FEATURES - 1)), F.pad(k_BHSD, (0, _SINK_FEATURES))], dim=2)
+        is_as_wide = v_BHSD.shape[-1] == width
+        v = F.pad(v_BHSD, (0, _SINK_FEATURES if is_as_wide else 0, 1, 0))
         if causal:
             q = F.pad(q, (0, 0, 1, 0))
         if mask is not None:
@@ -331,14 +368,15 @@ class _Layer:
         output = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=causal, scale=scale
         )
-        return output[:, :, 1:] if causal else output
+        return output[:, :, int(causal) :, : v_BHSD.shape[-1]]
 
 
-def _band(tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """(1, 1, T, T) bool: a token sees itself and the `window - 1` before it."""
-    position = torch.arange(tokens, device=device)
-    distance = position[:, None] - position[None, :]
-    return ((distance >= 0) & (distance < window))[None, None]
+def _joined(documents: list[torch.Tensor]) -> torch.Tensor:
+    return documents[0] if len(documents) == 1 else torch.cat(documents)
+
+
+def _longest(borders: torch.Tensor) -> int:
+    return int(np.diff(host_values(borders)).max())
 
 
 @cache

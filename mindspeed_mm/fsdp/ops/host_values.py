@@ -37,9 +37,14 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def sent_with_values(values: list[Any], like: torch.Tensor) -> torch.Tensor:
     """A tensor of values that the host has, of the type of another and beside it."""
-    sent = copied_to(torch.tensor(values, dtype=like.dtype), like.device)
-    setattr(sent, _VALUES, values)
-    return sent
+    return moved_with_values(torch.tensor(values, dtype=like.dtype), like.device)
+
+
+def moved_with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on its way to a device, which brings along what it holds."""
+    moved = copied_to(tensor, device)
+    setattr(moved, _VALUES, tensor.tolist())
+    return moved
 
 
 def carry_host_values(host: Batch, moved: Batch) -> None:

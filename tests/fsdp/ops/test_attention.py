@@ -281,13 +281,14 @@ def test_flash_kernel_is_called_as_it_wants(monkeypatch, causal, window, expecte
         return older(q, k, v, *lengths, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", newer if takes_groups else older)
-    monkeypatch.setattr(attention._Layer, "fits_flash", lambda *_: True)
     q, k, v = heads(12, 4), heads(12, 2), heads(12, 2)
     arguments = {"is_causal": causal, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 4, 5, 12])}
-    flash, _ = varlen_attention(LAYER, q, k, v, None, max_length_q=7, max_length_k=7, **arguments)
     loop, _ = varlen_attention(LAYER, q, k, v, None, **arguments)
-    assert calls == [expected]
-    torch.testing.assert_close(flash, loop, rtol=0, atol=TOLERANCE)
+    monkeypatch.setattr(attention._Layer, "fits_flash", lambda *_: True)
+    for longest in (7, None):
+        flash, _ = varlen_attention(LAYER, q, k, v, None, max_length_q=longest, max_length_k=longest, **arguments)
+        torch.testing.assert_close(flash, loop, rtol=0, atol=TOLERANCE)
+    assert calls == [expected] * 2
 
 
 def test_modules_decide_the_order_when_the_call_does_not():

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
-from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
+from mindspeed_mm.fsdp.models.behaviour.host_grids import attend_to_pictures_at_once, read_grids_on_host
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
@@ -150,6 +150,7 @@ def _construct_transformers(
         model.set_attn_implementation("mm_varlen")
         tell_facts(model)
     read_grids_on_host(model)
+    attend_to_pictures_at_once(model)
     fit_experts(model, options["dtype"])
     if model.can_generate():
         _set_generation_config(model, require_folder(model_args.model_name_or_path))
