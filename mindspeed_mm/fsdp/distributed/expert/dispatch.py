@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -66,10 +66,9 @@ class BalancedAllToAll(AllToAll):
 
     @override
     def outputs(self, module: ExpertModule, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        loads = gather(counts_E[None], self.ranks).tolist()
-        plan = plan_balance(loads, self.most_copies)
-        traffic = torch.tensor(plan.sends(loads))  # on the host, [source, rank, expert]
-        sent_RE, received_RE = traffic[self.ranks.rank], traffic[:, self.ranks.rank]
+        loads_RE = gather(counts_E[None], self.ranks).cpu().numpy()
+        plan = plan_balance(loads_RE, self.most_copies)
+        sent_RE, received_RE = map(torch.from_numpy, plan.traffic_of(self.ranks.rank, loads_RE))  # on the host
         send, receive = sent_RE.sum(dim=1).tolist(), received_RE.sum(dim=1).tolist()
         # Rows lie by expert; those of an expert by rank.
         order = groups_by_line(sent_RE.T.to(rows_SH.device)).argsort(stable=True)
@@ -191,81 +190,73 @@ def own_experts(experts: int, ranks: ExpertRanks) -> list[int]:
 # --- copies of busy experts -------------------------------------------------------------------------------------------
 
 
-Table = list[list[int]]
-"""Numbers by rank, then by expert."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BalancePlan:
     """Who computes how many rows of which expert."""
 
-    shares: Table
-    """[rank][expert] rows that a rank computes, its own experts and copies."""
+    shares_RE: np.ndarray
+    """Rows that a rank computes of each expert, its own and copies."""
     copies: tuple[tuple[int, ...], ...]
     """[rank] experts of other ranks that a rank holds a copy of, in rising order."""
 
-    def sends(self, loads: Table) -> list[Table]:
-        """[source][rank][expert] rows that go from one rank to another.
+    def traffic_of(self, rank: int, loads_RE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that a rank sends to each rank, and those that it receives from each, by expert: two (R, E).
 
         Rows of an expert are numbered through all sources, and cut into one stretch for each rank that computes some.
         """
-        ranks, experts = len(loads), len(loads[0])
-        table = [_zeros(ranks, experts) for _ in range(ranks)]
-        for expert in range(experts):
-            held = _stretches(_column(loads, expert))
-            computed = _stretches(_column(self.shares, expert))
-            for source, (begin, end) in enumerate(held):
-                for rank, (first, last) in enumerate(computed):
-                    table[source][rank][expert] = max(0, min(end, last) - max(begin, first))
-        return table
+        held, computed = _Stretches(loads_RE), _Stretches(self.shares_RE)
+        return held.line(rank).shared_with(computed), computed.line(rank).shared_with(held)
 
 
-def plan_balance(loads: Sequence[Sequence[int]], most_copies: int) -> BalancePlan:
+class _Stretches:
+    """Rows of each expert, numbered from rank to rank.
+
+    Args:
+        counts_RE: Of each rank.
+        ends_RE: Where those of a rank end; worked out when None.
+    """
+
+    def __init__(self, counts_RE: np.ndarray, ends_RE: np.ndarray | None = None) -> None:
+        self._counts, self._ends = counts_RE, counts_RE.cumsum(axis=0) if ends_RE is None else ends_RE
+
+    def line(self, rank: int) -> _Stretches:
+        """Those of one rank."""
+        return _Stretches(self._counts[rank], self._ends[rank])
+
+    def shared_with(self, others: _Stretches) -> np.ndarray:
+        """How many rows lie in both."""
+        begin = np.maximum(self._ends - self._counts, others._ends - others._counts)
+        return np.maximum(np.minimum(self._ends, others._ends) - begin, 0)
+
+
+def plan_balance(loads_RE: np.ndarray, most_copies: int) -> BalancePlan:
     """Greedy: the fullest rank hands rows of its busiest expert to the emptiest one, until no rank is above the mean or
     none may hold another copy. Only an expert's owner hands on.
 
     Args:
-        loads: [source][expert] rows that each rank's tokens have for each expert; ranks own equally many experts, rank
-            0 the first ones.
+        loads_RE: Rows that each rank's tokens have for each expert; ranks own equally many experts, rank 0 the first.
         most_copies: Copies that a rank may hold.
     """
-    ranks, experts = len(loads), len(loads[0])
+    ranks, experts = loads_RE.shape
     own = experts // ranks
-    shares = _zeros(ranks, experts)
-    for expert in range(experts):
-        shares[expert // own][expert] = sum(_column(loads, expert))
-    full = [sum(line) for line in shares]
-    most = -(-sum(full) // ranks)
-    copies: list[set[int]] = [set() for _ in range(ranks)]
+    shares = np.where(np.arange(experts) // own == np.arange(ranks)[:, None], loads_RE.sum(axis=0), 0)
+    full = shares.sum(axis=1)
+    most = -(-int(full.sum()) // ranks)
+    held, count = np.zeros((ranks, experts), dtype=bool), np.zeros(ranks, dtype=np.int64)
     while True:
-        giver = max(range(ranks), key=full.__getitem__)
-        expert = max(range(giver * own, (giver + 1) * own), key=shares[giver].__getitem__)
-        takers = []
-        for rank in range(ranks):
-            has_room = expert in copies[rank] or len(copies[rank]) < most_copies
-            if full[rank] < most and has_room:
-                takers.append(rank)
-        if full[giver] <= most or not takers:
-            return BalancePlan(shares, tuple(tuple(sorted(held)) for held in copies))
-        taker = min(takers, key=full.__getitem__)
-        moved = min(full[giver] - most, most - full[taker], shares[giver][expert])
-        copies[taker].add(expert)
-        shares[giver][expert] -= moved
-        shares[taker][expert] += moved
+        giver = int(full.argmax())
+        expert = giver * own + int(shares[giver, giver * own : (giver + 1) * own].argmax())
+        takes = (full < most) & (held[:, expert] | (count < most_copies))
+        if full[giver] <= most or not takes.any():
+            return BalancePlan(shares, tuple(tuple(line.nonzero()[0].tolist()) for line in held))
+        taker = int(np.where(takes, full, most).argmin())
+        moved = min(full[giver] - most, most - full[taker], shares[giver, expert])
+        count[taker] += not held[taker, expert]
+        held[taker, expert] = True
+        shares[giver, expert] -= moved
+        shares[taker, expert] += moved
         full[giver] -= moved
         full[taker] += moved
-
-
-def _zeros(ranks: int, experts: int) -> Table:
-    return [[0] * experts for _ in range(ranks)]
-
-
-def _column(table: Sequence[Sequence[int]], expert: int) -> list[int]:
-    return [line[expert] for line in table]
-
-
-def _stretches(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise([0, *accumulate(lengths)]))
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
