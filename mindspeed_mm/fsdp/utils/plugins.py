@@ -118,6 +118,15 @@ def place_of_error(error: BaseException) -> str:
     return f"{last.filename}:{last.lineno}"
 
 
+def place_within(owner: type, error: BaseException) -> str:
+    """`file.py:12`: the last line that an exception went through of the files of a class and of those it derives from,
+    torch's left out; its very last line where it met none of them."""
+    classes = [each for each in owner.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
+    frames, files = traceback.extract_tb(error.__traceback__), set(map(inspect.getfile, classes))
+    last = next((frame for frame in reversed(frames) if frame.filename in files), frames[-1])
+    return f"{Path(last.filename).name}:{last.lineno}"
+
+
 def plugin_hashes(plugins: Iterable[str]) -> dict[str, str]:
     """SHA-256 over the Python files of each plugin that was imported, for a run's record of the code that it ran."""
     found = {}

@@ -6,15 +6,16 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.core.batch import Batch, first_of
+from mindspeed_mm.core.batch import BATCH_KEYS, Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
@@ -71,8 +72,14 @@ class ProcessorPlugin:
     frame_sizes: FrameSizes | None = None
     """How large frames are kept; None: within the pixel limits of the configuration."""
 
+    of_text: frozenset[str] = frozenset()
+    """What the processor makes of whole texts, such as a mask that says which tokens see which picture: a subclass
+    makes these of whole rows, in `complete` (`CompleteBatch`)."""
+
     def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
+        self._borders = {setting_of(self._tokenizer, int, f"{name}_token_id") for name in ("bos", "eos", "cls", "sep")}
+        self._of_media = set[str]()
         self._preprocess, self._within = preprocess, dict[tuple[tuple[str, int], ...], ProcessorPlugin]()
         self._of_many: ProcessorPlugin | None = None
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
@@ -223,26 +230,55 @@ class ProcessorPlugin:
         """Call the processor with one item and its placeholder."""
         if kind not in self.placeholders:
             raise no_such_media(kind)
+        ask = partial(
+            self._processor,
+            return_text_replacement_offsets=True,
+            return_tensors="pt",
+            **{_ARGUMENTS[kind]: [item]},
+            **inputs,
+        )
+        text = self.placeholders[kind].text.join(around)
         try:
-            made = self._processor(
-                text=[self.placeholders[kind].text.join(around)],
-                return_text_replacement_offsets=True,
-                return_tensors="pt",
-                **{_ARGUMENTS[kind]: [item]},
-                **inputs,
-            )
+            made = ask(text=[text])
+            tensors = {name: made[name] for name in made if name not in _TEXT_KEYS | _COUNTS | self.of_text}
+            if unknown := tensors.keys() - BATCH_KEYS.keys() - self._of_media:
+                self._check_of_media(kind, unknown, tensors, ask(text=[f"a {text} b"]))
         except (ValueError, RuntimeError) as error:
             raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
-        replacement = self._written(made).removeprefix(around[0]).removesuffix(around[1])
-        tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
-        return self._features(kind, replacement, tensors)
+        return self._features(kind, self._written(made).removeprefix(around[0]).removesuffix(around[1]), tensors)
+
+    def _check_of_media(
+        self, kind: MediaKind, names: Set[str], alone: Mapping[str, Any], among_words: Mapping[str, Any]
+    ) -> None:
+        """Raise `ConfigError` where a processor makes some of its tensors of the text: those of an item's placeholder
+        alone would be joined with those of other items, and mean nothing."""
+        of_text = []
+        for name in sorted(names):
+            first, second = torch.as_tensor(alone[name]), torch.as_tensor(among_words[name])
+            if first.shape != second.shape or not first.equal(second):
+                of_text.append(name)
+        if of_text:
+            told = ", ".join(of_text)
+            raise ConfigError(
+                f"{type(self._processor).__name__} makes {told} of the whole text, not of its {kind} alone",
+                key="model.model_name_or_path",
+                way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin, lists "
+                "these names in `of_text` and makes them of whole rows in `complete` (docs/data.md, B).",
+            )
+        self._of_media.update(names)
 
     def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
         if "text_replacement_offsets" in made:
             return made["text_replacement_offsets"][0][0]["replacement"]
-        # The omni models' processors do not tell it in transformers 5.17; the text is nothing else.
-        return self._tokenizer.decode(made["input_ids"][0])
+        # Some processors do not tell it, those of the omni models in transformers 5.17 and those that know no
+        # replacements. The text is nothing else, but for the tokens that begin and end every text.
+        ids = made["input_ids"][0].tolist()
+        while ids and ids[0] in self._borders:
+            del ids[0]
+        while ids and ids[-1] in self._borders:
+            del ids[-1]
+        return self._tokenizer.decode(ids)
 
     def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:
         ids = np.asarray(self._tokenizer(replacement, add_special_tokens=False)["input_ids"], dtype=np.int64)
