@@ -18,9 +18,11 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import DATA_COLLATOR
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.data import preview, stats
 from mindspeed_mm.tasks.data.opening import open_data
+from mindspeed_mm.tasks.export.export import notes_on_media
 from mindspeed_mm.tasks.requests.data import DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -101,6 +103,14 @@ def test_b_lengths_are_known_from_headers() -> None:
     assert stats.run(DataStatsRequest(Path("run.yaml"), words)).tokens["total"] == sum(
         row["answers"][0]["tokens"] for row in shown
     )
+
+
+def test_b_an_export_names_the_plugin_that_its_folder_lacks() -> None:
+    """Without it, `mm infer` would show the exported model pictures that no one padded."""
+    words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
+    (note,) = notes_on_media(load_with_plugins(Path("run.yaml"), words).arguments)
+    assert note.startswith("its media are prepared by SquarePictures of the plugin my_plugins/square_pictures.py")
+    assert notes_on_media(load_with_plugins(Path("run.yaml"), C_WORDS).arguments) == () == notes_on_media(None)
 
 
 @pytest.mark.slow
