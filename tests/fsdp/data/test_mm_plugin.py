@@ -182,6 +182,17 @@ def test_what_a_processor_makes_of_the_whole_text_is_refused_or_left_to_the_plug
     assert made.tensors.keys() == names and all(torch.equal(made.tensors[name], own[name]) for name in names)
 
 
+def test_a_processor_that_puts_pictures_elsewhere_is_refused() -> None:
+    """BLIP-2's writes a picture's tokens in front of the text, and leaves the placeholder where it is."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    images = transformers.BlipImageProcessor(size={"height": 16, "width": 16})
+    processor = transformers.Blip2Processor(images, byte_tokenizer(special, None), num_query_tokens=4)
+    with pytest.raises(
+        ConfigError, match="Blip2Processor does not write the tokens of its image where the placeholder"
+    ):
+        plugin_of(processor).encode_image(picture(40, 20))
+
+
 def test_types_of_tokens_that_only_a_collator_can_make() -> None:
     assert marks_left_to_collators(paligemma_processor()) == "token_type_ids"
     made_here = [build_processor(family) for family in ("gemma3", "qwen3_vl", "llava")]

@@ -6,7 +6,7 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class ProcessorPlugin:
     def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
         self._borders = {setting_of(self._tokenizer, int, f"{name}_token_id") for name in ("bos", "eos", "cls", "sep")}
-        self._of_media = set[str]()
+        self._fit_to_be_asked = set[MediaKind]()
         self._preprocess, self._within = preprocess, dict[tuple[tuple[str, int], ...], ProcessorPlugin]()
         self._of_many: ProcessorPlugin | None = None
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
@@ -241,35 +241,48 @@ class ProcessorPlugin:
         try:
             made = ask(text=[text])
             tensors = {name: made[name] for name in made if name not in _TEXT_KEYS | _COUNTS | self.of_text}
-            if unknown := tensors.keys() - BATCH_KEYS.keys() - self._of_media:
-                self._check_of_media(kind, unknown, tensors, ask(text=[f"a {text} b"]))
+            if kind not in self._fit_to_be_asked:
+                self._check_asked_alone(kind, tensors, made, ask, text)
         except (ValueError, RuntimeError) as error:
             raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
         return self._features(kind, self._written(made).removeprefix(around[0]).removesuffix(around[1]), tensors)
 
-    def _check_of_media(
-        self, kind: MediaKind, names: Set[str], alone: Mapping[str, Any], among_words: Mapping[str, Any]
+    def _check_asked_alone(
+        self,
+        kind: MediaKind,
+        tensors: Mapping[str, Any],
+        alone: Mapping[str, Any],
+        ask: Callable[..., Mapping[str, Any]],
+        text: str,
     ) -> None:
-        """Raise `ConfigError` where a processor makes some of its tensors of the text: those of an item's placeholder
-        alone would be joined with those of other items, and mean nothing."""
-        of_text = []
-        for name in sorted(names):
-            first, second = torch.as_tensor(alone[name]), torch.as_tensor(among_words[name])
-            if first.shape != second.shape or not first.equal(second):
-                of_text.append(name)
-        if of_text:
-            told = ", ".join(of_text)
-            raise ConfigError(
-                f"{type(self._processor).__name__} makes {told} of the whole text, not of its {kind} alone",
-                key="model.model_name_or_path",
-                way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin, lists "
-                "these names in `of_text` and makes them of whole rows in `complete` (docs/data.md, B).",
-            )
-        self._of_media.update(names)
+        """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
+        text: tensors made of the text, and placeholders that it does not replace where they stand."""
+        unknown = tensors.keys() - BATCH_KEYS.keys()
+        if unknown or not _tells_places(alone):
+            among_words = ask(text=[f"a {text} b"])
+            of_text = [name for name in sorted(unknown) if not _same(tensors[name], among_words.get(name))]
+            name = type(self._processor).__name__
+            if of_text:
+                raise ConfigError(
+                    f"{name} makes {', '.join(of_text)} of the whole text, not of its {kind} alone",
+                    key="model.model_name_or_path",
+                    way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin, "
+                    "lists these names in `of_text` and makes them of whole rows in `complete` (docs/data.md, B).",
+                )
+            replaced = f"a {self._written(alone)} b"
+            expected = self._tokenizer.decode(self._tokenizer(replaced, add_special_tokens=False)["input_ids"])
+            if not _tells_places(alone) and self._written(among_words).split() != expected.split():
+                raise ConfigError(
+                    f"{name} does not write the tokens of its {kind} where the placeholder stands in a text",
+                    key="model.model_name_or_path",
+                    way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
+                    f"encodes a single {kind} (docs/data.md, B).",
+                )
+        self._fit_to_be_asked.add(kind)
 
     def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
-        if "text_replacement_offsets" in made:
+        if _tells_places(made):
             return made["text_replacement_offsets"][0][0]["replacement"]
         # Some processors do not tell it, those of the omni models in transformers 5.17 and those that know no
         # replacements. The text is nothing else, but for the tokens that begin and end every text.
@@ -324,6 +337,19 @@ class ProcessorPlugin:
                 f"'{sound.name}' is {sound.seconds:.1f} s long; the model takes {heard / sound.rate:.1f} s",
                 way_out="Cut it into pieces or drop the row.",
             )
+
+
+def _tells_places(made: Mapping[str, Any]) -> bool:
+    """Whether a processor said what it wrote in the place of each placeholder."""
+    return "text_replacement_offsets" in made
+
+
+def _same(first: object, second: object) -> bool:
+    """Whether two things that a processor made hold the same numbers."""
+    if second is None:
+        return False
+    one, other = torch.as_tensor(first), torch.as_tensor(second)
+    return one.shape == other.shape and one.equal(other)
 
 
 def _pictures_seen_alone(processor: object) -> int | None:
