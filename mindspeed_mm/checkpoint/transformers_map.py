@@ -83,7 +83,7 @@ def inherit_rules(model_class: type[Any]) -> None:
 
     if not issubclass(model_class, PreTrainedModel) or _is_of_transformers(model_class):
         return
-    parent = next(filter(_is_of_transformers, model_class.__mro__), PreTrainedModel)
+    parent: Any = next(filter(_is_of_transformers, model_class.__mro__), PreTrainedModel)
     own_type, parents_type = (attribute_at(each, "config_class.model_type", "") for each in (model_class, parent))
     registered: Collection[str] = attribute_at(conversion_mapping, "USER_REGISTERED_MAPPINGS", ())  # not in 5.17
     is_base = parent.forward is nn.Module.forward  # its children share no module tree

@@ -475,8 +475,9 @@ class _Check:
                 way_out=_fitting(parameters, too_many),
             )
         if has_tokens:
-            name = self.config.arguments.data.dataloader_param.collate_param.model_name
-            self.result.notes += notes_on_keys(self.processor, self.dataset.plugin, name, given, parameters.keys())
+            collator = self.config.arguments.data.dataloader_param.collate_param.model_name
+            plugin, taken = self.dataset.plugin, parameters.keys()
+            self.result.notes += notes_on_keys(self.processor, plugin, collator, given, taken)
             self._forward_on_meta(given)
         elif not draws_samples(self.config.arguments):
             self._dropped_captions()

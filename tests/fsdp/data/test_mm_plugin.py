@@ -182,15 +182,20 @@ def test_what_a_processor_makes_of_the_whole_text_is_refused_or_left_to_the_plug
     assert made.tensors.keys() == names and all(torch.equal(made.tensors[name], own[name]) for name in names)
 
 
+class Questioned(ProcessorPlugin):
+    of_text = frozenset({"qformer_input_ids", "qformer_attention_mask"})
+
+
 def test_a_processor_that_puts_pictures_elsewhere_is_refused() -> None:
-    """BLIP-2's writes a picture's tokens in front of the text, and leaves the placeholder where it is."""
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    """InstructBLIP's writes a picture's tokens in front of the text, and leaves the placeholder where it is."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizers = [byte_tokenizer(special, None) for _ in range(2)]
     images = transformers.BlipImageProcessor(size={"height": 16, "width": 16})
-    processor = transformers.Blip2Processor(images, byte_tokenizer(special, None), num_query_tokens=4)
-    with pytest.raises(
-        ConfigError, match="Blip2Processor does not write the tokens of its image where the placeholder"
-    ):
+    processor = transformers.InstructBlipProcessor(images, *tokenizers, num_query_tokens=4)
+    with pytest.raises(ConfigError, match="qformer_attention_mask, qformer_input_ids of the whole text"):
         plugin_of(processor).encode_image(picture(40, 20))
+    with pytest.raises(ConfigError, match="does not write the tokens of its image where the placeholder stands"):
+        Questioned(processor, PreprocessParameters()).encode_image(picture(40, 20))
 
 
 def test_types_of_tokens_that_only_a_collator_can_make() -> None:
