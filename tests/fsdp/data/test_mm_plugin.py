@@ -198,6 +198,21 @@ def test_a_processor_that_puts_pictures_elsewhere_is_refused() -> None:
         Questioned(processor, PreprocessParameters()).encode_image(picture(40, 20))
 
 
+def test_a_refusal_names_the_plugin_only_where_nothing_was_taken_before() -> None:
+    """Florence-2's adds the placeholder itself, and then finds more of them than pictures."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    side = {"height": 16, "width": 16}
+    images = transformers.CLIPImageProcessor(size=side, crop_size=side)
+    processor = transformers.Florence2Processor(images, byte_tokenizer(special, None))
+    with pytest.raises(DataError, match="If all are refused, Florence2Processor needs a media plugin"):
+        plugin_of(processor).encode_image(picture(40, 20))
+    plugin = plugin_of(processor)
+    plugin._fit_to_be_asked.add("image")  # as after a picture that was taken
+    with pytest.raises(DataError) as refused:
+        plugin.encode_image(picture(40, 20))
+    assert refused.value.problems[0].way_out == "Drop the row."
+
+
 def test_types_of_tokens_that_only_a_collator_can_make() -> None:
     assert marks_left_to_collators(paligemma_processor()) == "token_type_ids"
     made_here = [build_processor(family) for family in ("gemma3", "qwen3_vl", "llava")]
