@@ -247,9 +247,7 @@ class ProcessorPlugin:
             way_out = "Drop the row."
             if kind not in self._fit_to_be_asked:
                 name = type(self._processor).__name__
-                way_out += (
-                    f" If every row is refused, {name} needs a media plugin: `register_mm_plugin` (docs/data.md, B)."
-                )
+                way_out += f" If all are refused, {name} needs a media plugin: `register_mm_plugin` (docs/data.md, B)."
             raise DataError(f"the processor refuses {what}: {error}", way_out=way_out) from error
         return self._features(kind, self._written(made).removeprefix(around[0]).removesuffix(around[1]), tensors)
 
