@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
     GptOssConfig,
     GptOssForCausalLM,
     LlavaConfig,
@@ -31,6 +35,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, inherit_rules, loading_steps, saving_steps
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.tasks.answer.generation import load_model
 from tests.helpers.megatron_models import save_tiny
 
 TEXT: dict[str, Any] = {
@@ -214,6 +219,26 @@ def test_a_plugins_class_is_stored_as_the_class_it_derives_from(
     lazy: dict[str, LazyTensor] = {key: Zeros(tuple(it.shape), it.dtype) for key, it in fresh.state_dict().items()}
     made = saving_steps(fresh, lazy, conversion_rules(fresh, legacy=False))
     check_used_once(made, fresh.state_dict(), load_file(folder / "model.safetensors"))
+
+
+def test_a_plugins_class_that_transformers_finds_by_its_model_type_is_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `mm infer` loads an exported folder, after the plugin was imported."""
+    for held in ("USER_REGISTERED_MAPPINGS", "_checkpoint_conversion_mapping_cache"):
+        monkeypatch.setattr(conversion_mapping, held, copy(getattr(conversion_mapping, held)))
+    for mapping in (CONFIG_MAPPING, AutoModelForImageTextToText._model_mapping):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    AutoConfig.register("named_llava", NamedLlavaConfig)
+    AutoModelForImageTextToText.register(NamedLlavaConfig, NamedLlava)
+    released = llava()
+    folder = saved(released, tmp_path / "released")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "named_llava", "architectures": ["NamedLlava"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_model(folder)
+    assert type(loaded) is NamedLlava
+    assert all(map(torch.equal, loaded.state_dict().values(), released.state_dict().values()))
 
 
 def test_a_base_class_gives_no_rules() -> None:
