@@ -71,9 +71,9 @@ def inherit_rules(model_class: type[Any]) -> None:
     """Let a class that derives from a model of transformers be stored as that model is.
 
     transformers gives its rules to its own classes only, and to what is registered with them
-    (`get_model_conversion_mapping` of 5.23): a plugin's class would not find the weights of a released folder whose
-    keys are those of an older module tree. The parent's rules are registered for the class, or for its model type,
-    wherever transformers keeps them for the parent. What is registered already stays.
+    (`get_model_conversion_mapping` of 5.17 to 5.23): a plugin's class would not find the weights of a released folder
+    whose keys are those of an older module tree. The parent's rules are registered for the class, or for its model
+    type, wherever transformers keeps them for the parent. What is registered already stays.
 
     Args:
         model_class: A class of models; one of transformers, or of another origin, is left alone.
@@ -85,9 +85,8 @@ def inherit_rules(model_class: type[Any]) -> None:
         return
     parent: Any = next(filter(_is_of_transformers, model_class.__mro__), PreTrainedModel)
     own_type, parents_type = (attribute_at(each, "config_class.model_type", "") for each in (model_class, parent))
-    registered: Collection[str] = attribute_at(conversion_mapping, "USER_REGISTERED_MAPPINGS", ())  # not in 5.17
     is_base = parent.forward is nn.Module.forward  # its children share no module tree
-    if is_base or model_class.__name__ in registered or own_type in registered:
+    if is_base or {model_class.__name__, own_type} & conversion_mapping.USER_REGISTERED_MAPPINGS:
         return
     if rules := conversion_mapping.get_checkpoint_conversion_mapping(parent.__name__):
         conversion_mapping.register_checkpoint_conversion_mapping(model_class.__name__, rules, overwrite=True)

@@ -198,15 +198,18 @@ def test_a_processor_that_puts_pictures_elsewhere_is_refused() -> None:
         Questioned(processor, PreprocessParameters()).encode_image(picture(40, 20))
 
 
+class Florence2Processor:
+    """Adds the placeholder itself, as Florence-2's, and then finds more of them than pictures."""
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        raise ValueError("found 2 <image> tokens and 1 image")
+
+
 def test_a_refusal_names_the_plugin_only_where_nothing_was_taken_before() -> None:
-    """Florence-2's adds the placeholder itself, and then finds more of them than pictures."""
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
-    side = {"height": 16, "width": 16}
-    images = transformers.CLIPImageProcessor(size=side, crop_size=side)
-    processor = transformers.Florence2Processor(images, byte_tokenizer(special, None))
+    plugin = plugin_of(build_processor("llava"))
+    plugin._processor = Florence2Processor()
     with pytest.raises(DataError, match="If all are refused, Florence2Processor needs a media plugin"):
-        plugin_of(processor).encode_image(picture(40, 20))
-    plugin = plugin_of(processor)
+        plugin.encode_image(picture(40, 20))
     plugin._fit_to_be_asked.add("image")  # as after a picture that was taken
     with pytest.raises(DataError) as refused:
         plugin.encode_image(picture(40, 20))
