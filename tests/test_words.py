@@ -153,6 +153,7 @@ def test_a_class_name_that_is_used_twice_is_found() -> None:
 LIBRARIES_SILENCED = {
     "cli/main.py",
     "fsdp/models/loading/local_shard.py",
+    "fsdp/tools/memory_model/simulation.py",
     "fsdp/utils/quiet.py",
     "tasks/launch/agent.py",
 }

@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     Concatenated,
     LazyTensor,
     Reordered,
+    Reshaped,
     Selected,
     Stacked,
     Transposed,
@@ -148,6 +149,24 @@ class Transpose(OpOnEach):
 
     def _inverse(self) -> Op:
         return self
+
+
+@dataclass(frozen=True)
+class Reshape(OpOnEach):
+    """The same numbers, row after row, in `shape`, such as a convolution over patches as a linear layer's matrix.
+    `back` is the shape before, which undoes it; one length of each may be -1."""
+
+    shape: tuple[int, ...]
+    back: tuple[int, ...]
+
+    def _changed(self, tensor: LazyTensor) -> LazyTensor:
+        try:
+            return Reshaped(tensor, self.shape)
+        except RuntimeError as error:
+            raise ValueError(f"a tensor of shape {tensor.shape} does not have the shape {self.shape}") from error
+
+    def _inverse(self) -> Op:
+        return Reshape(self.back, self.shape)
 
 
 @dataclass(frozen=True)

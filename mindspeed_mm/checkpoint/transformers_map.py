@@ -28,6 +28,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     consecutive,
 )
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +63,40 @@ def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[Wei
     classes' names."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # heavy
 
+    inherit_rules(type(model))
     return get_model_conversion_mapping(model, add_legacy=legacy)
+
+
+def inherit_rules(model_class: type[Any]) -> None:
+    """Let a class that derives from a model of transformers be stored as that model is.
+
+    transformers gives its rules to its own classes only, and to what is registered with them
+    (`get_model_conversion_mapping` of 5.17 to 5.23): a plugin's class would not find the weights of a released folder
+    whose keys are those of an older module tree. The parent's rules are registered for the class, or for its model
+    type, wherever transformers keeps them for the parent. What is registered already stays.
+
+    Args:
+        model_class: A class of models; one of transformers, or of another origin, is left alone.
+    """
+    from torch import nn
+    from transformers import PreTrainedModel, conversion_mapping  # heavy
+
+    if not issubclass(model_class, PreTrainedModel) or _is_of_transformers(model_class):
+        return
+    parent: Any = next(filter(_is_of_transformers, model_class.__mro__), PreTrainedModel)
+    own_type, parents_type = (attribute_at(each, "config_class.model_type", "") for each in (model_class, parent))
+    is_base = parent.forward is nn.Module.forward  # its children share no module tree
+    if is_base or {model_class.__name__, own_type} & conversion_mapping.USER_REGISTERED_MAPPINGS:
+        return
+    if rules := conversion_mapping.get_checkpoint_conversion_mapping(parent.__name__):
+        conversion_mapping.register_checkpoint_conversion_mapping(model_class.__name__, rules, overwrite=True)
+    elif rules := conversion_mapping.get_checkpoint_conversion_mapping(parents_type):
+        for name in {own_type, parents_type}:  # a folder's config.json may have either
+            conversion_mapping.register_checkpoint_conversion_mapping(name, rules, overwrite=True)
+
+
+def _is_of_transformers(model_class: type) -> bool:
+    return model_class.__module__.startswith("transformers.")
 
 
 def loading_steps(

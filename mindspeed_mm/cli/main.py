@@ -261,6 +261,12 @@ def _in_our_words(error: click.NoSuchOption, word: str) -> str:
 
 
 def _describe_bug(error: Exception) -> str:
+    plugins = sys.modules.get("mindspeed_mm.fsdp.utils.plugins")  # where none was imported, none failed
+    if plugins is not None and (place := plugins.place_in_plugin(error)):
+        return (
+            f"the plugin's code fails: {type(error).__name__}: {error} ({place})\n"
+            "Run the command again with --traceback to see how it was called."
+        )
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"this is a bug: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.key_ops import Concat, Reorder, Stack, Transpose
+from mindspeed_mm.checkpoint.key_ops import Concat, Reorder, Reshape, Stack, Transpose
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.core.errors import ModelFolderError
@@ -99,6 +99,29 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     state["blocks.0.experts.3.down.weight"] = torch.zeros(6, 4)
     with pytest.raises(ModelFolderError, match=r"cannot stack.*blocks|blocks.*cannot stack"):
         convert(MAP, state)
+
+
+PATCHES = KeyMap([KeyRule("{at*}.patch.weight", "{at*}.conv.weight", (Reshape((4, -1), (4, 3, 2, 2)),))])
+
+
+def test_a_convolution_over_patches_is_a_matrix_and_comes_back() -> None:
+    state = {"vision.patch.weight": torch.randn(4, 3, 2, 2)}
+    made = convert(PATCHES, state)
+    assert torch.equal(made["vision.conv.weight"], state["vision.patch.weight"].flatten(1))
+    back = convert(PATCHES.inverse, made)
+    assert torch.equal(back["vision.patch.weight"], state["vision.patch.weight"])
+    with pytest.raises(ModelFolderError, match=r"shape \(4, 9\) does not have the shape \(4, 3, 2, 2\)"):
+        PATCHES.inverse.steps(lazy({"vision.conv.weight": torch.zeros(4, 9)}))
+
+
+def test_neighbours_of_a_head_become_halves_as_the_guide_has_it() -> None:
+    """Llama's published weights rotate neighbours, transformers' the halves of a head."""
+    heads, width = 2, 6
+    order = [head * width + half * width // 2 + pair for head in range(heads) for pair in range(3) for half in (0, 1)]
+    rows = torch.arange(heads * width * 2.0).view(-1, 2)
+    published = rows.view(heads, 3, 2, 2).transpose(1, 2).reshape(-1, 2)  # as transformers' script converts it
+    key_map = KeyMap([KeyRule("{at*}.q_proj.weight", "{at*}.wq.weight", (Reorder(0, tuple(order)),))])
+    assert torch.equal(convert(key_map.inverse, {"l.0.wq.weight": rows})["l.0.q_proj.weight"], published)
 
 
 def test_ledger_finds_each_kind_of_mistake() -> None:

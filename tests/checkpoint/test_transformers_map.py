@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,30 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
     GptOssConfig,
     GptOssForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaPreTrainedModel,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    conversion_mapping,
 )
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mindspeed_mm.checkpoint.keymap import check_used_once
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
+from mindspeed_mm.checkpoint.transformers_map import conversion_rules, inherit_rules, loading_steps, saving_steps
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.tasks.answer.generation import load_model
 from tests.helpers.megatron_models import save_tiny
 
 TEXT: dict[str, Any] = {
@@ -170,3 +178,70 @@ def test_a_model_that_was_not_loaded_is_written_as_transformers_writes_it(name: 
     shapes = {key: tuple(tensor.shape) for key, tensor in written.items()}
     assert {key: tensor.shape for key, tensor in outline.hub_tensors(own, tmp_path).items()} == shapes
     assert outline.hub_shapes() == shapes
+
+
+class OwnLlava(LlavaForConditionalGeneration):
+    """As a plugin derives one."""
+
+
+class NamedLlavaConfig(LlavaConfig):
+    model_type = "named_llava"
+
+
+class NamedLlava(LlavaForConditionalGeneration):
+    """As a plugin derives one whose exported folders transformers is to find by a model type of its own."""
+
+    config_class = NamedLlavaConfig
+
+
+class BareLlava(LlavaPreTrainedModel):
+    """Derived from what LLaVA's models share: its module tree is its own."""
+
+
+@pytest.mark.parametrize("own", [OwnLlava, NamedLlava])
+def test_a_plugins_class_is_stored_as_the_class_it_derives_from(
+    own: type[PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for held in ("USER_REGISTERED_MAPPINGS", "_checkpoint_conversion_mapping_cache"):
+        monkeypatch.setattr(conversion_mapping, held, copy(getattr(conversion_mapping, held)))
+    released = llava()
+    folder = saved(released, tmp_path / "released")
+    assert "language_model.lm_head.weight" in load_file(folder / "model.safetensors")  # not a module's name today
+    inherit_rules(own)
+    config = own.config_class.from_pretrained(folder)
+    loaded, report = own.from_pretrained(folder, config=config, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(map(torch.equal, loaded.state_dict().values(), released.state_dict().values()))
+    with open_weights(folder) as stored:
+        steps = loading_steps(loaded, stored, set(loaded.state_dict()), conversion_rules(loaded))
+        check_used_once(steps, stored, loaded.state_dict())
+    fresh = own(config)
+    lazy: dict[str, LazyTensor] = {key: Zeros(tuple(it.shape), it.dtype) for key, it in fresh.state_dict().items()}
+    made = saving_steps(fresh, lazy, conversion_rules(fresh, legacy=False))
+    check_used_once(made, fresh.state_dict(), load_file(folder / "model.safetensors"))
+
+
+def test_a_plugins_class_that_transformers_finds_by_its_model_type_is_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `mm infer` loads an exported folder, after the plugin was imported."""
+    for held in ("USER_REGISTERED_MAPPINGS", "_checkpoint_conversion_mapping_cache"):
+        monkeypatch.setattr(conversion_mapping, held, copy(getattr(conversion_mapping, held)))
+    for mapping in (CONFIG_MAPPING, AutoModelForImageTextToText._model_mapping):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    AutoConfig.register("named_llava", NamedLlavaConfig)
+    AutoModelForImageTextToText.register(NamedLlavaConfig, NamedLlava)
+    released = llava()
+    folder = saved(released, tmp_path / "released")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "named_llava", "architectures": ["NamedLlava"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_model(folder)
+    assert type(loaded) is NamedLlava
+    assert all(map(torch.equal, loaded.state_dict().values(), released.state_dict().values()))
+
+
+def test_a_base_class_gives_no_rules() -> None:
+    registered = set(conversion_mapping.USER_REGISTERED_MAPPINGS)
+    inherit_rules(BareLlava)
+    assert registered == conversion_mapping.USER_REGISTERED_MAPPINGS

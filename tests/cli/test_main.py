@@ -26,6 +26,7 @@ from mindspeed_mm.core.errors import (
     UsageError,
 )
 from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.utils import plugins
 
 
 @pytest.fixture
@@ -97,6 +98,21 @@ def test_an_error_nobody_foresaw_is_a_bug_and_says_where(verb: Any, capsys: pyte
     text = capsys.readouterr().err
     assert re.match(r"this is a bug: ValueError: odd \(.*test_main\.py:\d+\)\n", text)
     assert "Traceback" not in text
+
+
+def test_an_error_in_a_plugin_is_no_bug_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd_plugin.py").write_text("def fail(rows):\n    return rows[0]\n")
+    monkeypatch.setattr(plugins, "_OUTSIDE", set())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plugins.import_plugin(["odd_plugin.py"])
+    fail = sys.modules["odd_plugin"].fail
+    assert main.guarded(lambda: fail([])) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("the plugin's code fails: IndexError: list index out of range (")
+    assert f"{tmp_path / 'odd_plugin.py'}:2" in told and "bug" not in told
 
 
 @pytest.mark.parametrize("words", [["train", "--traceback"], ["--traceback", "train"]])

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from mindspeed_mm.cli.check import command
 from mindspeed_mm.fsdp.utils import device
+from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -84,3 +85,35 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _, _, *words in lines:
         result = CliRunner().invoke(command, words)
         assert result.exit_code == 0 and "predicted" in result.output, result.output
+
+
+MISFIT = """\
+from transformers import Qwen3VLForConditionalGeneration
+
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("misfit")
+class Misfit(Qwen3VLForConditionalGeneration):
+    def forward(self, input_ids=None, **inputs):
+        made = super().forward(input_ids=input_ids, **inputs)
+        made.logits = made.logits + made.logits[:, :3]  # line 10
+        return made
+"""
+
+
+def test_a_forward_that_does_not_take_the_shapes_of_the_batch_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_register, "_entries", dict(model_register._entries))
+    monkeypatch.setattr(model_register, "_config_keys", dict(model_register._config_keys))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yaml = make_tiny_run(tmp_path)
+    (tmp_path / "misfitting.py").write_text(MISFIT)
+    assert not check.run(yaml).warnings
+    result = check.run(yaml, ["training.plugin=[misfitting.py]", "model.model_id=misfit"])
+    (warning,) = result.warnings
+    assert warning.startswith("the model's code fails on the first batch, as training may: ")
+    assert "(misfitting.py:10)" in warning
+    assert not [record for record in caplog.records if record.name.startswith("torch")]

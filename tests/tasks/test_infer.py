@@ -20,10 +20,10 @@ from PIL import Image
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
+from mindspeed_mm.fsdp.data.data_utils import data_collator
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
-from mindspeed_mm.fsdp.sampling.answers import asking
 from mindspeed_mm.fsdp.sampling.answers.choosing import Sampling
 from mindspeed_mm.fsdp.sampling.answers.generator import Generator
 from mindspeed_mm.fsdp.sampling.answers.live import Answer, LiveAnswer
@@ -99,7 +99,9 @@ def test_batched_answers_are_those_of_plain_transformers(
     def padded_right(questions: Any, fills: Any) -> Any:
         return padded_rows(questions, fills, 1)
 
-    monkeypatch.setattr(asking, "left_padded_rows", padded_right)  # the planted fault: the comparison must see it
+    monkeypatch.setattr(
+        data_collator, "left_padded_rows", padded_right
+    )  # the planted fault: the comparison must see it
     assert {k: a.token_ids for k, a in answers_of(generator, rows, 7).items()} != expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from mindspeed_mm.checkpoint.keymap import (
     natural_order,
 )
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
-from mindspeed_mm.checkpoint.transformers_map import go_back_as, loading_steps, saving_steps
+from mindspeed_mm.checkpoint.transformers_map import conversion_rules, go_back_as, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, open_base
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
@@ -205,7 +205,7 @@ def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[R
 
     if isinstance(model, PreTrainedModel):
         outline = _unsharded_outline(model)
-        return saving_steps(outline, tensors, _saving_rules(outline))
+        return saving_steps(outline, tensors, conversion_rules(outline, legacy=False))
     key_map = setting_of(model, KeyMap, "key_map")
     if key_map is not None:
         return key_map.inverse.steps(tensors)
@@ -222,10 +222,3 @@ def _unsharded_outline(model: PreTrainedModel) -> PreTrainedModel:
         outline = first_class(model.config)
     go_back_as(outline, model)
     return outline
-
-
-def _saving_rules(model: PreTrainedModel) -> list[Any]:
-    """transformers' rules for a model that was made from scratch: none that lead to outdated names."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # heavy
-
-    return get_model_conversion_mapping(model, add_legacy=False)

@@ -27,6 +27,10 @@ _NO_PARTS = frozenset({"__init__", "__main__", "setup", "conftest"})
 """Files of a package that are run by tools, not imported."""
 
 
+_OUTSIDE: set[Path] = set()
+"""Files and folders of the plugins that were imported, the suite's own left out."""
+
+
 def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
     """Import what `training.plugin` names, so that its registrations run.
 
@@ -50,6 +54,8 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
     for plugin in plugins:
         name = plugin_module(plugin)
         package = _import_from(Path(plugin.strip()), name, plugin, key)
+        if package is not None and not is_of_suite(name):
+            _OUTSIDE.update(Path(place) for place in (*getattr(package, "__path__", ()), package.__file__) if place)
         for path in _modules(package):
             _import(f"{name}.{path.stem}", plugin, key, path)
 
@@ -116,6 +122,23 @@ def place_of_error(error: BaseException) -> str:
     plugin = Path(frames[0].filename).parent
     last = [frame for frame in frames if Path(frame.filename).is_relative_to(plugin)][-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def place_in_plugin(error: BaseException) -> str:
+    """`file.py:12`: the last line of a plugin's files that an exception went through; empty when it met none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if any(Path(frame.filename).is_relative_to(place) for place in _OUTSIDE):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def place_within(owner: type, error: BaseException) -> str:
+    """`file.py:12`: the last line that an exception went through of the files of a class and of those it derives from,
+    torch's left out; its very last line where it met none of them."""
+    classes = [each for each in owner.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
+    frames, files = traceback.extract_tb(error.__traceback__), set(map(inspect.getfile, classes))
+    last = next((frame for frame in reversed(frames) if frame.filename in files), frames[-1])
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def plugin_hashes(plugins: Iterable[str]) -> dict[str, str]:

@@ -448,10 +448,10 @@ class _Check:
 
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
-        from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import marks_left_to_collators
         from mindspeed_mm.fsdp.loss.objectives import is_models_own
         from mindspeed_mm.fsdp.models.forward_arguments import COLLATOR_KEY
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
+        from mindspeed_mm.tasks.check.batch_notes import notes_on_keys
 
         model = self.outline.model
         self._collect([partial(check_processor, model, self.processor)])
@@ -475,12 +475,9 @@ class _Check:
                 way_out=_fitting(parameters, too_many),
             )
         if has_tokens:
-            marks = marks_left_to_collators(self.processor)
-            if marks in parameters.keys() - given:
-                self.result.notes.append(
-                    f"the batch has no {marks}, which {type(self.processor).__name__} gives and the model's forward "
-                    "takes: attention may differ from the released model's; a collator can add them (docs/data.md, B)"
-                )
+            collator = self.config.arguments.data.dataloader_param.collate_param.model_name
+            plugin, taken = self.dataset.plugin, parameters.keys()
+            self.result.notes += notes_on_keys(self.processor, plugin, collator, given, taken)
             self._forward_on_meta(given)
         elif not draws_samples(self.config.arguments):
             self._dropped_captions()

@@ -41,6 +41,11 @@ def predict(
     device, total = get_device_type(), memory_total_bytes()
     ranks = nproc if device == "cpu" else 1  # ranks on a CPU share its memory
     warnings = []
+    if prediction.misfit:
+        warnings.append(
+            f"the model's code fails on the first batch, as training may: {prediction.misfit}. Compare the shapes "
+            "of `mm data preview` with those that the model's own processor makes"
+        )
     if prediction.peak * ranks > total:
         needed = f"{in_units(prediction.peak)} a rank" + (f" × {ranks} ranks" if ranks > 1 else "")
         has = "this host" if device == "cpu" else f"the device ({device})"

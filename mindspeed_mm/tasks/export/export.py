@@ -17,6 +17,9 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.loading import DcpTensors, Weights
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import plugin_module
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export.contents import ContentKind, ExportContents, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card
@@ -92,6 +95,21 @@ def run(request: ExportRequest) -> Exported:
         return _write(contents, found, reader.weights, target, overwrite=overwrite)
 
 
+def notes_on_media(arguments: Arguments | None) -> tuple[str, ...]:
+    """What a person has to do so that an exported model sees media as the plugins of its run prepared them."""
+    notes = []
+    for plugin in arguments.training.plugin if arguments is not None else ():
+        name = plugin_module(plugin)
+        for entry in MM_PLUGINS.loaded().values():
+            if entry.__module__ == name or entry.__module__.startswith(f"{name}."):
+                notes.append(
+                    f"its media are prepared by {entry.__name__} of the plugin {plugin}, which the folder does not "
+                    f"hold: name it with --plugin {plugin} of mm infer, or give mm infer and mm evaluate the run's "
+                    "YAML (--config)"
+                )
+    return tuple(notes)
+
+
 def _write(
     contents: ExportContents, found: ExportSource, weights: Weights, target: Path, *, overwrite: bool
 ) -> Exported:
@@ -111,7 +129,7 @@ def _write(
         checkpoint.iteration,
         contents.tensors,
         contents.size_bytes,
-        checkpoint.notes + contents.notes,
+        checkpoint.notes + contents.notes + notes_on_media(found.arguments),
         weights,
         contents.kind,
         found.why,

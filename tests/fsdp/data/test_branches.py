@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import DATA_COLLATOR
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
 from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.data import preview, stats
+from mindspeed_mm.tasks.data.opening import open_data
+from mindspeed_mm.tasks.export.export import notes_on_media
 from mindspeed_mm.tasks.requests.data import DataPreviewRequest, DataStatsRequest
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -102,6 +105,14 @@ def test_b_lengths_are_known_from_headers() -> None:
     )
 
 
+def test_b_an_export_names_the_plugin_that_its_folder_lacks() -> None:
+    """Without it, `mm infer` would show the exported model pictures that no one padded."""
+    words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
+    (note,) = notes_on_media(load_with_plugins(Path("run.yaml"), words).arguments)
+    assert note.startswith("its media are prepared by SquarePictures of the plugin my_plugins/square_pictures.py")
+    assert notes_on_media(load_with_plugins(Path("run.yaml"), C_WORDS).arguments) == () == notes_on_media(None)
+
+
 @pytest.mark.slow
 def test_b_trains(folder: Path) -> None:
     words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
@@ -142,3 +153,41 @@ def test_c_trains_and_validates(folder: Path) -> None:
 def test_a_wrong_key_of_a_plugin_is_an_error() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'numbers'"):
         preview_of(*C_WORDS, "data.dataset_param.number=7")
+
+
+MARKS = """
+from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
+from mindspeed_mm.fsdp.utils.register import data_register
+
+
+@data_register.register("marks")
+class Marks(Qwen2VLDataset):
+    def conversation(self, index):
+        row = super().conversation(index)
+        question = "<image>" * len(row["shots"]) + "How many marks?"
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": str(len(row["marks"]))}]  # line 11
+        return {"conversations": turns, "images": row["shots"]}
+"""
+
+
+def test_c_rows_of_another_layout(folder: Path) -> None:
+    """A row that the subclass cannot turn into a conversation is a bad row: named, with the line of the plugin."""
+    (folder / "my_plugins" / "marks_dataset.py").write_text(MARKS)
+    shots = ["images/0_0.png", "images/2_0.png"]
+    rows = [{"shots": shots, "marks": [1, 2, 3]}, {"shots": shots[:1], "marks": []}]
+    (folder / "marks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "training.plugin=[my_plugins/marks_dataset.py]",
+        "data.dataset_param.dataset_type=marks",
+        f"{BASIC}.dataset=marks.jsonl",
+    ]
+    first, second = preview_of(*words)["shown"]
+    assert (trained(first), trained(second)) == (["3<|im_end|>"], ["0<|im_end|>"])
+    assert [len(row["media"]) for row in (first, second)] == [2, 1]
+    rows[1].pop("marks")
+    (folder / "marks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = r"marks\.jsonl:2 .*Marks\.conversation fails: KeyError: 'marks'.*marks_dataset\.py:11"
+    dataset = open_data(Path("run.yaml"), words).dataset
+    with pytest.raises(DataError, match=told):
+        dataset[1]
+    assert dataset.row_notes() == []  # the log of a start, which looks at the first rows

@@ -159,6 +159,63 @@ def test_what_a_processor_makes_of_its_placeholder_alone_stays_out_of_the_batch(
     assert made.tensors.keys() == {"pixel_values"}
 
 
+def mllama_processor() -> Any:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<|image|>"}
+    images = transformers.MllamaImageProcessor(size={"height": 16, "width": 16}, max_image_tiles=4)
+    return transformers.MllamaProcessor(images, byte_tokenizer(special, None))
+
+
+class MllamaPictures(ProcessorPlugin):
+    of_text = frozenset({"cross_attention_mask"})
+
+
+def test_what_a_processor_makes_of_the_whole_text_is_refused_or_left_to_the_plugin() -> None:
+    """Llama 3.2 Vision's gives a mask over words and pictures, and begins every text with a mark."""
+    processor, image = mllama_processor(), picture(40, 20)
+    own = processor(text="<|image|>", images=[[image]], return_tensors="pt")
+    assert processor.tokenizer.bos_token_id in own["input_ids"] and "cross_attention_mask" in own
+    with pytest.raises(ConfigError, match=r"MllamaProcessor makes cross_attention_mask of the whole text.*`of_text`"):
+        plugin_of(processor).encode_image(image)
+    made = MllamaPictures(processor, PreprocessParameters()).encode_image(image)
+    assert made.token_ids.tolist() == [processor.image_token_id] and made.text is None
+    names = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}
+    assert made.tensors.keys() == names and all(torch.equal(made.tensors[name], own[name]) for name in names)
+
+
+class Questioned(ProcessorPlugin):
+    of_text = frozenset({"qformer_input_ids", "qformer_attention_mask"})
+
+
+def test_a_processor_that_puts_pictures_elsewhere_is_refused() -> None:
+    """InstructBLIP's writes a picture's tokens in front of the text, and leaves the placeholder where it is."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizers = [byte_tokenizer(special, None) for _ in range(2)]
+    images = transformers.BlipImageProcessor(size={"height": 16, "width": 16})
+    processor = transformers.InstructBlipProcessor(images, *tokenizers, num_query_tokens=4)
+    with pytest.raises(ConfigError, match="qformer_attention_mask, qformer_input_ids of the whole text"):
+        plugin_of(processor).encode_image(picture(40, 20))
+    with pytest.raises(ConfigError, match="does not write the tokens of its image where the placeholder stands"):
+        Questioned(processor, PreprocessParameters()).encode_image(picture(40, 20))
+
+
+class Florence2Processor:
+    """Adds the placeholder itself, as Florence-2's, and then finds more of them than pictures."""
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        raise ValueError("found 2 <image> tokens and 1 image")
+
+
+def test_a_refusal_names_the_plugin_only_where_nothing_was_taken_before() -> None:
+    plugin = plugin_of(build_processor("llava"))
+    plugin._processor = Florence2Processor()
+    with pytest.raises(DataError, match="If all are refused, Florence2Processor needs a media plugin"):
+        plugin.encode_image(picture(40, 20))
+    plugin._fit_to_be_asked.add("image")  # as after a picture that was taken
+    with pytest.raises(DataError) as refused:
+        plugin.encode_image(picture(40, 20))
+    assert refused.value.problems[0].way_out == "Drop the row."
+
+
 def test_types_of_tokens_that_only_a_collator_can_make() -> None:
     assert marks_left_to_collators(paligemma_processor()) == "token_type_ids"
     made_here = [build_processor(family) for family in ("gemma3", "qwen3_vl", "llava")]

@@ -283,3 +283,15 @@ def test_plugin_of_a_transformers_class(copied: Callable[[str], Path]) -> None:
     args = arguments(folder, model_id="own")
     model = ModelHub.build(args)
     assert type(model) is OwnQwen and load(model, args).tensors == 25
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_key_map_that_loading_would_pass_over_is_refused(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnQwen, "key_map", KeyMap([]), raising=False)
+    folder = copied("text")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own_qwen"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"OwnQwen derives from .* no key_map.*register_checkpoint_conversion"):
+        ModelHub.build(arguments(folder, model_id="own"))

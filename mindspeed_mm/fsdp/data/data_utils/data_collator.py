@@ -10,15 +10,16 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from mindspeed_mm.core.batch import IGNORED_LABEL, Batch, check_batch
+from mindspeed_mm.core.batch import BATCH_KEYS, IGNORED_LABEL, Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, MediaPlugin, complete_of
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
@@ -85,6 +86,11 @@ def _register_generic(*names: str, packs: bool = False) -> Callable[[CollatorCla
         return collator
 
     return add
+
+
+def keys_beside(name: str | None) -> frozenset[str]:
+    """The batch keys that a registered collator adds to the documented ones; none of those of the suite."""
+    return _TRAITS.get(name or "", _Traits()).extra_keys - BATCH_KEYS.keys()
 
 
 def build_collator(
@@ -181,8 +187,9 @@ class GenericCollator:
                 positions.append(self._positions(document["input_ids"], own | document))
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | _names(samples)
-        check_batch(batch, of_processor)
-        return batch
+        of_rows = completed_by_plugin(batch, self._plugin, [sample.get("media") or [] for sample in samples])
+        check_batch(of_rows, of_processor | (of_rows.keys() - batch.keys()))
+        return of_rows
 
     def _documents(self, samples: Sequence[EncodedSample]) -> list[dict[str, np.ndarray]]:
         """The arrays of each sample along its tokens (L,), under the names of batch keys."""
@@ -235,6 +242,39 @@ def padded_rows(
     if "attention_mask" not in fills:  # else padding has 0 already
         batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     return batch
+
+
+def left_padded_questions(
+    questions: Sequence[tuple[np.ndarray, Sequence[MediaFeatures]]], plugin: MediaPlugin, pad_id: int
+) -> dict[str, torch.Tensor]:
+    """Rows that the model is to go on with, without the tensors of their media: `left_padded_rows` of their tokens and
+    the plugin's marks.
+
+    Args:
+        questions: Of each row its tokens (L,) and its media, in order.
+        plugin: The media plugin that encoded them.
+        pad_id: The token that pads.
+    """
+    rows = [{"input_ids": ids, **plugin.token_marks(ids)} for ids, _ in questions]
+    return left_padded_rows(rows, dict.fromkeys(rows[0], 0.0) | {"input_ids": pad_id})
+
+
+def with_media(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequence[MediaFeatures]]) -> Batch:
+    """A batch with the tensors of its media, and with what the plugin makes of rows and media together.
+
+    Args:
+        batch: Rows of tokens, padded on either side.
+        plugin: The media plugin that encoded the media.
+        media_of_rows: Each row's media, in order.
+    """
+    media = list(chain.from_iterable(media_of_rows))
+    return completed_by_plugin(batch | plugin.collate(media) if media else batch, plugin, media_of_rows)
+
+
+def completed_by_plugin(batch: Batch, plugin: MediaPlugin, media_of_rows: Sequence[Sequence[MediaFeatures]]) -> Batch:
+    """A batch with what the plugin's `complete` makes, if it has one. Arguments as of `with_media`."""
+    complete = complete_of(plugin)
+    return batch if complete is None else {**batch, **complete(batch, media_of_rows)}
 
 
 def left_padded_rows(rows: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float]) -> dict[str, torch.Tensor]:
@@ -300,7 +340,7 @@ def with_media_once(collate: Collator, plugin: MediaPlugin, samples: Sequence[An
     """
     first = samples[: len(samples) // copies]
     media = _media_of(first)
-    if copies == 1 or not media:
+    if copies == 1 or not media or complete_of(plugin) is not None:  # it needs each row's media with the row
         return collate(samples)
     others: list[Any] = [{**sample, "media": []} for sample in samples[len(first) :]]
     batch = collate([*first, *others])

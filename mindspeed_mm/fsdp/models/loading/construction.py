@@ -70,6 +70,13 @@ def _has_config(model_args: ModelArguments) -> bool:
 
 
 def _check_fits(model_class: type, config: PreTrainedConfig, model_args: ModelArguments) -> None:
+    if is_transformers(model_class) and attribute_at(model_class, "key_map") is not None:
+        raise ConfigError(
+            f"{model_class.__name__} derives from a model of transformers, whose loading reads no key_map",
+            key="model.model_id",
+            way_out="Register its renamings with transformers (`register_checkpoint_conversion_mapping` of "
+            "transformers.conversion_mapping, by the name of the class), or derive from BaseModel.",
+        )
     expected = attribute_at(model_class, "config_class")
     if expected is not None and not isinstance(config, expected):
         raise ConfigError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 
 from mindspeed_mm.checkpoint.dequantized import read_quantization
+from mindspeed_mm.checkpoint.transformers_map import inherit_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
@@ -147,6 +148,7 @@ def native_class(config: PreTrainedConfig, folder: Path, *, trust_remote_code: b
     for name in _AUTO_CLASSES:
         known: Mapping[type, type] = attribute_at(transformers, f"{name}._model_mapping", {})
         if type(config) in known:
+            inherit_rules(known[type(config)])  # `from_pretrained` looks for them
             return known[type(config)]
     of_folder = _class_of_folder(config, folder) if trust_remote_code else None
     if of_folder is not None:

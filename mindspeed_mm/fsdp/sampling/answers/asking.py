@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError, told_as
 from mindspeed_mm.core.whole_text import check_whole_characters
-from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
+from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_questions, with_media
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder, build_tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin, filled_boxes
@@ -144,18 +144,10 @@ class QuestionEncoder:
 
     def collate(self, questions: Sequence[EncodedQuestion]) -> dict[str, Any]:
         """What the model takes: rows padded on the left, the media of all of them."""
-        rows, media = [], []
-        for question in questions:
-            marks = self._plugin.token_marks(question.input_ids)
-            rows.append({"input_ids": question.input_ids, **marks})
-            media += question.media
-        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self.tokenizer.pad_token_id}
-        batch: dict[str, Any] = left_padded_rows(rows, fills)
+        batch: dict[str, Any] = left_padded_questions(questions, self._plugin, self.tokenizer.pad_token_id)
         if is_whisper(self.processor):
             batch = self._transcript_starts(batch, [len(question.media) for question in questions])
-        if media:
-            batch |= self._plugin.collate(media)
-        return batch
+        return with_media(batch, self._plugin, [question.media for question in questions])
 
     def _transcript_starts(self, texts: dict[str, Any], sounds: Sequence[int]) -> dict[str, Any]:
         """What the decoder of a speech recogniser goes on from; nothing where it is to find out the language itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,13 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     step_bytes,
     trained_of,
 )
+from mindspeed_mm.fsdp.utils.plugins import place_within
 
+_ABOUT_SHAPES = re.compile(
+    r"size of tensor|\bbroadcast|cannot be multiplied|must match (the )?(size|existing)|is invalid for input of size"
+    r"|[Ss]izes of tensors must match|shape mismatch|[Ee]xpected (input|size|tensor)"
+)
+"""What torch says of tensors that do not fit (torch 2.11 to 2.13)."""
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """Model and batch → the sum that is minimised."""
 
@@ -85,6 +92,8 @@ class MemoryPrediction:
     reference: int = 0
     """Of the frozen model that the trained one is compared with, what lies on the device. It adds to the peak, for it
     stays from step to step, and to `resident`."""
+    misfit: str = ""
+    """What the model's code said of tensors whose shapes do not fit one another, and where; empty where they do."""
 
     @property
     def peak(self) -> int:
@@ -187,8 +196,8 @@ def predict_memory(
     try:
         with as_computed_on(device_type):
             simulated.run(batch, loss, media)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
-        simulated.approximate(batch)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # it looks at what is not there
+        simulated.approximate(batch, error)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
     return max(predictions, key=lambda prediction: prediction.peak)
 
@@ -224,6 +233,7 @@ class _Step:
         device_type: str,
     ) -> None:
         self.approximations: list[str] = []
+        self.misfit = ""
         self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host = device_type == "cpu"
         self._ranks = [_SimulatedRank(of_rank) for of_rank in units]
@@ -427,9 +437,11 @@ class _Step:
             dtype = self._compute
         return self._simulation.fake_batch(batch, dtype)
 
-    def approximate(self, batch: Batch) -> None:
-        """Instead of `run`: what linear layers keep, and all gradients."""
+    def approximate(self, batch: Batch, error: Exception) -> None:
+        """Instead of `run`, which ended in this error: what linear layers keep, and all gradients."""
         self.approximations.append(NOTE)
+        if _ABOUT_SHAPES.search(str(error)):
+            self.misfit = f"{' '.join(str(error).split())} ({place_within(type(self._model), error)})"
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
         for rank in self._ranks:
             rank.ledger, rank.kept = MemoryLedger(), kept
@@ -467,6 +479,7 @@ class _Step:
             on_device,
             on_device + ledger.resident(),
             tuple(self.approximations),
+            misfit=self.misfit,
         )
 
 

@@ -8,6 +8,7 @@ Models whose code cannot run without numbers have their activations counted the 
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, BATCH, RECO
 
 _REAL_NUMEL = 1 << 20
 """What is larger is never computed for real."""
+_TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _DEVICE = torch.ops.prim.device.default
 
 Values = tuple[Any, ...]
@@ -55,11 +57,13 @@ class Simulation(TorchDispatchMode):
 
     def __enter__(self) -> Simulation:
         super().__enter__()
+        _TORCHS_LOG.disabled = True  # it prints the traceback of every shape that does not fit
         torch.Tensor.as_subclass = _as_subclass  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
         del torch.Tensor.as_subclass  # the one that it inherits
+        _TORCHS_LOG.disabled = False
         super().__exit__(*error)
 
     def __torch_dispatch__(

@@ -13,7 +13,12 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, left_padded_rows, with_media_once
+from mindspeed_mm.fsdp.data.data_utils.data_collator import (
+    Collator,
+    left_padded_questions,
+    with_media,
+    with_media_once,
+)
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPrompt, EncodedSample
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import resident
@@ -115,15 +120,9 @@ class TextRollouts:
 
     def _collate_prompts(self, prompts: Sequence[EncodedPrompt]) -> Batch:
         """Padded on the left, so that answers begin together."""
-        plugin = self._dataset.plugin
-        rows: list[dict[str, Any]] = []
-        media: list[Any] = []
-        for prompt in prompts:
-            rows.append({"input_ids": prompt["input_ids"], **plugin.token_marks(prompt["input_ids"])})
-            media += prompt["media"]
-        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self._tokenizer.pad_token_id}
-        batch: Batch = left_padded_rows(rows, fills)
-        return batch | plugin.collate(media) if media else batch
+        plugin, questions = self._dataset.plugin, [(prompt["input_ids"], prompt["media"]) for prompt in prompts]
+        batch: Batch = left_padded_questions(questions, plugin, self._tokenizer.pad_token_id)
+        return with_media(batch, plugin, [media for _, media in questions])
 
     # --- judging ------------------------------------------------------------------------------------------------------
 

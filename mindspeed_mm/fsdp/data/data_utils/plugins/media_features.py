@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import VideoClip
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
+from mindspeed_mm.fsdp.utils.model_parts import attribute_at
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.settings import setting_of
 
@@ -57,8 +58,8 @@ class ItemSize(NamedTuple):
 class MediaPlugin(Protocol):
     """Encodes the media of one kind of processor.
 
-    It may also have `frame_sizes`, a `FrameSizes` that says how large frames are kept while a video is decoded, and
-    `hears_videos`, whether videos are loaded with their sound.
+    It may also have `frame_sizes`, a `FrameSizes` that says how large frames are kept while a video is decoded,
+    `hears_videos`, whether videos are loaded with their sound, and `complete` (`CompleteBatch`).
     """
 
     placeholders: Mapping[str, Placeholder]
@@ -85,6 +86,29 @@ class MediaPlugin(Protocol):
 
     def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Further inputs of the model with one number a token, of one sample (L,): `mm_token_type_ids` or the like."""
+
+
+class CompleteBatch(Protocol):
+    """The method `complete` of a media plugin whose model takes its media row by row, or a mask that says which tokens
+    see which picture."""
+
+    def __call__(self, batch: Mapping[str, Any], media_of_rows: Sequence[Sequence[MediaFeatures]]) -> dict[str, Any]:
+        """Return keys to add to a batch, or to replace, once its rows are padded and its media joined.
+
+        It is called for the batches of training and for the questions of inference, evaluation and rollouts alike.
+
+        Args:
+            batch: `input_ids` and `attention_mask` (B, L), padded on the right in training and on the left before an
+                answer, and what `collate` returned. Labels exist in training only. Of a packed row B is 1, and
+                `cu_seq_lens_q` has its borders.
+            media_of_rows: The media of each sample, in order.
+        """
+
+
+def complete_of(plugin: object) -> CompleteBatch | None:
+    """The method `complete` of a media plugin; None where it has none."""
+    complete: CompleteBatch | None = attribute_at(plugin, "complete")
+    return complete
 
 
 def no_such_media(kind: str) -> DataError:

@@ -6,15 +6,16 @@ itself what replaces it. So a new model whose processor is of this kind needs no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.core.batch import Batch, first_of
+from mindspeed_mm.core.batch import BATCH_KEYS, Batch, first_of
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
@@ -71,8 +72,14 @@ class ProcessorPlugin:
     frame_sizes: FrameSizes | None = None
     """How large frames are kept; None: within the pixel limits of the configuration."""
 
+    of_text: frozenset[str] = frozenset()
+    """What the processor makes of whole texts, such as a mask that says which tokens see which picture: a subclass
+    makes these of whole rows, in `complete` (`CompleteBatch`)."""
+
     def __init__(self, processor: Processor, preprocess: PreprocessParameters) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
+        self._borders = {setting_of(self._tokenizer, int, f"{name}_token_id") for name in ("bos", "eos", "cls", "sep")}
+        self._fit_to_be_asked = set[MediaKind]()
         self._preprocess, self._within = preprocess, dict[tuple[tuple[str, int], ...], ProcessorPlugin]()
         self._of_many: ProcessorPlugin | None = None
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
@@ -223,26 +230,72 @@ class ProcessorPlugin:
         """Call the processor with one item and its placeholder."""
         if kind not in self.placeholders:
             raise no_such_media(kind)
+        ask = partial(
+            self._processor,
+            return_text_replacement_offsets=True,
+            return_tensors="pt",
+            **{_ARGUMENTS[kind]: [item]},
+            **inputs,
+        )
+        text = self.placeholders[kind].text.join(around)
         try:
-            made = self._processor(
-                text=[self.placeholders[kind].text.join(around)],
-                return_text_replacement_offsets=True,
-                return_tensors="pt",
-                **{_ARGUMENTS[kind]: [item]},
-                **inputs,
-            )
+            made = ask(text=[text])
+            tensors = {name: made[name] for name in made if name not in _TEXT_KEYS | _COUNTS | self.of_text}
+            if kind not in self._fit_to_be_asked:
+                self._check_asked_alone(kind, tensors, made, ask, text)
         except (ValueError, RuntimeError) as error:
-            raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
-        replacement = self._written(made).removeprefix(around[0]).removesuffix(around[1])
-        tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
-        return self._features(kind, replacement, tensors)
+            way_out = "Drop the row."
+            if kind not in self._fit_to_be_asked:
+                name = type(self._processor).__name__
+                way_out += f" If all are refused, {name} needs a media plugin: `register_mm_plugin` (docs/data.md, B)."
+            raise DataError(f"the processor refuses {what}: {error}", way_out=way_out) from error
+        return self._features(kind, self._written(made).removeprefix(around[0]).removesuffix(around[1]), tensors)
+
+    def _check_asked_alone(
+        self,
+        kind: MediaKind,
+        tensors: Mapping[str, Any],
+        alone: Mapping[str, Any],
+        ask: Callable[..., Mapping[str, Any]],
+        text: str,
+    ) -> None:
+        """Raise `ConfigError` where what a processor makes of an item's placeholder alone says nothing of the item in a
+        text: tensors made of the text, and placeholders that it does not replace where they stand."""
+        unknown = tensors.keys() - BATCH_KEYS.keys()
+        if unknown or not _tells_places(alone):
+            among_words = ask(text=[f"a {text} b"])
+            of_text = [name for name in sorted(unknown) if not _same(tensors[name], among_words.get(name))]
+            name = type(self._processor).__name__
+            if of_text:
+                raise ConfigError(
+                    f"{name} makes {', '.join(of_text)} of the whole text, not of its {kind} alone",
+                    key="model.model_name_or_path",
+                    way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin, "
+                    "lists these names in `of_text` and makes them of whole rows in `complete` (docs/data.md, B).",
+                )
+            replaced = f"a {self._written(alone)} b"
+            expected = self._tokenizer.decode(self._tokenizer(replaced, add_special_tokens=False)["input_ids"])
+            if not _tells_places(alone) and self._written(among_words).split() != expected.split():
+                raise ConfigError(
+                    f"{name} does not write the tokens of its {kind} where the placeholder stands in a text",
+                    key="model.model_name_or_path",
+                    way_out="Write a media plugin for it (`register_mm_plugin`) that derives from ProcessorPlugin and "
+                    f"encodes a single {kind} (docs/data.md, B).",
+                )
+        self._fit_to_be_asked.add(kind)
 
     def _written(self, made: Mapping[str, Any]) -> str:
         """What a processor wrote in the place of the only placeholder."""
-        if "text_replacement_offsets" in made:
+        if _tells_places(made):
             return made["text_replacement_offsets"][0][0]["replacement"]
-        # The omni models' processors do not tell it in transformers 5.17; the text is nothing else.
-        return self._tokenizer.decode(made["input_ids"][0])
+        # Some processors do not tell it, those of the omni models in transformers 5.17 and those that know no
+        # replacements. The text is nothing else, but for the tokens that begin and end every text.
+        ids = made["input_ids"][0].tolist()
+        while ids and ids[0] in self._borders:
+            del ids[0]
+        while ids and ids[-1] in self._borders:
+            del ids[-1]
+        return self._tokenizer.decode(ids)
 
     def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:
         ids = np.asarray(self._tokenizer(replacement, add_special_tokens=False)["input_ids"], dtype=np.int64)
@@ -288,6 +341,19 @@ class ProcessorPlugin:
                 f"'{sound.name}' is {sound.seconds:.1f} s long; the model takes {heard / sound.rate:.1f} s",
                 way_out="Cut it into pieces or drop the row.",
             )
+
+
+def _tells_places(made: Mapping[str, Any]) -> bool:
+    """Whether a processor said what it wrote in the place of each placeholder."""
+    return "text_replacement_offsets" in made
+
+
+def _same(first: object, second: object) -> bool:
+    """Whether two things that a processor made hold the same numbers."""
+    if second is None:
+        return False
+    one, other = torch.as_tensor(first), torch.as_tensor(second)
+    return one.shape == other.shape and one.equal(other)
 
 
 def _pictures_seen_alone(processor: object) -> int | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError
 from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
@@ -46,6 +49,7 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import (
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import require_language, tell_language
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.utils.plugins import place_within
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
@@ -131,7 +135,9 @@ class Qwen2VLDataset(MMDataset):
 
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded; of a prompt with the answer that it has, or an empty one."""
-        row, place = self.conversation(index), self._rows.place(index)
+        place = self._rows.place(index)
+        with _placed(type(self), place):
+            row = self.conversation(index)
         if self._is_text:
             return convert_text(row, place)
         stage = self.basic_parameters.stage
@@ -149,7 +155,12 @@ class Qwen2VLDataset(MMDataset):
         return self._with_boxes(sample)
 
     def conversation(self, index: int) -> dict[str, Any]:
-        """Row `index` in a layout that `attr` can tell of. A data set of rows of another layout overrides this."""
+        """Row `index` in a layout that `attr` can tell of.
+
+        A data set of rows of another layout overrides this: what it returns is a row like those of files, with its
+        questions, answers and media; the rest is as ever. It may raise `DataError` for a row that cannot be used, and
+        what else it raises is reported as one.
+        """
         row: dict[str, Any] = self._rows.row(index)
         return row
 
@@ -303,6 +314,24 @@ class Qwen2VLDataset(MMDataset):
         assert first is not None
         first.retell(f"none of the first {tried} rows can be used; the first:", first.problems)
         raise first
+
+
+@contextmanager
+def _placed(dataset: type[Qwen2VLDataset], place: RowLocation) -> Iterator[None]:
+    """Errors about a row name it; what the code of a data set from outside raises is one of them."""
+    try:
+        yield
+    except DataError as error:
+        error.change_problems(lambda problem: problem if problem.where else replace(problem, where=str(place)))
+        raise
+    except Exception as error:
+        if isinstance(error, MMError) or dataset.conversation is Qwen2VLDataset.conversation:
+            raise
+        raise DataError(
+            f"{dataset.__name__}.conversation fails: {type(error).__name__}: {error}",
+            where=str(place),
+            way_out=f"Correct the row, or the code at {place_within(dataset, error)}.",
+        ) from error
 
 
 _ADDED = (*TOKEN_KEYS, "image_max_tiles", "default_system")
