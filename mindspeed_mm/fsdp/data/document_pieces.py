@@ -115,8 +115,7 @@ class DocumentPieces(DatasetView):
         self._counts = piece_counts(sizes[measured, 0], self._most)[nearest]
         self._ends = np.cumsum(self._counts)
         self._is_exact = len(measured) == len(whole)
-        offsets = [0, *self._ends.tolist()]
-        self.parts = [Part(part.name, offsets[part.first], offsets[part.end]) for part in whole.parts]
+        self.parts = [Part(part.name, self._first(part.first), self._first(part.end)) for part in whole.parts]
         self._last: tuple[int, Any] = (-1, None)
         """The row that was encoded last, with its sample: a pass takes its pieces one after the other."""
 
@@ -199,11 +198,15 @@ class DocumentPieces(DatasetView):
             raise IndexError(f"sample {index} of {len(self)}")
         return int(np.searchsorted(self._ends, index, side="right"))
 
+    def _first(self, row: int) -> int:
+        """The first sample of a row."""
+        return int(self._ends[row - 1]) if row else 0
+
     def _piece(self, index: int) -> tuple[int, int]:
         """Number of a piece, from 0, and how many pieces its row has."""
         row = self._number(index)
         pieces = int(self._counts[row])
-        return index - int(self._ends[row]) + pieces, pieces
+        return index - self._first(row), pieces
 
     def _span(self, index: int, length: int) -> tuple[int, int]:
         """The tokens of a row of this length that are sample `index`."""
