@@ -199,6 +199,8 @@ def truncation(draft: PeerSetup, row: PeerRow, value: Any) -> Outcome:
         return no("tokens are never cut off; basic_parameters.truncation: shrink removes whole turns")
     if word == "left" and are_documents:
         return no("the beginning of a document is never cut off; basic_parameters.truncation: split keeps all of it")
+    if word == "split" and draft.method in ("dpo", "grpo"):
+        return no("only documents are cut into pieces")
     names = {"raise": "error", "left": "shrink", "right": "shrink", "split": "split"}
     return {f"{BASIC}.truncation": names[word]} if word in names else no("the strategy is not known here")
 
@@ -220,13 +222,12 @@ _CUT = {
 
 def settle_long_documents(draft: PeerSetup) -> None:
     """What becomes of documents that are longer than a sample may be, once stage and streaming are known."""
-    if draft.out.get(f"{BASIC}.stage") != "pretrain" or draft.tool.name not in _CUT:
-        return
-    if draft.out.get(f"{BASIC}.streaming"):
+    if draft.out.get(f"{BASIC}.stage") == "pretrain" and draft.tool.name in _CUT:
+        draft.put(f"{BASIC}.truncation", "split", _CUT[draft.tool.name])
+    if draft.out.get(f"{BASIC}.streaming") and draft.out.get(f"{BASIC}.truncation") == "split":
+        del draft.out[f"{BASIC}.truncation"]
         told = "longer documents are left out while rows are streamed; there, they are cut into pieces"
         draft.note(f"{BASIC}.cutoff_len", told)
-    else:
-        draft.put(f"{BASIC}.truncation", "split", _CUT[draft.tool.name])
 
 
 @conversion(":hub_dataset")
