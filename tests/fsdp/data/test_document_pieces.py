@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset, document_pieces
+from mindspeed_mm.fsdp.data import build, build_mm_dataloader, build_mm_dataset, document_pieces
 from mindspeed_mm.fsdp.data.document_pieces import in_pieces, piece_counts, piece_lengths, piece_spans
 from mindspeed_mm.fsdp.data.sample_cache.cached_samples import CachedSamples
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam, DatasetParam
@@ -76,17 +76,20 @@ def test_pieces_cover_a_document_once(most: int) -> None:
         assert min(sizes) > 1 or most <= 2 or length == 1
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
 def test_pieces_of_documents_are_their_tokens(
-    tmp_path: Path, param: Param, text_folder: Path, expected: list[list[int]], ahead: bool
+    tmp_path: Path,
+    param: Param,
+    text_folder: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: bool,
 ) -> None:
+    """Where encoded samples are kept, and where they cannot be: lengths are measured then."""
+    monkeypatch.setattr(build, "can_keep_samples", lambda basic: kept)
     dataset = opened(param, text_folder)
-    if ahead:
-        joined(dataset, expected)
-        assert isinstance(dataset._whole, CachedSamples) and (tmp_path / ".mm-cache").is_dir()
-    else:  # where encoded samples cannot be kept
-        section = param("documents.jsonl", model=text_folder, stage="pretrain", cutoff_len=MOST)
-        joined(build_mm_dataset(section, encode_ahead=False)[0], expected)
+    joined(dataset, expected)
+    assert isinstance(dataset._whole, CachedSamples) == (tmp_path / ".mm-cache").is_dir() == kept
     (second,) = piece_counts(np.array([len(expected[0])]), MOST)
     assert dataset[0]["sample_id"].startswith("documents.jsonl:1") and len(expected[1]) > MOST
     assert dataset[second]["sample_id"].startswith("documents.jsonl:2, piece 1 of ")
